@@ -149,8 +149,10 @@ def _loss_table(curves: dict[str, list[LossCurve]], steps: int, nproc: int) -> T
     for column in ("updates", "held-out bits/byte", "each seed", "last tenth, nats/token"):
         table.add_column(column, justify="left" if column == "updates" else "right")
     for way, runs in curves.items():
-        each = ", ".join(f"{curve.last:.4f}" for curve in runs)
-        last, tail = (statistics.mean(getattr(c, what) for c in runs) for what in ("last", "tail"))
+        each = ", ".join(f"{curve.final_held_out:.4f}" for curve in runs)
+        last, tail = (
+            statistics.mean(getattr(c, what) for c in runs) for what in ("final_held_out", "final_training_loss")
+        )
         table.add_row(way, f"{last:.4f}", each, f"{tail:.4f}")
     return table
 

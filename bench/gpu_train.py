@@ -146,7 +146,7 @@ def _describe_loss_equality(trials: list[EngineTrial]) -> str:
     furthest = max(trials, key=lambda t: t.max_loss_difference)
     return (
         f"losses: {outcome} within {_LOSS_TOLERANCE:.0%} of master's over {len(trials[0].losses)} steps; the furthest is "
-        f"{furthest.engine} with {furthest.loss_apart:.2%}"
+        f"{furthest.engine} with {furthest.max_loss_difference:.2%}"
     )
 
 

@@ -50,7 +50,9 @@ class KillPlan:
     def description(self) -> str:
         who = f"rank {self.rank}" if self.victim == "one rank" else self.victim
         when = (
-            f"at call {self.calls} of the file system" if self.file_calls is not None else f"after {self.seconds:.2f} s"
+            f"at call {self.file_calls} of the file system"
+            if self.file_calls is not None
+            else f"after {self.seconds:.2f} s"
         )
         return f"{who}, {when}"
 

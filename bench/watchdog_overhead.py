@@ -85,7 +85,7 @@ def _run_rank(rank: int, layers: int, rounds: int, steps: int, in_turns: bool, r
     marks = [0]
     enter = collective_activity.WaitScope.__enter__
 
-    def counted(self: collective_activity.During) -> None:
+    def counted(self: collective_activity.WaitScope) -> None:
         marks[0] += 1
         enter(self)
 

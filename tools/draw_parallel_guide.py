@@ -123,14 +123,14 @@ def _draw_axis_bytes() -> Any:
 
 
 def _bar_label(bar: LayoutBytes) -> str:
-    idle = f", {100 * bar.layout.idle:.0f} % idle" if bar.layout.idle else ""
-    return f"{bar.layout.name}\n{format_gb(bar.states)} GB of states{idle}"
+    idle = f", {100 * bar.layout.idle_fraction:.0f} % idle" if bar.layout.idle_fraction else ""
+    return f"{bar.layout.name}\n{format_gb(bar.state_bytes)} GB of states{idle}"
 
 
 def _draw_stacked_bars(panel: Any, found: Sequence[LayoutBytes], labels: Sequence[str]) -> None:
     for place, bar in enumerate(found):
         left = 0.0
-        for (axis, leaves), nbytes in bar.received.items():
+        for (axis, leaves), nbytes in bar.received_bytes.items():
             hatch = "////" if leaves else None
             panel.barh(
                 place, nbytes / 1e9, left=left, color=AXIS_COLOURS[axis], hatch=hatch, edgecolor="white", linewidth=0.5
@@ -139,7 +139,7 @@ def _draw_stacked_bars(panel: Any, found: Sequence[LayoutBytes], labels: Sequenc
         panel.text(left, place, f" {left:,.0f}", va="center", fontsize=8)
     panel.set_yticks(range(len(labels)), labels, fontsize=8)
     for tick, bar in zip(panel.get_yticklabels(), found, strict=True):
-        tick.set_color("#b00020" if bar.states > 80e9 else "black")
+        tick.set_color("#b00020" if bar.state_bytes > 80e9 else "black")
     panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.spines[["top", "right"]].set_visible(False)

@@ -131,7 +131,7 @@ def layout_table() -> str:
         found = [layout_bytes(PRESETS[model], gpus) for model in MODEL_TITLES]
         for row in zip(*found, strict=True):
             cells = (
-                f"{format_gb(bar.states)}, {format_gb(sum(bar.received.values()))}, {format_gb(bar.across)}"
+                f"{format_gb(bar.state_bytes)}, {format_gb(sum(bar.received_bytes.values()))}, {format_gb(bar.cross_node_bytes)}"
                 for bar in row
             )
             lines.append(f"| {gpus} | {row[0].layout.name} | {' | '.join(cells)} |")

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from windlass.initialize import initialize as initialize
     from windlass.launch.config_arguments import add_config_arguments as add_config_arguments
     from windlass.parallel.experts.expert_modules import register_experts as register_experts
-    from windlass.parallel.experts.mixture_of_experts import MixtureOfExperts as MixtureOfExperts
+    from windlass.parallel.experts.mixture_of_experts import MixtureOfExperts as MoE
     from windlass.parallel.experts.stacked_mlp import StackedMLP as StackedMLP
     from windlass.parallel.pipeline.layer_specs import LayerSpec as LayerSpec
     from windlass.parallel.pipeline.layer_specs import TiedLayerSpec as TiedLayerSpec
-    from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential as PipelineSequential
+    from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential as PipelineModule
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Engine",
     "LayerSpec",
-    "MixtureOfExperts",
-    "PipelineSequential",
+    "MoE",
+    "PipelineModule",
     "StackedMLP",
     "TiedLayerSpec",
     "WindlassError",
@@ -52,8 +52,8 @@ __all__ = [
 _MODULE_OF = {
     "Engine": "windlass.engine.training_engine",
     "LayerSpec": "windlass.parallel.pipeline.layer_specs",
-    "MixtureOfExperts": "windlass.parallel.experts.mixture_of_experts",
-    "PipelineSequential": "windlass.parallel.pipeline.pipeline_sequential",
+    "MoE": "windlass.parallel.experts.mixture_of_experts",
+    "PipelineModule": "windlass.parallel.pipeline.pipeline_sequential",
     "StackedMLP": "windlass.parallel.experts.stacked_mlp",
     "TiedLayerSpec": "windlass.parallel.pipeline.layer_specs",
     "WindlassError": "windlass.base.errors",
@@ -64,12 +64,14 @@ _MODULE_OF = {
     "read_checkpoint": "windlass.checkpoint.torch_state_dicts",
     "register_experts": "windlass.parallel.experts.expert_modules",
 }
+# Public names that DeepSpeed has too, whose classes have another name because `windlass.compat` subclasses them.
+_CLASS_OF = {"MoE": "MixtureOfExperts", "PipelineModule": "PipelineSequential"}
 _PACKAGES = ("checkpointing", "optim", "topology", "zero")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        value = getattr(importlib.import_module(_MODULE_OF[name]), _CLASS_OF.get(name, name))
     elif name in _PACKAGES:
         value = importlib.import_module(f"windlass.{name}")
     else:

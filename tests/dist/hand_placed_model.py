@@ -90,13 +90,13 @@ def parted(mesh: Mesh) -> Model:
         assert isinstance(block, Block)
         block.mesh = mesh
         middle = compute_shard_range(MIDDLE, mesh.tp.size, mesh.tp.index)
-        _cut(block.up.weight, make_ranges_along((MIDDLE, HIDDEN), 0, [middle]), cut=frozenset({"tp"}))
-        _cut(block.up.bias, make_ranges_along((MIDDLE,), 0, [middle]), cut=frozenset({"tp"}))
-        _cut(block.down.weight, make_ranges_along((HIDDEN, MIDDLE), 1, [middle]), cut=frozenset({"tp"}))
-        _cut(block.scale, make_full_ranges((HIDDEN,)), parts=frozenset({"tp"}))
+        _cut(block.up.weight, make_ranges_along((MIDDLE, HIDDEN), 0, [middle]), sharded_axes=frozenset({"tp"}))
+        _cut(block.up.bias, make_ranges_along((MIDDLE,), 0, [middle]), sharded_axes=frozenset({"tp"}))
+        _cut(block.down.weight, make_ranges_along((HIDDEN, MIDDLE), 1, [middle]), sharded_axes=frozenset({"tp"}))
+        _cut(block.scale, make_full_ranges((HIDDEN,)), partial_axes=frozenset({"tp"}))
         mine = compute_shard_range(EXPERTS, mesh.ep.size, mesh.ep.index)
         shape = (EXPERTS, HIDDEN, HIDDEN)
-        _cut(block.experts, make_ranges_along(shape, 0, [mine]), cut=frozenset({"ep"}), expert=True)
+        _cut(block.experts, make_ranges_along(shape, 0, [mine]), sharded_axes=frozenset({"ep"}), is_expert=True)
     return model
 
 

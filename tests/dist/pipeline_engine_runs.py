@@ -123,7 +123,7 @@ def start(case: Case) -> Any:
 
 def one_step(engine: Any, case: Case, step: int) -> float:
     """A step of an engine with stages or without; the mean of this rank's losses."""
-    _, reader = engine.readers
+    _, reader = engine.data_loading_ranks
     batches = [micro_batch(case, step, micro, reader) for micro in range(case.micros)]
     if hasattr(engine, "train_batch"):
         return float(engine.train_batch(iter(batches)))
@@ -160,7 +160,7 @@ def train(case: Case) -> Came:
     """Some steps on this rank."""
     engine = start(case)
     model = engine.module
-    _, reader = engine.readers
+    _, reader = engine.data_loading_ranks
     came = Came(names=[name for name, _ in model.named_parameters()])
     held = engine._sharded.units
     came.shapes = {name: shape for unit in held for name, shape in zip(unit.names, unit.shapes, strict=True)}
@@ -230,7 +230,7 @@ def _broken(engine: Any, case: Case, fault: str, stage: int, batches: list[Any])
 def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list[str]], Came]:
     """Steps, and before each one a batch that rank `faulty` fails in; every rank catches what it raises."""
     engine = start(case)
-    _, reader = engine.readers
+    _, reader = engine.data_loading_ranks
     came, told = Came(), []
     for step in range(STEPS):
         for fault in faults:
@@ -379,7 +379,7 @@ def too_small() -> dict[str, Any]:
     found: dict[str, Any] = {}
     case = Case(name="llama", stage=3, config=(("zero_optimization", _OFFLOADED),))
     engine = start(case)
-    found["held"] = len(engine._whole.units())
+    found["held"] = len(engine._unshard_policy.held_units())
     found["loss"] = one_step(engine, case, 0)
     engine.destroy()
     dist.barrier()

@@ -268,14 +268,14 @@ def steps(name: str, settings: list[Setting], again: bool = False) -> list[Seen]
         program = add_transfers(build_schedule(setting.schedule, mesh.pp.size, setting.micros, setting.each))[
             mesh.pp.index
         ]
-        passing = StageTransfers(mesh.pp, torch.device("cpu"), has_dynamic_shapes=stages.dynamic)
+        passing = StageTransfers(mesh.pp, torch.device("cpu"), has_dynamic_shapes=stages.has_dynamic_shapes)
         for _ in range(1 + again):
             model.zero_grad()
             mesh.pp.traffic.reset()
             around = ExecutorCallbacks(call_module=model, loss_factor=lambda micros=setting.micros: 1 / micros)
             ended = execute_schedule(program, stages, passing, batches, around)
         moved = dict(mesh.pp.traffic.bytes_moved)
-        sum_shared_gradients(model, stages.tied, mesh.pp)
+        sum_shared_gradients(model, stages.shared_parameters, mesh.pp)
         grads = {key: p.grad for key, p in model.named_parameters()}
         losses = [float(one.loss) for one in ended if one.loss is not None]
         seen.append(Seen(losses, grads, moved))
@@ -321,7 +321,7 @@ def in_16_bits(name: str) -> list[float]:
         ended = execute_schedule(
             program, stages, passing, batches, ExecutorCallbacks(call_module=model, loss_factor=lambda: 0.5)
         )
-        sum_shared_gradients(model, stages.tied, mesh.pp)
+        sum_shared_gradients(model, stages.shared_parameters, mesh.pp)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.5 * parameter.grad if parameter.grad is not None else 0

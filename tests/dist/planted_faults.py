@@ -13,6 +13,7 @@ from torch import nn
 from windlass.comm import shm_transport, wire_transport
 from windlass.engine.training_engine import Engine
 from windlass.zero import sharded_model as sharded_module
+from windlass.zero.core import step_agreement
 from windlass.zero.core.gradient_reducer import GradientReducer
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.elementwise_update import ElementwiseUpdate
@@ -93,7 +94,7 @@ def stale_gather() -> Iterator[None]:
     def all_but_the_last(self: ShardedModel, units: list[Any]) -> None:
         bring(self, [unit for unit in units if unit is not self.units[-1]])
 
-    with patch.object(ShardedModel, "_bring", all_but_the_last):
+    with patch.object(ShardedModel, "_gather_updated", all_but_the_last):
         yield
 
 
@@ -103,15 +104,15 @@ def kept_gather() -> Iterator[None]:
 
     def keep(units: list[Any]) -> None:
         for unit in units:
-            if unit.frees:
-                unit.pinned = True
+            if unit.frees_memory:
+                unit.keep_unsharded = True
 
-    def release_all(self: Any) -> None:
+    def reshard_all(self: Any) -> None:
         return
 
     with (
-        patch.object(sharded_module, "_renew", keep),
-        patch("windlass.zero.core.unshard_runtime.Runtime.release_all", release_all),
+        patch.object(sharded_module, "_mark_updated", keep),
+        patch("windlass.zero.core.unshard_runtime.UnshardRuntime.reshard_all", reshard_all),
     ):
         yield
 
@@ -128,15 +129,15 @@ def wrong_clip() -> Iterator[None]:
 @contextmanager
 def wrong_norm() -> Iterator[None]:
     """The norm counts what two ranks have twice."""
-    agree = sharded_module.agree
+    reduce = step_agreement.reduce_step_status
 
     def double(*args: Any, **more: Any) -> Any:
         from dataclasses import replace
 
-        verdict = agree(*args, **more)
-        return replace(verdict, norm=verdict.norm * 2**0.5)
+        status = reduce(*args, **more)
+        return replace(status, norm=status.norm * 2**0.5)
 
-    with patch.object(sharded_module, "agree", double):
+    with patch.object(step_agreement, "reduce_step_status", double):
         yield
 
 

@@ -20,7 +20,7 @@ from windlass.parallel.placement import get_placement
 from windlass.parallel.tensor import TensorParallelPlan, apply_tensor_parallel, gather_full_tensor
 
 EXACT = 1e-5
-NORMS: dict[str, Any] = {"sequence_norms": True}
+NORMS: dict[str, Any] = {"tp_sequence_norms": True}
 
 
 @dataclass(frozen=True)

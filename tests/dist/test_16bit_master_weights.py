@@ -142,10 +142,10 @@ def _trained(name: str, case: Case, folder: str) -> Any:
     losses += run(engine, STEPS // 2, STEPS)
     whole = {n: value.float() for n, value in whole_params(engine.module).items()}
     masters = engine._sharded.masters
-    with masters.at_hand([unit for unit in engine._sharded.units if unit.trainable]):
+    with masters.resident([unit for unit in engine._sharded.units if unit.trainable]):
         kept = {chunk.values().dtype for chunk in masters.chunks if chunk.numel}
-        states = {t.dtype for chunk in masters.chunks for t in masters.residence.tensors(chunk)}
-    shared = not any(masters.apart(unit) for unit in engine._sharded.units if unit.trainable)
+        states = {t.dtype for chunk in masters.chunks for t in masters.state_offload.tensors(chunk)}
+    shared = not any(masters.is_separate(unit) for unit in engine._sharded.units if unit.trainable)
     engine.destroy()
     again = start(subject, config)
     again.load_checkpoint(folder)

@@ -80,7 +80,7 @@ class Gate:
         write = RankFile.write
 
         def late(file: Any) -> Any:
-            away = [item.drawer for item in file._items.values() if isinstance(item.drawer, OffloadedStorage)]
+            away = [item.storage for item in file._items.values() if isinstance(item.storage, OffloadedStorage)]
             while not self.open.is_set() and not self.waited_for:
                 self.waited_for = any(drawer.has_waiter for drawer in away)
                 time.sleep(0.002)
@@ -203,7 +203,7 @@ def full_disk(how: str) -> Iterator[None]:
         with mock.patch.object(os, "posix_fallocate", taken):
             yield
     else:
-        with mock.patch.object(direct_file_writer, "start_engine", started):
+        with mock.patch.object(direct_file_writer, "start_io_engine", started):
             yield
 
 
@@ -227,13 +227,17 @@ def full(folder: str) -> dict[str, Any]:
     def failing(how: str) -> None:
         with full_disk(how):
             engine.save_checkpoint(folder, tag="bad")
-            engine._saves._thread.join()
+            engine._async_save._thread.join()
 
     with full_disk("space"):
         said["blocking"] = attempt(lambda: engine.save_checkpoint(folder, tag="bad", blocking=True))
     failing("space")
     late = dist.get_rank() != BAD_RANK  # as if this rank's thread had not heard of it yet
-    with mock.patch.object(type(engine._saves), "failed", lambda saves: 0.0) if late else mock.patch("time.tzset"):
+    with (
+        mock.patch.object(type(engine._async_save), "failure_flag", lambda saves: 0.0)
+        if late
+        else mock.patch("time.tzset")
+    ):
         said["step"] = attempt(lambda: train(engine, case, 1, 2))
     said["steps"] = engine.global_steps
     said["then"] = attempt(lambda: train(engine, case, 2, 3))

@@ -122,7 +122,7 @@ def with_a_strange_state(folder: str, blocking: bool) -> str:
     """What is said where one rank's optimizer has a state that can be neither cut nor joined."""
     engine = engine_for("mlp", Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2), 0)
     steps(engine, "mlp", Recipe(), 0, 1)
-    states = engine._sharded.update.residence.states
+    states = engine._sharded.update.state_offload.states
     if dist.get_rank() == 0:
         next(iter(states.values()))["odd"] = torch.zeros(3)
     said = ""

@@ -467,25 +467,25 @@ REFUSED = {
     "AVG of a torch.bool": lambda comm, t: comm.all_reduce(t > 0, comm.ReduceOp.AVG),
     "MAX of a torch.complex64": lambda comm, t: comm.all_reduce(t.to(torch.complex64), comm.ReduceOp.MAX),
     "no factor": lambda comm, t: comm.all_reduce(t, comm.ReduceOp.PREMUL_SUM),
-    "MINLOC works on pairs": lambda comm, t: comm.all_reduce(t, comm.ReduceOp.MINLOC),
+    "MINLOC needs pairs": lambda comm, t: comm.all_reduce(t, comm.ReduceOp.MINLOC),
     "an integer dtype": lambda comm, t: comm.all_reduce((t, t), comm.ReduceOp.MAXLOC),
     "takes one tensor": lambda comm, t: comm.all_reduce((t, t)),
-    "is no reduction operator": lambda comm, t: comm.all_reduce(t, "sum"),
+    "is not a reduction operator": lambda comm, t: comm.all_reduce(t, "sum"),
     "placeholder": lambda comm, t: comm.reduce(t, 0, comm.ReduceOp.UNUSED),
     "UINT64".lower(): lambda comm, t: comm.all_reduce(t.to(torch.uint64)),
-    "cannot travel": lambda comm, t: comm.broadcast(t.to_sparse(), 0),
+    "cannot be sent": lambda comm, t: comm.broadcast(t.to_sparse(), 0),
     "not float": lambda comm, t: comm.broadcast(1.0, 0),
     "dst = 7": lambda comm, t: comm.reduce(t, 7),
     "holds nothing": lambda comm, t: comm.gather(t, None, comm.get_rank()),
     "holds 1 tensors": lambda comm, t: comm.all_gather([t], t),
-    "cannot take the elements": lambda comm, t: comm.all_gather([t[:1], t[:1]], t),
+    "cannot hold the elements": lambda comm, t: comm.all_gather([t[:1], t[:1]], t),
     "is not 2 times the output": lambda comm, t: comm.reduce_scatter_tensor(t, t),
     "is not 2 times the input": lambda comm, t: comm.all_gather_into_tensor(t, t),
     "do not split over": lambda comm, t: comm.all_to_all_single(t, t),
     "add up to the 3 rows": lambda comm, t: comm.all_to_all_single(t, t, [1, 1], [2, 1]),
     "has no rows": lambda comm, t: comm.all_to_all_single(t[0], t[0]),
     "neither isend nor irecv": lambda comm, t: comm.P2POp(comm.send, t, 0),
-    "no back end for meta": lambda comm, t: comm.all_reduce(t.to("meta")),
+    "no backend for meta": lambda comm, t: comm.all_reduce(t.to("meta")),
 }
 
 
@@ -514,5 +514,5 @@ def late_for_the_barrier() -> None:
 
 
 def test_a_monitored_barrier_names_who_did_not_come() -> None:
-    with pytest.raises(RankError, match="not there after 0 s: rank 2"):
+    with pytest.raises(RankError, match="missing after 0 s: rank 2"):
         run_ranks(late_for_the_barrier, 3, timeout=10)

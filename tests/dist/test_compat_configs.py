@@ -16,7 +16,7 @@ from windlass.config.config_source import read_source
 
 CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "compat" / "configs"
 NO_BATCH = "neither train_batch_size nor train_micro_batch_size_per_gpu is given"
-NOBODY = "nobody filled it in"
+NOBODY = "no program filled it in"
 AS_THEY_ARE = {
     "fp16_all_knobs": "trains",
     "full_zero3_offload": NO_BATCH,

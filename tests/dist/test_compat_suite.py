@@ -501,7 +501,7 @@ def _experts_of_a_script() -> None:
     assert parallel_groups._get_expert_data_parallel_group_ranks("ep_size_2") == list(range(rank % 2, world, 2))
     assert dist.get_process_group_ranks(parallel_groups._get_max_expert_parallel_group()) == list(range(world))
     assert parallel_groups._get_max_expert_size_name() == f"ep_size_{world}"
-    with pytest.raises(AssertionError, match="no multiple"):
+    with pytest.raises(AssertionError, match="not a multiple"):
         parallel_groups._create_expert_and_data_parallel(3)
     dense, expert = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     dense.grad, expert.grad = torch.ones(1), torch.full((1,), float(rank + 1))

@@ -204,7 +204,7 @@ def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
     for step in range(2):
         train(engine, step)
         engine.step()
-    under_way = engine._sharded.delayed_update.under_way
+    under_way = engine._sharded.delayed_update.in_progress
     named = dict(engine.module.named_parameters())
     if way == "full_param":
         found = whole_params(engine.module)
@@ -215,11 +215,11 @@ def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
             found = {name: p.detach().clone() for name, p in named.items()}
     elif way == "finish_update":
         engine.finish_update()
-        assert not engine._sharded.delayed_update.under_way
+        assert not engine._sharded.delayed_update.in_progress
         found = engine.full_state_dict()
     elif way == "save":
         engine.save_checkpoint(folder)
-        assert not engine._sharded.delayed_update.under_way
+        assert not engine._sharded.delayed_update.in_progress
         found = whole_params(engine.module)
     elif way == "set":
         first = next(iter(named))
@@ -227,7 +227,7 @@ def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
         train(engine, 2)
         engine.step()
         windlass.zero.set_full_param(named[first], before)
-        assert not engine._sharded.delayed_update.under_way
+        assert not engine._sharded.delayed_update.in_progress
         found = {**whole_params(engine.module), first: before}
         assert torch.equal(windlass.zero.full_param(named[first]), before)
     elif way == "offload_states":
@@ -346,7 +346,7 @@ def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]
     other = engine_of(setting, recipe)
     train(other, 7, recipe)
     other.step()
-    assert other._sharded.delayed_update.under_way
+    assert other._sharded.delayed_update.in_progress
     other.load_checkpoint(folder)
     return {"wanted": wanted, "found": go_on(other)}
 
@@ -376,7 +376,7 @@ def overflowing(setting: Setting, overflows: bool) -> tuple[dict[str, Tensor], i
         if step == 1 and overflows:
             train(engine, 9, recipe, 1e9 if dist.get_rank() == 1 else 1.0)
             engine.step()
-            assert not engine.was_step_applied() and not engine._sharded.delayed_update.under_way
+            assert not engine.was_step_applied() and not engine._sharded.delayed_update.in_progress
         elif step == 1:
             engine.finish_update()
     skipped = engine.skipped_steps
@@ -487,7 +487,7 @@ def left_alone(setting: Setting) -> int:
     train(engine, 0)
     engine.step()
     model = engine._sharded
-    model.delayed.wait()
+    model.delayed_update.wait()
     del engine, model
     gc.collect()
     for thread in [one for one in threading.enumerate() if one.name.startswith("windlass-update")]:

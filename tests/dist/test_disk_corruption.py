@@ -41,25 +41,27 @@ class Spoiler:
 
     def __init__(self, engine: Any, kind: str, how: str) -> None:
         self.model, self.kind, self.how = engine._sharded, kind, how
-        self.disk = self.model.homes.disk
+        self.disk = self.model.tiers.disk
         self.names = {name for unit in self.model.units for name in unit.names}
         self._old: dict[tuple[Any, int], bytes] = {}
 
     def spans(self) -> list[tuple[Any, int, int]]:
         """Extents that hold the kind, and where in them."""
-        self.model.homes.staging.settle()
+        self.model.tiers.staging.wait_all()
         if self.kind in ("master", "exp_avg"):
-            records = self.model.masters.residence._records.values()
+            records = self.model.masters.state_offload._records.values()
             key = "" if self.kind == "master" else "exp_avg"
             return [(r.extent, e.offset, e.nbytes) for r in records for e in r.entries if e.key == key]
         slots = (
-            [u.rests for u in self.model.units] if self.kind == "parameters" else [s.rests for s in self.model.slots]
+            [u.shard_slot for u in self.model.units]
+            if self.kind == "parameters"
+            else [s.storage for s in self.model.slots]
         )
         return [(slot.extent, 0, slot.nbytes) for slot in slots if slot is not None and slot.extent is not None]
 
     def content(self, extent: Any, at: int, nbytes: int) -> bytes:
         into = torch.empty(nbytes, dtype=torch.uint8)
-        self.disk.read_now(extent, at, into)
+        self.disk.read_unguarded(extent, at, into)
         return bytes(into.numpy())
 
     def remember(self) -> None:
@@ -152,7 +154,7 @@ def test_damage_ends_the_step_and_a_load_mends_it(ranks: int, transport: str, tm
         for (kind, how), said in zip(cases, found, strict=True):
             where = kind, how, {call: str(words)[:400] for call, words in said.items()}
             assert said["step"].startswith(f"StorageError: {FIRST.get(kind, 'this step was made in part')}"), where
-            what = "short read" if how == "cut" else "damaged, these are not the bytes that were written there"
+            what = "short read" if how == "cut" else "damaged: the checksum differs from that of the written bytes"
             words = ["rank 0: reading ", what, HOLDERS.get(kind, "master weights and optimizer states of "), "bytes ",
                      f"of the file on {tmp_path}/disk (", " of it, of ", "load the last checkpoint"]  # fmt: skip
             if how != "cut":
@@ -194,7 +196,7 @@ def not_yet_stepped(folder: str) -> list[Any]:
         engine.save_checkpoint(f"{folder}/saved", tag=f"good{blocking}")
         Spoiler(engine, "exp_avg", "flip").spoil()
         said.append(attempt(lambda: (engine.save_checkpoint(f"{folder}/saved", blocking=blocking),  # noqa: B023
-                                     engine._saves.finish())))  # fmt: skip
+                                     engine._async_save.finish())))  # fmt: skip
         said.append(sorted(os.listdir(f"{folder}/saved")))
         if not blocking:
             said.append(attempt(lambda: micro_batches(subject, engine, 2)))

@@ -73,7 +73,7 @@ class Breaker:
 
     def __init__(self, engine: Any) -> None:
         self.disk = engine._sharded.tiers.disk
-        self._whole = self.disk._mover._engine
+        self._whole = self.disk._transfers._engine
 
     def smash(self, how: str) -> None:
         if dist.get_rank() != BAD_RANK:
@@ -81,12 +81,12 @@ class Breaker:
         if how == "cut":
             os.ftruncate(self.disk._stripes.descriptors[0], 0)
         else:
-            self.disk._mover._engine = GoneDevice(
+            self.disk._transfers._engine = GoneDevice(
                 self._whole, {"read": [False], "write": [True], "gone": [False, True]}[how]
             )
 
     def mend(self) -> None:
-        self.disk._mover._engine = self._whole
+        self.disk._transfers._engine = self._whole
 
 
 def begin(
@@ -111,8 +111,8 @@ def begin(
 def forget(engine: Any) -> None:
     """Drop the parameters that the last step has left in memory, which would do without the disk."""
     for unit in engine._sharded.units:
-        if unit.rests is not None:
-            unit.rests.forget()
+        if unit.shard_slot is not None:
+            unit.shard_slot.drop_staged()
 
 
 def attempt(act: Any) -> str:
@@ -255,7 +255,7 @@ def late(folder: str) -> list[str]:
     step(subject, engine, 0)
     breaker = Breaker(engine)
     if dist.get_rank() == BAD_RANK:
-        breaker.disk._mover._engine = GoneDevice(breaker._whole, [True], FailedLate)
+        breaker.disk._transfers._engine = GoneDevice(breaker._whole, [True], FailedLate)
     said = [attempt(lambda: step(subject, engine, 1))]
     breaker.mend()
     said.append(attempt(lambda: step(subject, engine, 2)))
@@ -290,7 +290,7 @@ def failing_save(folder: str) -> list[str]:
         breaker.smash("read")
         return taken
 
-    with mock.patch.object(engine_checkpoint, "fingerprint", then_smash):  # which reads all of it, too
+    with mock.patch.object(engine_checkpoint, "compute_fingerprint", then_smash):  # which reads all of it, too
         said = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
     breaker.mend()
     there += str(any(Path(folder, "saved").iterdir()))

@@ -237,12 +237,12 @@ HIDDEN, EXPERTS = 8, 5
 LAYERS: dict[str, dict[str, Any]] = {
     "top1 dropless": {"k": 1, "drop_tokens": False},
     "top2 dropless": {"k": 2, "drop_tokens": False},
-    "top3 dropless": {"k": 3, "drop_tokens": False, "score": "sigmoid"},
+    "top3 dropless": {"k": 3, "drop_tokens": False, "score_function": "sigmoid"},
     "top1 any left out": {"k": 1, "capacity_factor": 0.7, "min_capacity": 1},
     "top2 left out": {"k": 2, "capacity_factor": 0.7, "min_capacity": 1},
     "top3 left out": {"k": 3, "capacity_factor": 0.7, "min_capacity": 1},
     "residual": {"k": 1, "drop_tokens": False, "use_residual": True},
-    "balanced": {"k": 2, "drop_tokens": False, "balance_rate": 0.1},
+    "balanced": {"k": 2, "drop_tokens": False, "expert_bias_update_rate": 0.1},
     "stacked": {"k": 2, "drop_tokens": False, "stacked": True},
     "stacked left out": {"k": 1, "capacity_factor": 0.7, "min_capacity": 1, "stacked": True},
 }

@@ -47,7 +47,7 @@ def test_cuts_tile_the_buffer(numels: list[int], ranks: int, choice: int) -> Non
     count = divisor(ranks, choice)
     end = 0
     for index in range(count):
-        start, stop = layout.cut(index, count)
+        start, stop = layout.shard_range(index, count)
         assert start == end and stop - start == layout.padded // count
         end = stop
     assert end == layout.padded
@@ -58,7 +58,7 @@ def test_a_count_that_does_not_divide_is_refused(numels: list[int], ranks: int, 
     layout = Layout(tuple(numels), ranks)
     if ranks % count:
         with pytest.raises(ValueError, match=str(count)):
-            layout.cut(0, count)
+            layout.shard_range(0, count)
 
 
 @settings(deadline=None)
@@ -68,7 +68,7 @@ def test_pieces_of_all_cuts_make_every_element_once(numels: list[int], ranks: in
     count = divisor(ranks, choice)
     covered: dict[int, int] = defaultdict(int)
     for index in range(count):
-        start, stop = layout.cut(index, count)
+        start, stop = layout.shard_range(index, count)
         for piece in layout.pieces(start, stop):
             assert piece.numel > 0
             assert piece.start == covered[piece.index], "pieces of a parameter follow one another"

@@ -109,7 +109,7 @@ def test_four_ranks() -> None:
 
 def kept_elsewhere(home: str, folder: str) -> int:
     """Train on longer sequences with inputs of layers at another home; how many bytes went there."""
-    long: dict[str, Any] = {**PARTS, "offload": home, **({"nvme_path": folder} if home == "nvme" else {})}
+    long: dict[str, Any] = {**PARTS, "activation_tier": home, **({"nvme_path": folder} if home == "nvme" else {})}
     moved: list[int] = []
     keep = SavedTensorOffloader._offload
 
@@ -118,7 +118,7 @@ def kept_elsewhere(home: str, folder: str) -> int:
         moved.append(kept.nbytes)
         return kept
 
-    with patch.object(SavedTensorOffloader, "_keep", counted):
+    with patch.object(SavedTensorOffloader, "_offload", counted):
         trains("llama", 3, STRICT, {"sp_mode": "ring"}, long, [("packed", 63), ("plain", 64)])
     return sum(moved)
 

@@ -221,7 +221,7 @@ def test_states_leave_the_device_and_come_back(stage: int) -> None:
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
     """Bytes of disk traffic an element of this rank's share, in one step in bf16: with memory for new parameters to
     stay until the next forward, and without."""
-    from windlass.zero.update.elementwise_update import master_weights
+    from windlass.zero.update import master_weights
 
     subject = specimen("four_blocks")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
@@ -230,14 +230,14 @@ def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
     disk, staging = engine._sharded.tiers.disk, engine._sharded.tiers.staging
     kept, moved = master_weights._KEPT, []
     for step in range(4):
-        staging.settle()
+        staging.wait_all()
         master_weights._KEPT = kept if step < 2 else 2.0
-        disk.achieved(reset=True)
+        disk.io_rates(reset=True)
         batch = cast(subject.batch(Place(step, 0, torch.distributed.get_rank())), recipe.dtype)
         subject.train(engine, batch, engine.backward)
         engine.step()
-        staging.settle()  # the last writes go on after the step
-        moved.append(disk.achieved().disk_read_bytes + disk.achieved().disk_write_bytes)
+        staging.wait_all()  # the last writes go on after the step
+        moved.append(disk.io_rates().disk_read_bytes + disk.io_rates().disk_write_bytes)
     master_weights._KEPT = kept
     numel = sum(unit["elements"] for unit in engine.report()["units"])
     engine.destroy()
@@ -474,11 +474,11 @@ def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int],
     subject = specimen("four_blocks")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, accumulation=accumulation)
     engine = start(subject, ds_config(recipe, Setting(stage=3, zero=homes("nvme", "nvme", folder))))
-    residence, counts = engine._sharded.masters.residence, []
+    residence, counts = engine._sharded.masters.state_offload, []
     for micro in range(3 * accumulation):
         batch = subject.batch(Place(micro, 0, torch.distributed.get_rank()))
         subject.train(engine, batch, engine.backward)
-        counts.append(len(residence._visits))
+        counts.append(len(residence._fetched))
         if edits:  # what was read ahead is not what the step shall start from
             parameter = next(engine.module.parameters())
             with windlass.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():

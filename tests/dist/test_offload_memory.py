@@ -86,8 +86,8 @@ def engine_on_disk(folder: str) -> Any:
 
 def forget_buffers(model: Any) -> None:
     """Staging buffers that wait for their next use go."""
-    staging = model.homes.staging
-    staging.settle()
+    staging = model.tiers.staging
+    staging.wait_all()
     staging._total -= sum(buffer.numel() for buffer in staging._free)
     staging._free.clear()
 

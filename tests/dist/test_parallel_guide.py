@@ -71,7 +71,7 @@ def trained(tag: str, kind: str, code: str) -> dict[str, Any]:
     names: dict[str, Any] = {"model": model, "config": configs()[tag], "dataset": Texts(), "losses": []}
     exec(program(code), names)
     engine = names["engine"]
-    found = {"losses": names["losses"], "seen": watched.seen, "readers": engine.readers}
+    found = {"losses": names["losses"], "seen": watched.seen, "readers": engine.data_loading_ranks}
     found["axes"] = {axis: engine.mesh.grid.size(axis) for axis in GRID}
     engine.destroy()
     return found
@@ -261,7 +261,7 @@ def own_layers() -> tuple[tuple[int, int], list[float]]:
     names: dict[str, Any] = {"config": {**configs()["tensor"], "zero_optimization": {"stage": 3}}}
     exec(program("layers of your own"), names)
     engine = names["engine"]
-    count, number = engine.readers
+    count, number = engine.data_loading_ranks
     losses = []
     for step in range(3):
         x, y = _features(step * count + number)

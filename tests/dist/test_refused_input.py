@@ -171,7 +171,7 @@ BAD_DISKS = {
     "file": ("rank1/taken", "a file is where a directory should be"),
     "below a file": ("rank1/taken/below", "a file is where a directory should be"),
     "denied": ("/proc/self/below", "nvme_path"),
-    "full": ("no space for all that is to be offloaded", "more asked of", "12288 bytes free", "free space there"),
+    "full": ("no space for all offloaded tensors", "more needed on", "12288 bytes free", "free space there"),
 }
 
 

@@ -82,8 +82,8 @@ def settle(engine: Any) -> None:
     """Have no transfer under way: the last writes of a step go on in the next."""
     homes = engine._sharded.tiers
     if homes.disk is not None:
-        homes.staging.settle()
-        homes.disk.achieved()
+        homes.staging.wait_all()
+        homes.disk.io_rates()
 
 
 def runs(folder: str, cases: list[Any], warm: int, steps: int) -> Iterator[tuple[Any, dict[str, int], dict[str, int]]]:

@@ -63,7 +63,7 @@ def train(kind: str, config: dict[str, Any]) -> tuple[list[float], list[Tensor]]
     losses = []
     for step in range(STEPS):
         for micro in range(MICROS):
-            loss = loss_of(engine, seed_of(engine.readers[1], step, micro))
+            loss = loss_of(engine, seed_of(engine.data_loading_ranks[1], step, micro))
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())

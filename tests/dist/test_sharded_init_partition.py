@@ -80,7 +80,7 @@ def refused() -> dict[str, Any]:
     engine.destroy()
     layers = [windlass.LayerSpec(nn.Linear, 6, 6 - number) for number in range(2)]
     with windlass.zero.Init():
-        row = windlass.PipelineSequential(layers, num_stages=2, loss_fn=nn.MSELoss())
+        row = windlass.PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss())
     try:
         windlass.initialize(model=row, config={**CONFIG, "parallel": {"pp": 2}})
     except windlass.WindlassError as error:

@@ -114,7 +114,7 @@ def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
         return found
 
     wrong = ""
-    with mock.patch.object(engine_checkpoint, "_fill", badly):
+    with mock.patch.object(engine_checkpoint, "_load_tensors", badly):
         try:
             engine.load_checkpoint(folder)
         except CheckpointError as error:

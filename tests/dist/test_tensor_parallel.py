@@ -59,9 +59,9 @@ LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True}, 4, NORMS),
     ("gpt2", {"n_embd": 32, "n_head": 4}, 4, NORMS),
     # sums that travel while the next tokens are computed
-    ("llama", {}, 2, {"overlap_chunks": 3}),
-    ("gpt2", {}, 3, {"overlap_chunks": 4}),
-    ("mixtral", {}, 2, {"overlap_chunks": 100}),  # more than tokens
+    ("llama", {}, 2, {"tp_overlap_chunks": 3}),
+    ("gpt2", {}, 3, {"tp_overlap_chunks": 4}),
+    ("mixtral", {}, 2, {"tp_overlap_chunks": 100}),  # more than tokens
 ]
 
 
@@ -98,7 +98,7 @@ def moved_and_foretold(name: str, options: dict[str, Any]) -> tuple[dict[str, in
     model.config.output_router_logits = False
     axis.traffic.reset()
     model(**language(0)).loss.backward()
-    stacks = find_layer_stacks(model, plan) if options.get("sequence_norms") else None
+    stacks = find_layer_stacks(model, plan) if options.get("tp_sequence_norms") else None
     config = model.config
     chosen = config.num_experts_per_tok if name in ("mixtral", "gpt_oss") else 0
     foretold = count_step_bytes(

@@ -190,7 +190,7 @@ def test_no_empty_weight_is_ever_given_away(tmp_path: Path) -> None:
     found = run_ranks(refusals, RANKS, str(tmp_path))[0]
     assert set(found["said"]) == {"state_dict", "engine's", "save_pretrained", "kept"}
     for name, text in found["said"].items():
-        assert "ReleasedParameterError" in text and "GatheredParameters" in text, name
+        assert "ShardedParameterError" in text and "GatheredParameters" in text, name
     assert not list(tmp_path.glob("out*/*.safetensors"))
     written = load_file(tmp_path / "model.safetensors")
     assert set(written) == set(found["whole"]) - {"lm_head.weight"}

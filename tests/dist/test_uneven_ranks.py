@@ -182,7 +182,7 @@ def meets_elsewhere_and_goes_on() -> list[int]:
             engine.step()
         else:
             engine.full_state_dict()
-    held = engine._sharded.runtime.holding(engine._sharded.units) if rank else contextlib.nullcontext()
+    held = engine._sharded.runtime.unsharded(engine._sharded.units) if rank else contextlib.nullcontext()
     with pytest.raises(windlass.WindlassError, match="different places"), held:
         engine.step()
     engine.step()
@@ -246,7 +246,7 @@ def most_kept_back(transport: str) -> list[int]:
     gradients, most = engine._sharded.reducer, []
 
     def count(*_: Any) -> None:
-        most[-1] = max(most[-1], sum(slot.aside is not None for slot in gradients.slots))
+        most[-1] = max(most[-1], sum(slot.unreduced_copy is not None for slot in gradients.slots))
 
     gradients.watch = count
     for step in range(3):

@@ -132,7 +132,7 @@ def refused_at_stage_3(habit: str) -> str:
 @pytest.mark.parametrize("habit", OUTSIDE_A_FORWARD)
 def test_weights_outside_a_forward_are_refused_at_stage_3(habit: str, transport: str) -> None:
     for said in run_ranks(refused_at_stage_3, 2, habit, transport=transport):
-        assert said.startswith("ReleasedParameterError") and "GatheredParameters" in said
+        assert said.startswith("ShardedParameterError") and "GatheredParameters" in said
 
 
 def autocast(setting: Setting) -> dict[str, Any]:

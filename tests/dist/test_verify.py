@@ -33,13 +33,13 @@ def verdict(name: str, stage: int, recipe: Recipe = ADAMW, **more: Any) -> dict[
 def assert_equal(found: dict[str, Any], steps: int = 3) -> None:
     """Nothing deviated, every phase of every step was looked at, and the model computed with the very same bits."""
     assert found["equal"], found["deviations"][:3]
-    assert len(found["rows"]) == steps
-    for row in found["rows"]:
-        assert row["worst"]["forward"] == 0
+    assert len(found["steps"]) == steps
+    for row in found["steps"]:
+        assert row["worst_ratios"]["forward"] == 0
         if row["plain_loss"] is not None:  # the model returned its loss
             assert row["loss"] == pytest.approx(row["plain_loss"], abs=1e-6)
-        assert {"gradient", "update"} <= row["worst"].keys()
-        assert not row["applied"] or {"reduce", "clip"} <= row["worst"].keys()
+        assert {"gradient", "update"} <= row["worst_ratios"].keys()
+        assert not row["applied"] or {"reduce", "clip"} <= row["worst_ratios"].keys()
 
 
 # fault: stage, and what must be found: step, phase, tensor, module, words of the hint
@@ -65,7 +65,7 @@ def assert_found(fault: str) -> None:
     first = found["deviations"][0]
     assert (first["step"], first["phase"], first["tensor"], first["module"]) == (step, phase, tensor, module)
     assert hint in first["hint"] and first["ulps"] > 100 and first["relative"] > 1e-7
-    assert len(found["rows"]) == step, "it went on after the first step that deviates"
+    assert len(found["steps"]) == step, "it went on after the first step that deviates"
 
 
 def test_a_healthy_run_is_equal_and_a_missing_reduce_is_found(transport: str) -> None:
@@ -110,7 +110,7 @@ def test_skipped_steps_are_told_and_equal(stage: int) -> None:
     config = (("fp16", {"enabled": True, "initial_scale_power": 40}),)
     found = verdict("tied", stage, recipe, config=config)
     assert_equal(found)
-    assert not any(row["applied"] for row in found["rows"])
+    assert not any(row["applied"] for row in found["steps"])
 
 
 @pytest.mark.slow

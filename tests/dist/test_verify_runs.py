@@ -161,7 +161,7 @@ def unfrozen_in_mid_run() -> None:
 
 
 def test_a_model_laid_out_again_is_refused() -> None:
-    with pytest.raises(RankError, match="laid out again"):
+    with pytest.raises(RankError, match="layout changed during the run"):
         verify_training(unfrozen_in_mid_run)
 
 

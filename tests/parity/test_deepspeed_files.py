@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests.deepspeed_maker import SAVED_AT, STEPS
-from tests.dist.harness import _free_port, run_ranks
+from tests.dist.harness import run_ranks
 from tests.dist.test_deepspeed_resume import CLIENT, engine_for, steps
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.peer,
@@ -40,7 +41,7 @@ def run_deepspeed(module: str, out: Path, stage: int, precision: str, ranks: int
         "LOCAL_WORLD_SIZE": str(ranks),
         "LOCAL_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }

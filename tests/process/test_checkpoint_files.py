@@ -21,8 +21,8 @@ STATE = SavedState(tensors={"x": torch.ones(3)})
 WRITER = """
 import sys, time
 from pathlib import Path
-from windlass.checkpoint.staging_checkpoint import Draft
-kept = Draft(Path(sys.argv[1]), "t")
+from windlass.checkpoint.staging_checkpoint import StagingCheckpoint
+kept = StagingCheckpoint(Path(sys.argv[1]), "t")
 (kept.path / "rank_00000.safetensors").write_text("half")
 print(kept.path.name, flush=True)
 time.sleep(600)
@@ -68,14 +68,14 @@ def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
 _RISE = """
 import sys, torch
 from pathlib import Path
-from windlass.checkpoint.safetensors_export import export
+from windlass.checkpoint.safetensors_export import export_safetensors
 import windlass.cli.export
 def peak():
     return next(int(l.split()[1]) << 10 for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)
-export(sys.argv[2], sys.argv[3], dtype=torch.bfloat16)  # brings the libraries' own pages to memory
+export_safetensors(sys.argv[2], sys.argv[3], dtype=torch.bfloat16)  # brings the libraries' own pages to memory
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
-export(sys.argv[1], sys.argv[3], dtype=torch.bfloat16, overwrite=True)
+export_safetensors(sys.argv[1], sys.argv[3], dtype=torch.bfloat16, overwrite=True)
 print(peak() - before)
 """
 

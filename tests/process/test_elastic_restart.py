@@ -67,7 +67,7 @@ def test_with_too_few_or_too_often_the_failure_comes_back(
     assert outcome.exit_code == 128 + signal.SIGKILL
     assert not [name for name in started(tmp_path) if name.startswith("start1")]
     assert len(said) == 1 and said[0].startswith("rank 1 was ended by SIGKILL")
-    assert said[0].endswith("; not started again: ranks left are 1, fewer than 2")
+    assert said[0].endswith("; not restarted: 1 ranks are left, fewer than 2")
     with pytest.raises(LaunchError, match="--max-restarts -1"):
         start_elastic(script(LOSES_ONE), 2, max_restarts=-1)
     with pytest.raises(LaunchError, match="--min-nproc 3 with 2 ranks"):

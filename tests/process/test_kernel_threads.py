@@ -13,16 +13,16 @@ native = pytest.mark.skipif(len(list_kernel_paths()) == 1, reason="no native mod
 
 _FORK = """
 import os, signal, torch
-from windlass.kernels.kernel_dispatch import update
+from windlass.kernels.kernel_dispatch import apply_updates
 from tests.unit.kernels.rule_cases import RULES, piece
 rule = RULES["adamw"](1)
 make = lambda: piece(rule, torch.ones(1 << 18), torch.ones(1 << 18))
 mine, childs = make(), make()  # torch's own threads do not survive a fork
-update(rule, [mine], threads=2)
+apply_updates(rule, [mine], threads=2)
 child = os.fork()
 if child == 0:
     signal.alarm(60)
-    update(rule, [childs], threads=2)
+    apply_updates(rule, [childs], threads=2)
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -37,15 +37,15 @@ def test_a_forked_child_steps_with_threads_of_its_own() -> None:
 
 _SIDE_BY_SIDE = """
 import threading, torch
-from windlass.kernels.kernel_dispatch import update
+from windlass.kernels.kernel_dispatch import apply_updates
 from tests.unit.kernels.rule_cases import RULES, piece
 rule = RULES["adamw"](1)
 pieces = [piece(rule, torch.full((1 << 17,), float(n)), torch.ones(1 << 17)) for n in range(4)]
 alone = [piece(rule, torch.full((1 << 17,), float(n)), torch.ones(1 << 17)) for n in range(4)]
-threads = [threading.Thread(target=update, args=(rule, [p]), kwargs={"threads": 3}) for p in pieces]
+threads = [threading.Thread(target=apply_updates, args=(rule, [p]), kwargs={"threads": 3}) for p in pieces]
 for t in threads: t.start()
 for t in threads: t.join()
-for p in alone: update(rule, [p], threads=1)
+for p in alone: apply_updates(rule, [p], threads=1)
 print(all(torch.equal(a.parameter, b.parameter) for a, b in zip(pieces, alone)))
 """
 

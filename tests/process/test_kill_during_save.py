@@ -38,7 +38,17 @@ print("the end", flush=True)
 
 
 def test_kills_at_calls_of_the_file_system_lose_nothing_but_steps(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "chaos.py"), "--rounds", "2", "--launchers", "0", "--aimed", "--seed", "5"]
+    command = [
+        sys.executable,
+        str(BENCH / "kill_and_resume.py"),
+        "--rounds",
+        "2",
+        "--launchers",
+        "0",
+        "--aimed",
+        "--seed",
+        "5",
+    ]
     options = ["--path", str(tmp_path), "--results", str(tmp_path), "--name", "found"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""However the launcher ends, no rank is left; and after Ctrl-C ranks have time to save."""
+"""However the launcher ends, all ranks have ended; and after Ctrl-C ranks have time to save."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def test_no_way_to_end_leaves_a_rank(tmp_path: Path) -> None:
     assert asked.status() == 128 + signal.SIGINT
     assert asked.saved() == RANKS, "ranks had no time to save"
     assert ignored.status() == 128 + signal.SIGINT
-    assert (asked.folder / "stderr").read_text().splitlines()[-1] == "windlass run: stopped by SIGINT, no rank is left"
+    assert (asked.folder / "stderr").read_text().splitlines()[
+        -1
+    ] == "windlass run: stopped by SIGINT, all ranks have ended"
 
 
 def test_a_launcher_that_is_gone_already_is_noticed(tmp_path: Path) -> None:

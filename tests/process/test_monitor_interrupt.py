@@ -13,10 +13,10 @@ import pytest
 INTERRUPTED = """
 import sys
 from types import SimpleNamespace as N
-from windlass.observe.monitor_writers import Monitor
+from windlass.observe.monitor_writers import RunMonitor
 off = N(enabled=False)
 on = N(enabled=True, output_path=sys.argv[1], job_name="j")
-monitor = Monitor(N(tensorboard=off, wandb=off, comet=off, csv_monitor=on), rank=0)
+monitor = RunMonitor(N(tensorboard=off, wandb=off, comet=off, csv_monitor=on), rank=0)
 for step in range(10**9):
     monitor.write_events([("loss", 1.0, step)])
     if step == 20:

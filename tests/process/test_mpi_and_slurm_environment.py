@@ -13,7 +13,7 @@ from tests.ports import free_port
 
 SCRIPT = """
 import os, torch
-from windlass import collectives as comm
+from windlass.compat import collectives as comm
 comm.init_distributed(distributed_port={port}, verbose=False)
 mine = torch.tensor([comm.get_rank() + 1])
 comm.all_reduce(mine, comm.ReduceOp.PROD)

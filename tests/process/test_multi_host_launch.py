@@ -107,15 +107,15 @@ def _to(kind: str) -> Callable[[Launched, Machines], None]:
 
 
 WAYS = {
-    "ctrl-c": Way(_to_launcher(signal.SIGINT), 130, "windlass run: stopped by SIGINT, no rank is left"),
-    "term": Way(_to_launcher(signal.SIGTERM), 143, "windlass run: stopped by SIGTERM, no rank is left"),
+    "ctrl-c": Way(_to_launcher(signal.SIGINT), 130, "windlass run: stopped by SIGINT, all ranks have ended"),
+    "term": Way(_to_launcher(signal.SIGTERM), 143, "windlass run: stopped by SIGTERM, all ranks have ended"),
     "stubborn": Way(
-        *(_to_launcher(signal.SIGINT), 130, "windlass run: stopped by SIGINT, no rank is left"),
+        *(_to_launcher(signal.SIGINT), 130, "windlass run: stopped by SIGINT, all ranks have ended"),
         words=("stubborn",),
     ),
     "launcher": Way(_to_launcher(signal.SIGKILL), -9, ""),
     "rank": Way(_to("rank"), 137, "windlass run: rank 1 on node-1 was ended by SIGKILL"),
-    "agent": Way(_to("agent"), 137, "windlass run: node-1 was lost with rank 1: its connection is gone"),
+    "agent": Way(_to("agent"), 137, "windlass run: node-1 was lost with rank 1: its connection ended"),
     "fails": Way(
         *(lambda launched, machines: (launched.folder / "go").touch(), 1, "  ValueError: one rank is unwell"),
         words=("fails",),
@@ -221,7 +221,7 @@ def test_hosts_that_cannot_serve_are_named(machines: Machines, tmp_path: Path) -
     missing = Launched(machines, tmp_path / "missing", TELLS, options=("--include", "node-1", "--run-path"))
     assert unknown.wait() == 1
     said = unknown.err.read_text()
-    assert said.startswith("windlass: nobody cannot be reached: its connection is gone (ssh: "), said
+    assert said.startswith("windlass: nobody cannot be reached: its connection ended (ssh: "), said
     assert not (tmp_path / "unknown" / "tells.0").exists()
     assert missing.wait() == 1
     assert "--run_path script.py: give an absolute path" in missing.err.read_text()
@@ -287,7 +287,7 @@ def test_a_lost_host_is_left_out_of_the_next_start(machines: Machines, tmp_path:
     os.kill(int(agent.read_text()), signal.SIGKILL)
     assert run.wait() == 0, run.err.read_text()
     assert (run.folder / "1.0of1").exists()
-    assert "started again on 1 rank (restart 1 of 1)" in run.err.read_text()
+    assert "restarting on 1 rank (restart 1 of 1)" in run.err.read_text()
 
 
 @pytest.mark.slow

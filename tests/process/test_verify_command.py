@@ -59,9 +59,9 @@ raise SystemExit("the script was not ended after its steps")
 
 FAULTY = """
 from unittest.mock import patch
-from windlass.comm import shm
-whole = shm.ordered_sum
-patch.object(shm, "ordered_sum", lambda parts, out, **how: whole([parts[1]], out, **how)).start()
+from windlass.comm import shm_transport
+whole = shm_transport.ordered_sum
+patch.object(shm_transport, "ordered_sum", lambda parts, out, **how: whole([parts[1]], out, **how)).start()
 """
 
 MODEL = """
@@ -137,7 +137,7 @@ def test_a_script_is_verified_as_it_is(folder: Path, capfd: pytest.CaptureFixtur
 def test_a_fault_is_told_to_people_and_to_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json") == 1
     said = capfd.readouterr().out
-    assert "NOT equal: they part at step 1, phase reduce" in said
+    assert "NOT equal: the first difference is at step 1, phase reduce" in said
     assert "embed.weight (gradient after the reduction)" in said and "only rank 1's part is in it" in said
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json", "--json", "--nproc", "1,2") == 1
     alone, together = json.loads(capfd.readouterr().out)
@@ -167,8 +167,8 @@ def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) 
     named = ["--model", "named_model:net", "--config", "adam.json", "--nproc", "1,2", "--steps", "3", "--json"]
     assert verify(*named, "--batch", "named_model:batch") == 0
     alone, together = json.loads(capfd.readouterr().out)
-    assert alone["equal"] and together["equal"] and len(together["rows"]) == 3
-    assert alone["rows"][0]["loss"] != together["rows"][0]["loss"], "every rank has its own batches"
+    assert alone["equal"] and together["equal"] and len(together["steps"]) == 3
+    assert alone["steps"][0]["loss"] != together["steps"][0]["loss"], "every rank has its own batches"
     assert verify(*named) == 1
     assert "has no config.vocab_size to generate tokens from; give --batch" in capfd.readouterr().err
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_compared_is_said(folder: Path, capfd: pytest.CaptureFixt
     (folder / "empty.py").write_text("print('nothing')")
     (folder / "broken.py").write_text("raise ValueError('the data are gone')")
     assert verify("empty.py") == 1
-    assert "never made an engine with an optimizer" in capfd.readouterr().err
+    assert "ended without an engine that has an optimizer" in capfd.readouterr().err
     assert verify("broken.py") == 1
     assert "ValueError: the data are gone" in capfd.readouterr().err
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_compared_is_said(folder: Path, capfd: pytest.CaptureFixt
         (("script.py", "--model", "x"), "name what to verify"),
         (("nowhere.py",), "no such script: nowhere.py"),
         (("--model", "x"), "--model needs --config"),
-        (("script.py", "--batch", "2x8"), "--batch goes with --model"),
+        (("script.py", "--batch", "2x8"), "--batch needs --model"),
         (("script.py", "--nproc", "2,x"), "--nproc is '2,x'"),
         (("--nprocs", "4", "script.py"), "no such option: --nprocs"),
         (("--model", "x", "--config", "ds.json", "--step", "3"), "no such option: --step"),

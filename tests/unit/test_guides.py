@@ -127,6 +127,6 @@ def drawer() -> Any:
 
 def test_the_table_of_layouts_is_what_the_formulas_give() -> None:
     text = (ROOT / "docs" / "guides" / "parallel.md").read_text()
-    table = drawer().table()
+    table = drawer().layout_table()
     assert f"<!-- generated: layouts -->\n\n{table}\n\n<!-- end" in text, "run python tools/draw_parallel_guide.py"
-    assert drawer().filled(text.replace(table, "an older one")) == text
+    assert drawer().fill_layout_table(text.replace(table, "an older one")) == text

@@ -35,7 +35,7 @@ PUBLIC = {
         "zero",
     ],
     "windlass.topology": [
-        "Grid",
+        "MeshShape",
         "PipeDataParallelTopology",
         "PipeModelDataParallelTopology",
         "ProcessTopology",

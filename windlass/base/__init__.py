@@ -1,1 +1,1 @@
-"""The ground floor: errors, log, dtypes, pending, device, memory, tree."""
+"""Foundations that every other package may import: errors, log, dtypes, pending work, devices, memory, tensor trees."""

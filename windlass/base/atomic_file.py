@@ -1,4 +1,4 @@
-"""Small files that appear whole: written under a name of their own beside the target, then renamed."""
+"""Atomic writes of small files: a file is written under a temporary name beside its target and then renamed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ PARTIAL_SUFFIX = ".part"
 
 
 def temporary_path_beside(path: Path) -> Path:
-    """A hidden name in the directory of `path` that no other process uses. Create it exclusively (mode "x", O_EXCL)."""
+    """Return a hidden path in the directory of `path` that no other process uses.
+
+    Create it exclusively (mode "x", O_EXCL).
+    """
     stem = path.name.encode("utf-8", "surrogateescape")[:200].decode("utf-8", "ignore")
     return path.with_name(f".{stem}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
 
 
 def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666, durable: bool = False) -> None:
-    """Write `path`, which is replaced at once by all of `data`. A link at `path` is replaced, never written through.
+    """Write `data` to `path` atomically. A symbolic link at `path` is replaced, not followed.
 
     Args:
-        mode: permissions, from which the umask is taken.
-        durable: return when the bytes are on the disk; the name needs `sync_directory` besides.
+        mode: permissions before the umask is applied.
+        durable: return after the bytes are on the disk. To make the name durable, sync the directory too.
 
     Raises:
-        OSError: it cannot be written; `path` is as it was.
+        OSError: the file can't be written; `path` is unchanged.
     """
     temporary = temporary_path_beside(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
@@ -36,6 +39,6 @@ def write_atomically(path: Path, data: str | bytes, *, mode: int = 0o666, durabl
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # the error that ended the writing is the one to tell
+        with suppress(OSError):  # raise the error of the write, not that of the cleanup
             temporary.unlink()
         raise

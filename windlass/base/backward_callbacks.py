@@ -1,4 +1,4 @@
-"""The few things about a running backward that torch tells only through private names, in one place."""
+"""Access to the running backward through private names of torch, in one place."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def current_backward_id() -> int:
-    """The number of the backward that runs in this thread, -1 if none does; a nested one has its own."""
+    """Return the number of the backward that runs in this thread, or -1. A nested backward has its own number."""
     return int(torch._C._current_graph_task_id())
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward of this thread ends; only valid inside one."""
+    """Call `callback` when the backward of this thread ends. Only valid inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

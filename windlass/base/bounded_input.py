@@ -1,4 +1,4 @@
-"""Numbers as people write them on command lines, in hostfiles and in environments, with bounds that catch a slip."""
+"""Parsing of numbers from command lines, hostfiles and environment variables, within bounds that catch mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 MAX_RANKS_PER_HOST = 4096
 MAX_HOSTS = 65_536
 MAX_RANKS = 2**20
-"""Of a whole run; a layout of more takes gigabytes to write down."""
+"""Maximum number of ranks of a run: a larger rank map takes gigabytes."""
 _MAX_DIGITS = 18
 _READ_BYTES = 2**16
 
@@ -31,7 +31,7 @@ def parse_finite_float(text: str) -> float | None:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes | None:
-    """Read a file; None if it has more than `most` bytes, as a device or a pipe without end has."""
+    """Read a file. Return None if it has more than `max_bytes` bytes, as an endless device or pipe has."""
     data = bytearray()
     with open(path, "rb") as stream:
         while piece := stream.read(_READ_BYTES):

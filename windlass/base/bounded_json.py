@@ -1,4 +1,4 @@
-"""JSON from files and other hosts, parsed within limits of depth and of the length of a number."""
+"""Parsing of JSON from files and other hosts, with limits on nesting and on the length of numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_JSON_DEPTH = 100
-"""Nesting that is accepted: no file of this field has more than ten levels, and recursion fails at about a thousand."""
+"""Maximum nesting. Real files have at most ten levels, and recursion fails at about a thousand."""
 
 
 class JsonError(ValueError):
-    """Text that is not JSON, or that exceeds a limit. The message says where, in terms of line and column."""
+    """Text that is not JSON, or that exceeds a limit. The message gives line and column."""
 
 
 def parse_json(
@@ -22,12 +22,12 @@ def parse_json(
     """Parse JSON.
 
     Args:
-        text: bytes are decoded as UTF-8, UTF-16 or UTF-32, whichever they are.
-        pairs: called for each object with its keys and values in order; its result takes the object's place.
-        levels: nesting of objects and lists that is accepted.
+        text: a string, or bytes in UTF-8, UTF-16 or UTF-32.
+        object_pairs_hook: called for each object with its keys and values in order; its result replaces the object.
+        max_depth: maximum nesting of objects and lists.
 
     Raises:
-        JsonError: it is not JSON, is nested more deeply, or has a number with thousands of digits.
+        JsonError: the text is not JSON, is nested too deeply, or has a number with thousands of digits.
     """
     try:
         data = json.loads(text, object_pairs_hook=object_pairs_hook)
@@ -37,7 +37,7 @@ def parse_json(
         raise JsonError(_too_deep_message(max_depth)) from error
     except UnicodeError as error:
         raise JsonError(f"it is not text: {error}") from error
-    except ValueError as error:  # the only other one: an integer above sys.get_int_max_str_digits()
+    except ValueError as error:  # the only remaining case: an integer above sys.get_int_max_str_digits()
         raise JsonError(f"a number has too many digits: {error}") from error
     if exceeds_depth(data, max_depth):
         raise JsonError(_too_deep_message(max_depth))
@@ -45,7 +45,7 @@ def parse_json(
 
 
 def exceeds_depth(data: Any, max_depth: int) -> bool:
-    """Return True if dicts, lists and tuples are nested more deeply in `data` than `levels`, or without end."""
+    """Return True if dicts, lists and tuples in `data` are nested more deeply than `max_depth`, or cyclically."""
     row = [data]
     for _ in range(max_depth + 1):
         row = [

@@ -1,4 +1,4 @@
-"""What a command does once nobody reads its output any more: `windlass env | head`."""
+"""Handling of a closed output pipe, e.g. of `windlass env | head`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def exit_quietly_on_broken_pipe() -> Iterator[None]:
-    """Around a command, or before its function: where its reader left, it ends without a word and with exit code 1, as
-    commands of click do, and not with a traceback."""
+    """Exit with code 1 and without a traceback if the reader of the output has closed the pipe, as click does.
+
+    Use it around a command, or as a decorator of its function.
+    """
     try:
         try:
             yield
-        finally:  # what is still to be written would be missed only when the interpreter ends
+        finally:  # flush here: at interpreter exit the error could not be caught
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
     except BrokenPipeError:
@@ -24,10 +26,10 @@ def exit_quietly_on_broken_pipe() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Let the interpreter end in peace: it writes what is left to nowhere."""
+    """Redirect the unwritten output to /dev/null, so that the interpreter's last flush does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or one that is no file
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or one without a file descriptor
             stream.flush()
             continue
         with contextlib.suppress(AttributeError, OSError, ValueError):

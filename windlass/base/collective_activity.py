@@ -1,4 +1,4 @@
-"""Where in the core this process waits for other ranks, for whoever looks from outside."""
+"""Record of the waits for other ranks in this process, for the watchdog."""
 
 from __future__ import annotations
 
@@ -8,54 +8,52 @@ from types import TracebackType
 
 
 class CollectiveActivity:
-    """Of this process; written by the core, read by the watchdog's thread.
+    """Waits and collectives of this process, written by the engine and read by the watchdog's thread.
 
     Attributes:
-        last: the latest wait that began, in any thread.
-        broken: the latest error that left a wait, by its id (whoever kept it would keep what its frames hold, too), and
-            that wait.
-        under_way: the oldest collective that runs apart from the host (NCCL), its wait, and what tells its end.
-        left: what raised in a call that ranks make together, and was caught; empty once they go on together.
-        evaluating: the last forward was one in evaluation mode.
+        last_wait: wait that began last, in any thread.
+        failed_wait: latest wait that ended by an error, and the error's id. The error itself would keep its frames
+            alive.
+        pending_collective: oldest unfinished collective that runs asynchronously to the host (NCCL), with its wait.
+        caught_error: error in a collective call that the script caught; empty once the ranks continue together.
+        is_evaluating: True if the last forward was in evaluation mode.
     """
 
     def __init__(self) -> None:
-        self._wait_of_thread: dict[int, WaitScope] = {}  # by thread
+        self._wait_of_thread: dict[int, WaitScope] = {}  # by thread id
         self.last_wait: WaitScope | None = None
         self.failed_wait: tuple[int, WaitScope] | None = None
         self.pending_collective: tuple[object, WaitScope | None] | None = None
         self.caught_error = ""
         self.is_evaluating = False
-        self.progress_count = (
-            0  # counts what travelled within waits, so that a long one which gets on is known from one that hangs
-        )
-        self.is_watched = False  # somebody looks, and clears `under_way` when that ended
+        self.progress_count = 0  # counts transfers inside waits, to distinguish a long wait with progress from a hang
+        self.is_watched = False  # a watchdog runs, and clears `pending_collective` when the collective has ended
 
     @property
     def current_wait(self) -> WaitScope | None:
-        """The innermost wait of the thread that asks, or None."""
+        """Innermost wait of the calling thread, or None."""
         return self._wait_of_thread.get(threading.get_ident())
 
     def wait_of(self, thread: int) -> WaitScope | None:
-        """The innermost wait of another thread, or None."""
+        """Return the innermost wait of another thread, or None."""
         return self._wait_of_thread.get(thread)
 
     def enter_wait(self, entered: WaitScope) -> WaitScope | None:
-        """A wait of this thread begins; returns the one around it."""
+        """Record the start of a wait of this thread. Return the wait that surrounds it, or None."""
         thread = threading.get_ident()
         around = self._wait_of_thread.get(thread)
         self._wait_of_thread[thread] = self.last_wait = entered
         return around
 
     def leave_wait(self, outer_wait: WaitScope | None) -> None:
-        """The innermost wait of this thread is over."""
+        """Record the end of this thread's innermost wait."""
         if outer_wait is None:
             self._wait_of_thread.pop(threading.get_ident(), None)
         else:
             self._wait_of_thread[threading.get_ident()] = outer_wait
 
     def collective_started(self, work: object) -> None:
-        """A collective was started that the host will not wait for; the oldest that is not finished counts."""
+        """Record a collective that the host does not wait for, if no older one is unfinished."""
         if self.is_watched and self.pending_collective is None:
             self.pending_collective = work, self.current_wait
 
@@ -64,14 +62,14 @@ activity = CollectiveActivity()
 
 
 class WaitScope:
-    """`with During("gather", names):` says what the core waits for inside. A dictionary's write on the way in, one out.
+    """Context manager of a wait for other ranks: `with WaitScope("gather", names):`. It costs two dictionary writes.
 
     Args:
-        operation: in the words of the vocabulary.
-        names: of the parameters, if it is about some.
+        operation: name of the operation, in terms of the glossary.
+        parameter_names: parameters of the operation, if any.
 
     Attributes:
-        around: the mark that this one lies in.
+        outer: the wait that surrounds this one, or None.
     """
 
     __slots__ = ("operation", "outer", "parameter_names")

@@ -1,4 +1,4 @@
-"""What differs between a CPU and an accelerator: the device to use, synchronising, how freed memory is kept."""
+"""Differences between a CPU and an accelerator: the rank's device, synchronization, and reuse of freed memory."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ _malloc_keeps_memory = False
 
 
 def local_device() -> torch.device:
-    """The device of this rank: `cuda:LOCAL_RANK` where CUDA is there, else the CPU."""
+    """Return the device of this rank: `cuda:LOCAL_RANK` if CUDA is available, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was queued on `device`; a CPU has nothing queued."""
+    """Wait for all work queued on `device`. A CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def keep_freed_memory() -> bool:
-    """[Note: freed memory on CPU] Let malloc keep what training frees and takes again every step.
+    """Make malloc keep freed memory for reuse in the next step.
 
-    A fresh page costs several times the copy that fills it (measured: 34 ms against 5 ms for 100 MB), and glibc
-    hands large blocks back to the system at every free. `WINDLASS_KEEP_FREED_MEMORY=0` leaves malloc alone.
+    [Note: freed memory on CPU] A fresh page costs several times the copy that fills it (measured: 34 ms against 5 ms
+    for 100 MB), and glibc returns large blocks to the system at every free. `WINDLASS_KEEP_FREED_MEMORY=0` leaves
+    malloc unchanged.
 
     Returns:
-        Whether malloc was told so (only glibc can be).
+        True if malloc keeps freed memory. Only glibc supports it.
     """
     global _malloc_keeps_memory
     if (
@@ -45,7 +46,7 @@ def keep_freed_memory() -> bool:
     ):
         return _malloc_keeps_memory
     libc = ctypes.CDLL("libc.so.6")
-    libc.malloc_trim(0)  # what construction freed goes back before the thresholds rise
+    libc.malloc_trim(0)  # return the memory that the model's construction freed before the thresholds rise
     _malloc_keeps_memory = bool(libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES)) and bool(
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BLOCK_BYTES)
     )

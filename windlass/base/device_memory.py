@@ -1,9 +1,10 @@
-"""Device memory and host memory: whether they differ, what is taken of the device's, and copies between them.
+"""Device and host memory: an emulated device memory on CPU machines, and copies between device and host.
 
-[Note: emulated device] On a CPU machine the device's memory is the host's, so nothing that is offloaded would go
-anywhere. `WINDLASS_EMULATE_DEVICE=BYTES` makes it a memory of its own: what windlass keeps there is accounted against
-that budget, copies both ways are counted, and with `WINDLASS_EMULATE_LATE=1` a copy is made only when it is waited for,
-its target holding NaN until then: whoever reads too early, or overwrites the source too early, gets a wrong result.
+[Note: emulated device] On a CPU machine the device's memory is the host's, so offloading moves nothing.
+`WINDLASS_EMULATE_DEVICE=BYTES` emulates a separate device memory: allocations of windlass on the device count against
+that budget, and copies in both directions are counted. With `WINDLASS_EMULATE_LATE=1` a copy runs only when it is
+awaited, and its target holds NaN until then. So code that reads the target or overwrites the source too early gets a
+wrong result.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class CopyCounters:
     to_host: int = 0
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Reset both counters to zero."""
         self.to_device = self.to_host = 0
 
 
 class EmulatedDeviceMemory:
-    """The emulated device's memory: who holds how much of it, against a hard budget.
+    """Memory of the emulated device, with a hard budget.
 
     Args:
         budget: bytes.
@@ -44,29 +45,29 @@ class EmulatedDeviceMemory:
         self.budget, self.used, self.peak = budget, 0, 0
 
     def update(self, holder: str, bytes_before: int, bytes_after: int) -> None:
-        """A holder has `after` bytes where it had `before`.
+        """Change the bytes of a holder from `bytes_before` to `bytes_after`.
 
         Raises:
-            DeviceMemoryError: that is over the budget; nothing was changed.
+            DeviceMemoryError: the change exceeds the budget. Nothing was changed.
         """
         used = self.used - bytes_before + bytes_after
         if bytes_after > bytes_before and used > self.budget:
             raise DeviceMemoryError(
-                f"the emulated device is full: {holder} takes {bytes_after - bytes_before:,} bytes more, {self.used:,} of "
-                f"{self.budget:,} are in use; offload more, or raise WINDLASS_EMULATE_DEVICE"
+                f"the emulated device is full: {holder} takes {bytes_after - bytes_before:,} bytes more, "
+                f"{self.used:,} of {self.budget:,} are in use; offload more, or raise WINDLASS_EMULATE_DEVICE"
             )
         self.used = used
         self.peak = max(self.peak, used)
 
 
 class DeviceMemoryLedger:
-    """What one model holds of the emulated device, by holder; of a real one torch itself keeps the books."""
+    """Emulated device memory of one model, by holder. On a real device torch's allocator counts the memory."""
 
     def __init__(self) -> None:
         self._bytes_of_holder: dict[Hashable, int] = {}
 
     def set_held_bytes(self, holder: Hashable, nbytes: int) -> None:
-        """`holder` has `nbytes` on the device from now on; 0: none."""
+        """Set the number of device bytes of `holder`."""
         place = emulated_device_memory()
         if place is None:
             return
@@ -76,7 +77,7 @@ class DeviceMemoryLedger:
             self._bytes_of_holder[holder] = nbytes
 
     def release_all(self) -> None:
-        """All of it goes back."""
+        """Set the bytes of all holders to 0."""
         for holder in list(self._bytes_of_holder):
             self.set_held_bytes(holder, 0)
 
@@ -87,10 +88,10 @@ _emulated_memory_source = ""
 
 
 def emulated_device_memory() -> EmulatedDeviceMemory | None:
-    """The emulated device's memory, or None where the environment asks for none.
+    """Return the emulated device's memory, or None if the environment does not enable it.
 
     Raises:
-        ConfigError: `WINDLASS_EMULATE_DEVICE` is no number of bytes.
+        ConfigError: `WINDLASS_EMULATE_DEVICE` is not a number of bytes.
     """
     global _emulated_memory, _emulated_memory_source
     asked = os.environ.get("WINDLASS_EMULATE_DEVICE", "").strip()
@@ -103,10 +104,10 @@ def emulated_device_memory() -> EmulatedDeviceMemory | None:
 
 
 def parse_bytes(text: str, source: str) -> int:
-    """A number of bytes: `1500000`, `1.5G`, `512MiB`.
+    """Parse a number of bytes: `1500000`, `1.5G`, `512MiB`.
 
     Raises:
-        ConfigError: it is none; names `source`.
+        ConfigError: the text is not a number of bytes. The message names `source`.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
@@ -115,23 +116,23 @@ def parse_bytes(text: str, source: str) -> int:
 
 
 def device_has_own_memory(device: torch.device) -> bool:
-    """Whether `device` has a memory of its own, so that host memory is another home."""
+    """Return True if `device` has memory of its own, so that host memory is a separate tier."""
     return device.type == "cuda" or emulated_device_memory() is not None
 
 
 def empty_host_tensor(numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-    """A tensor `[numel]` in host memory, page-locked where that is asked for and there is a GPU to copy from it."""
+    """Return an empty tensor `[numel]` in host memory, page-locked if `pin` is set and a GPU is available."""
     return torch.empty(numel, dtype=dtype, pin_memory=pin and torch.cuda.is_available())
 
 
 def copy_to_device(target: torch.Tensor, source: torch.Tensor) -> Pending:
-    """Start `target.copy_(source)` from host to device. Neither may be touched before it is finished."""
+    """Start `target.copy_(source)` from host to device. Do not use either tensor before the copy has finished."""
     copy_counters.to_device += target.numel() * target.element_size()
     return _start_copy(target, source)
 
 
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> Pending:
-    """Start `target.copy_(source)` from device to host. Neither may be touched before it is finished."""
+    """Start `target.copy_(source)` from device to host. Do not use either tensor before the copy has finished."""
     copy_counters.to_host += source.numel() * source.element_size()
     return _start_copy(target, source)
 
@@ -159,8 +160,10 @@ _copy_streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
 
 
 def _copy_on_stream(target: torch.Tensor, source: torch.Tensor) -> Pending:
-    """A copy on a stream of its own, behind what was queued so far. `wait` makes the current stream wait for it, and
-    the caller too where the host is to read the result."""
+    """Start a copy on a separate stream, after the work queued so far.
+
+    `wait` makes the current stream wait for the copy. For a copy to the host it also blocks the caller.
+    """
     to_host = target.device.type == "cpu"
     device = source.device if to_host else target.device
     stream = _copy_streams.setdefault((device, to_host), torch.cuda.Stream(device))
@@ -169,7 +172,8 @@ def _copy_on_stream(target: torch.Tensor, source: torch.Tensor) -> Pending:
         target.copy_(source, non_blocking=True)
         done = torch.cuda.Event()
         done.record(stream)
-    keep: list[torch.Tensor] = [target, source]  # until waited for: another stream uses their memory
+    # keeps both tensors alive until the wait, since another stream uses their memory
+    keep: list[torch.Tensor] = [target, source]
 
     def block() -> None:
         if to_host:

@@ -1,4 +1,4 @@
-"""Names of floating-point types as configurations spell them."""
+"""Names of floating-point dtypes in configurations."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NAMES: dict[str, torch.dtype] = {
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The dtype that a configuration names (`"bf16"`, `"torch.float32"`, ...).
+    """Return the dtype with a name from a configuration (`"bf16"`, `"torch.float32"`, ...).
 
     Raises:
-        ConfigError: the name is none of fp32, bf16, fp16 and their long forms.
+        ConfigError: the name is not fp32, bf16, fp16 or one of their long forms.
     """
     if isinstance(name, torch.dtype):
         return name
@@ -33,7 +33,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name that tables print: `fp32`, `bf16`, `fp16`, else torch's own."""
+    """Return the short name of a dtype for tables: `fp32`, `bf16`, `fp16`, else torch's name."""
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
         dtype, str(dtype).removeprefix("torch.")
     )

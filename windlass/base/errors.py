@@ -1,4 +1,4 @@
-"""The errors that windlass raises on purpose; each says what, where and how to mend it."""
+"""Errors that windlass raises on purpose. Each message gives the problem, the place and the fix."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ class WindlassError(Exception):
     """Base of every error raised on purpose. The command line prints its text without a traceback."""
 
     def __str__(self) -> str:
-        """Return the message in printable characters: names, keys and other hosts' output are quoted in it."""
+        """Return the message with unprintable characters escaped, since it quotes names, keys and output of other
+        hosts.
+        """
         return escape_unprintable(super().__str__())
 
 
 class ConfigError(WindlassError, ValueError):
-    """A configuration that cannot be honoured: unknown key, wrong type, contradiction, impossible batch triangle."""
+    """Invalid configuration: unknown key, wrong type, contradiction, inconsistent batch sizes."""
 
 
 class DataError(WindlassError, ValueError):
@@ -22,49 +24,50 @@ class DataError(WindlassError, ValueError):
 
 
 class ModelError(WindlassError, ValueError):
-    """A model or optimizer that cannot be trained as given: no trainable parameter, wrong device, foreign
-    parameters."""
+    """Model or optimizer that can't be trained as given: no trainable parameter, wrong device, parameters of another
+    model.
+    """
 
 
 class GatherError(ModelError, RuntimeError):
-    """Parameters that are gathered by hand already were gathered again."""
+    """A second gather of parameters that are already gathered by hand."""
 
 
 class CheckpointError(WindlassError, RuntimeError):
-    """A checkpoint that cannot be written or read: missing, damaged, of another layout, disk full."""
+    """Checkpoint that can't be written or read: missing, damaged, of another layout, disk full."""
 
 
 class CommunicationError(WindlassError, RuntimeError):
-    """Ranks that cannot talk to each other: a peer died, a wait timed out, a transport was refused."""
+    """Failed communication between ranks: a peer died, a wait timed out, a transport was refused."""
 
 
 class PeerError(WindlassError, RuntimeError):
-    """Another rank raised in what all ranks do together; the text has its rank, where it was, and its error."""
+    """Error of another rank in a collective operation. The text has that rank, its position and its error."""
 
 
 class ShardedParameterError(WindlassError, RuntimeError):
-    """A parameter whose values are spread over ranks was used where they are not gathered."""
+    """Use of a sharded parameter where it is not gathered."""
 
 
 class GradientAccessError(ModelError, RuntimeError):
-    """A gradient that is sharded over ranks was read or changed through a parameter's `.grad`."""
+    """Access to a sharded gradient through a parameter's `.grad`."""
 
 
 class DeviceMemoryError(WindlassError, RuntimeError):
-    """The (emulated) device has no room for what is to be kept there."""
+    """Too little memory on the (emulated) device."""
 
 
 class LossError(WindlassError, ArithmeticError):
-    """A loss or gradient that is not finite, or a loss scale that cannot fall further."""
+    """Loss or gradient that is not finite, or a loss scale that can't decrease further."""
 
 
 class UpdateError(WindlassError, RuntimeError):
-    """An update that went on behind the next forward and backward failed; its own error is the cause."""
+    """Failure of a delayed update, which ran during the next forward and backward. The original error is the cause."""
 
 
 class StorageError(WindlassError, RuntimeError):
-    """The disk tier cannot hold or return what it was given: no space, no permission, a short read, a lost device."""
+    """Failure of the disk tier to store or return data: no space, no permission, a short read, a lost device."""
 
 
 class DamageError(StorageError):
-    """The disk tier returned other bytes than were written to it: flipped bits, an old block, a file cut short."""
+    """Data from the disk tier that differs from what was written: flipped bits, an old block, a truncated file."""

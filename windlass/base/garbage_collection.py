@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage, off for as long as anybody asks for that."""
+"""Suspension of Python's cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def suspend_garbage_collection() -> Callable[[], None]:
     """Turn the collector off in this process.
 
     Returns:
-        What ends that: once the last who asked has called theirs, the collector is on again if it was on before.
-        Calling it again does nothing.
+        A function that ends the suspension. When all suspensions have ended, the collector is turned on again if it was
+        on before. Further calls do nothing.
     """
     global _was_enabled
     holder = object()
@@ -35,10 +35,11 @@ def suspend_garbage_collection() -> Callable[[], None]:
 
 @contextmanager
 def held_off() -> Iterator[None]:
-    """A context, or decorator, in which the collector is off: for work that makes very many objects that live on.
+    """Turn the collector off in a context or a decorated function, for code that creates very many long-lived objects.
 
-    Plans and records of a checkpoint of many tensors are hundreds of thousands of objects without a cycle. Each time
-    their number has grown by a quarter the collector walks over all of them and over the model: a fifth of a save.
+    The plans and records of a checkpoint with many tensors are hundreds of thousands of objects without cycles. Each
+    time their number grows by a quarter, the collector traverses all of them and the model: a fifth of the time of a
+    save.
     """
     end = suspend_garbage_collection()
     try:

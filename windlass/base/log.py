@@ -1,4 +1,4 @@
-"""The package's logger: rank 0 says everything, the others only errors."""
+"""Logger of the package: rank 0 logs everything, other ranks only errors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger("windlass")
 
 
 def set_log_level(name: str, source: str) -> None:
-    """Say nothing below this level from now on.
+    """Set the level below which nothing is logged.
 
     Args:
-        name: one of `LEVELS`, in any case.
-        source: who asks for it, for the error.
+        name: one of `LOG_LEVELS`, in any case.
+        source: name of the setting, for the error.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: the level is unknown.
     """
     level = name.strip().upper()
     if level not in LOG_LEVELS:
@@ -31,7 +31,7 @@ def set_log_level(name: str, source: str) -> None:
 
 
 def set_config_log_level(name: str | None) -> None:
-    """As `set_level` for a configuration's `log_level`, which the environment's variable goes before."""
+    """Set the level of a configuration's `log_level`, unless the environment variable sets one."""
     if name is not None and not os.environ.get(LOG_LEVEL_VARIABLE):
         set_log_level(name, "log_level")
 
@@ -41,12 +41,12 @@ def _rank() -> int:
 
 
 def _is_logged_here(record: logging.LogRecord) -> bool:
-    """What N ranks would say N times, warnings included, rank 0 says for all; an error may be one rank's own."""
+    """Return True if this rank logs the record: rank 0 logs all records, other ranks only errors."""
     return _rank() == 0 or record.levelno >= logging.ERROR
 
 
 class _RankFormatter(logging.Formatter):
-    """Names the rank where it is not 0, and makes messages printable."""
+    """Formatter that adds the rank if it is not 0 and escapes unprintable characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         who = f"[rank {_rank()}] " if _rank() else ""

@@ -1,4 +1,4 @@
-"""While a model is being built, what is freed goes back to the system at once."""
+"""malloc thresholds with which freed memory returns to the system at once while a model is built."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from contextlib import contextmanager
 from windlass.base import compute_device
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
-_MMAP_FROM_BYTES = 1 << 17  # bytes: from here on a block is mapped by itself, as malloc does before it adapts
+# bytes: malloc maps blocks from this size on separately, as it does before it adapts the threshold
+_MMAP_FROM_BYTES = 1 << 17
 
 
 def return_freed_memory() -> None:
-    """[Note: freed memory while building] Let malloc give large blocks back at every free, until training begins.
+    """Make malloc return large blocks to the system at every free, until training begins.
 
-    glibc raises its threshold to the largest block that was freed, and from then on takes such blocks from its heap,
-    where those that live on (pieces of parameters) keep the ones before them (whole parameters) from going back. A
-    zeroed block from there is also written to, where one that is mapped costs nothing until it is used.
+    [Note: freed memory while building] glibc raises its threshold to the largest block that was freed, and from then on
+    allocates such blocks from its heap. There long-lived blocks (shards of parameters) keep earlier ones (full
+    parameters) from being returned. A zeroed block from the heap is also written to, while a mapped one costs nothing
+    until it is used.
     """
     _set_malloc_thresholds(_MMAP_FROM_BYTES, _MMAP_FROM_BYTES)
 
 
 def restore_kept_memory() -> None:
-    """Undo that where training has begun already, with another model: see `keep_freed_memory`."""
+    """Restore `keep_freed_memory` if training has already begun with another model."""
     if compute_device._malloc_keeps_memory:
         _set_malloc_thresholds(compute_device._KEPT_BLOCK_BYTES, compute_device._KEPT_BLOCK_BYTES)
 
 
 @contextmanager
 def returning_freed_memory() -> Iterator[None]:
-    """While it is open, [Note: freed memory while building]."""
+    """Apply [Note: freed memory while building] inside the context."""
     return_freed_memory()
     try:
         yield

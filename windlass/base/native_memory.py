@@ -1,4 +1,4 @@
-"""Whether the memory of a tensor can be handed to native code, which trusts addresses."""
+"""Checks that a tensor's memory can be passed by address to native code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def native_access_problem(tensor: torch.Tensor) -> str:
-    """Say why native code can't take the memory of `tensor` as one run of host memory, with the fix; "" if it can."""
+    """Return the reason, with the fix, why native code can't use `tensor` as contiguous host memory; "" if it can."""
     if tensor.layout != torch.strided:
         return f"is {tensor.layout}; pass a dense tensor"
     if tensor.device.type != "cpu":
@@ -21,12 +21,15 @@ def native_access_problem(tensor: torch.Tensor) -> str:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage of a contiguous tensor has all of its elements; it may have been freed or resized."""
+    """Return True if the storage of a contiguous tensor has all its elements.
+
+    A storage may have been freed or resized.
+    """
     return (tensor.storage_offset() + tensor.numel()) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def freed_storage_problem(tensor: torch.Tensor) -> str:
-    """Say that `has_memory` is false."""
+    """Return the message for a tensor without its memory (`has_memory` is False)."""
     storage = tensor.untyped_storage()
     return (
         f"needs {(tensor.storage_offset() + tensor.numel()) * tensor.element_size()} bytes of its storage, which has "

@@ -1,4 +1,4 @@
-"""Work that was started and may not be finished: a gather, a reduction, a transfer."""
+"""Pending work: an operation that was started and may be unfinished, e.g. an all-gather, a reduction or a transfer."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Protocol
 
 
 class Pending(Protocol):
-    """Something started. `poll` finishes it if that needs no waiting; `wait` finishes it whatever it takes."""
+    """Started operation. `poll` finishes it if that does not block; `wait` blocks until it is finished."""
 
     def poll(self) -> bool:
-        """Finish if possible without blocking; True once finished."""
+        """Finish the operation if possible without blocking. Return True once it is finished."""
         ...
 
     def wait(self) -> None:
-        """Block until finished. Waiting again does nothing."""
+        """Block until the operation is finished. Waiting again does nothing."""
         ...
 
 
 class CompletedPending:
-    """Pending work that was finished when it was made."""
+    """Pending work that is finished from the start."""
 
     def poll(self) -> bool:
         return True
@@ -32,11 +32,11 @@ DONE = CompletedPending()
 
 
 class FinishingPending:
-    """Pending work in two halves: a condition that others fulfil, then something to do here, once.
+    """Pending work in two parts: an external condition, then a local function that runs once.
 
     Args:
-        ready: True when `finish` may run without blocking; None where that can't be asked.
-        block: waits until `ready`.
+        ready: returns True if `finish` may run without blocking; None if that can't be queried.
+        block: waits for the condition.
         finish: runs once after that.
     """
 
@@ -52,12 +52,12 @@ class FinishingPending:
     def wait(self) -> None:
         if not self._finished:
             self._block()
-            self._finished = True  # before `finish`: what fails must not run a second time and add twice
+            self._finished = True  # before `finish`: a failing finish must not run again and accumulate twice
             self._finish()
 
 
 class AllPending:
-    """Finished once all parts are."""
+    """Pending work that is finished once all its parts are."""
 
     def __init__(self, parts: list[Pending]) -> None:
         self._unfinished = parts
@@ -73,11 +73,11 @@ class AllPending:
 
 
 class ChainedPending:
-    """Pending work after other pending work: `start` runs once the first is finished, and its result is waited for.
+    """Pending work in sequence: `start` runs once `first` is finished, and then its result must finish.
 
     Args:
-        first: what must be finished before.
-        start: starts the rest.
+        first: work that must finish first.
+        start: starts the second part.
     """
 
     def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
@@ -92,7 +92,7 @@ class ChainedPending:
         return self._current.poll()
 
     def wait_for_first(self) -> None:
-        """Block until the first is finished and the rest has started."""
+        """Block until `first` is finished and the second part has started."""
         if self._start_next is not None:
             self._current.wait()
             self._start_second()

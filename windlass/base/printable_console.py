@@ -1,4 +1,4 @@
-"""A console of rich for tables and messages that quote other people's text."""
+"""rich console for tables and messages that quote foreign text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from windlass.base.text import escape_unprintable
 
 
 class PrintableConsole(Console):
-    """A console that prints strings, in tables too, with every control character escaped."""
+    """Console that escapes control characters in all strings, including those in tables."""
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Convert a string for output: all that is printed as `str` passes here."""
+        """Convert a string for output. All `str` values pass through this method."""
         return super().render_str(escape_unprintable(text), **settings)

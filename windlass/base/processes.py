@@ -1,4 +1,4 @@
-"""Processes of this host: whether one is there, which it started, what it ends with when its watchdog ends it."""
+"""Processes of this host: their state, their descendants, and the exit code of the watchdog."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 WATCHDOG_EXIT_CODE = 86
-"""Exit code of a rank that its watchdog ended: the cause is in the report, and as a rule with another rank."""
+"""Exit code of a rank that its watchdog ended. The cause is in the hang report, and usually on another rank."""
 
 
 def forbid_world_writable_files() -> None:
-    """Have files that this process and its children create not be writable by every user, even under umask 000."""
+    """Make new files of this process and its children not world-writable, even under umask 000."""
     before = os.umask(0o077)
     os.umask(before | 0o002)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, or could: one that ended and that nobody has asked for its exit code does not."""
+    """Return True if a process exists and has not ended. A zombie has ended."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)
@@ -31,18 +31,20 @@ def is_alive(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped (SIGSTOP, Ctrl-Z, a debugger) and may be continued; known on Linux only."""
+    """Return True if a process is stopped (SIGSTOP, Ctrl-Z, a debugger) and may be continued. Linux only."""
     return _process_state(pid) in ("T", "t")
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """The processes that a process started, and theirs, each with the moment of its start, which tells it from a later
-    one of the same number; Linux only. Those that lost their parent are no longer among them."""
+    """Return the processes that a process started, directly or indirectly, with their start times. Linux only.
+
+    The start time distinguishes a process from a later one with the same number. Orphaned processes are not included.
+    """
     found: dict[int, str] = {}
     waiting = [pid]
     while waiting:
         for tasks in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 children = [int(child) for child in tasks.read_text().split()]
                 found |= {child: start_time_of(child) for child in children}
                 waiting += children
@@ -50,17 +52,17 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def start_time_of(pid: int) -> str:
-    """When a process was started, in the system's own count; empty where there is no such process. Linux only."""
+    """Return the start time of a process in kernel ticks; empty if there is no such process. Linux only."""
     return next(iter(_stat_fields(pid)[19:20]), "")
 
 
 def _process_state(pid: int) -> str:
-    """The letter of /proc/PID/stat; empty where there is no such process."""
+    """Return the state letter of /proc/PID/stat; empty if there is no such process."""
     return next(iter(_stat_fields(pid)), "")
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """What /proc/PID/stat says behind the name; empty where there is no such process."""
+    """Return the fields of /proc/PID/stat after the process name; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Opening of files that others may have planted: regular files only, and nothing that makes the reader wait."""
+"""Safe opening of untrusted paths: regular files only, without blocking."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
     """Open the regular file `path` for reading.
 
     Args:
-        within: the directory that a link may not lead out of; None: links are followed anywhere.
+        root: directory that symbolic links must not leave; None: links may lead anywhere.
 
     Raises:
-        OSError: it cannot be opened, is no regular file (a pipe is refused, never waited for), or is a link that leads
-            out of `within`. `strerror` says which.
+        OSError: the file can't be opened, is not a regular file (a pipe is refused without blocking), or is a link that
+            leaves `root`. `strerror` gives the reason.
     """
     real = path if root is None else resolve_within(path, root)
-    _require_regular(os.stat(real).st_mode, path)  # first, since to open a device can have effects of its own
+    _require_regular(os.stat(real).st_mode, path)  # check before opening, since opening a device can have side effects
     flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
     descriptor = os.open(real, flags if root is None else flags | getattr(os, "O_NOFOLLOW", 0))
     try:
@@ -40,13 +40,13 @@ def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
 
 
 def read_regular(path: Path, root: Path | None = None) -> bytes:
-    """The bytes of a regular file. Raises OSError as `open_regular` does."""
+    """Return the bytes of a regular file. Raises OSError as `open_regular` does."""
     with open_regular(path, root) as file:
         return file.read()
 
 
 def resolve_within(path: Path, root: Path) -> Path:
-    """The file that `path` is, with all links resolved. Raises OSError where that lies outside of `within`."""
+    """Resolve all symbolic links of `path`. Raises OSError if the result is outside `root`."""
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(root)):
         raise OSError(errno.ELOOP, f"it is a link to {real}, outside of {root}", str(path))

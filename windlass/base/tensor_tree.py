@@ -1,4 +1,4 @@
-"""Finding the tensors in whatever a module takes or returns: nested containers, dataclasses, plain objects."""
+"""Iteration over tensors in nested containers, dataclasses and plain objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`, in order, each once; looks into attributes of unknown objects too (but not modules)."""
+    """Yield every tensor in `value` once, in order. Attributes of unknown objects are searched too, but not modules."""
     yield from _iterate(value, set())
 
 
@@ -37,7 +37,7 @@ def _iterate(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
-    """`value` with each tensor whose id is in `old` replaced; containers without one are returned as they are."""
+    """Return `value` with tensors replaced by id. Tuples without such a tensor are returned unchanged."""
     if isinstance(value, torch.Tensor):
         return replacements.get(id(value), value)
     if isinstance(value, tuple):

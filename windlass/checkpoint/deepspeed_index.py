@@ -371,7 +371,7 @@ def _files_by_rank(path: Path, pattern: str) -> list[Path]:
 
 def _stage_of(saved: Mapping[str, Any]) -> int:
     said = saved.get("zero_stage")
-    given = (said,) if isinstance(said, int) else getattr(said, "given", (1,))
+    given = (said,) if isinstance(said, int) else getattr(said, "arguments", (1,))
     return int(given[0]) if given else 1
 
 

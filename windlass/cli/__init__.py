@@ -1,2 +1,2 @@
-"""The command line. Reading order: main (the commands), failure (how errors end), env, run, check, verify, generate,
-train."""
+"""Command line of windlass. Reading order: main (the commands), expected_errors (how errors are printed), env, run,
+check, verify, generate, train."""

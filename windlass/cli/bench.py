@@ -1,4 +1,4 @@
-"""`windlass bench`: the experiments that tutorials print, on the ranks of this machine."""
+"""Commands of `windlass bench`, which run the experiments of tutorials on the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.base.bounded_input import MAX_RANKS_PER_HOST
 
 bench_app = typer.Typer(
     name="bench",
-    help="The experiments that tutorials print: a table, a verdict, JSON and a picture.",
+    help="Experiments of tutorials: a table, conclusions, a JSON file and a picture.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -19,29 +19,29 @@ bench_app = typer.Typer(
 
 NprocOption = Annotated[
     int | None,
-    typer.Option("--nproc", "-n", min=1, max=MAX_RANKS_PER_HOST, help="Ranks. [one for each GPU, else 2 on the CPU]"),
+    typer.Option("--nproc", "-n", min=1, max=MAX_RANKS_PER_HOST, help="Number of ranks. [one for each GPU, else 2]"),
 ]
-OutOption = Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")]
-RoundsOption = Annotated[int, typer.Option(min=1, help="Turns that each configuration takes.")]
-StepsOption = Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")]
+OutOption = Annotated[Path, typer.Option(help="Folder for the JSON file and the picture.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Rounds in which each configuration is timed.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Timed steps in a round.")]
 HiddenOption = Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")]
-LayersOption = Annotated[int, typer.Option(min=1, help="Blocks of the model.")]
-LengthOption = Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Samples on a rank.")]
+LayersOption = Annotated[int, typer.Option(min=1, help="Number of blocks of the model.")]
+LengthOption = Annotated[int, typer.Option(min=2, help="Number of tokens in a sequence.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Number of samples on each rank.")]
 _DEFAULT_OUT = Path("windlass-bench")
 
 
 @bench_app.command("zero-memory")
 def zero_memory(
     nproc: NprocOption = None,
-    engines: Annotated[str | None, typer.Option(help="Comma-separated; windlass-0 to -3 and rivals. [all]")] = None,
-    width: Annotated[int, typer.Option(min=1, help="Of each linear layer.")] = 2000,
+    engines: Annotated[str | None, typer.Option(help="Comma-separated; windlass-0 to -3 and baselines. [all]")] = None,
+    width: Annotated[int, typer.Option(min=1, help="Width of each linear layer.")] = 2000,
     depth: Annotated[int, typer.Option(min=1, help="Number of linear layers.")] = 20,
     batch: BatchOption = 20,
-    steps: Annotated[int, typer.Option(min=1, help="After which parameters are added up.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps, after which parameters are summed.")] = 2,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Peak memory at four points, and parameter sums: torch DDP, ZeroRedundancyOptimizer, FSDP2, stages 0 to 3."""
+    """Compare peak memory and parameter sums of torch DDP, ZeroRedundancyOptimizer, FSDP2 and stages 0 to 3."""
     from windlass.cli.benches import zero_memory_bench as experiment
     from windlass.cli.benches.bench_launch import default_nproc
 
@@ -62,7 +62,7 @@ def stages(
     steps: StepsOption = 3,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Samples per second, run time and memory of stages 0 to 3, and whether they stand in the order of tutorials."""
+    """Measure samples per second, run time and memory of stages 0 to 3; compare their order with that of tutorials."""
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
 
@@ -82,7 +82,7 @@ def precision(
     steps: StepsOption = 3,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Time, memory and final loss in fp32, bf16 and fp16."""
+    """Measure time, memory and final loss in fp32, bf16 and fp16."""
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
 
@@ -101,14 +101,16 @@ def offload(
     steps: StepsOption = 3,
     bf16: Annotated[bool, typer.Option("--bf16", help="Parameters in bf16, master weights in fp32.")] = False,
     device_bytes: Annotated[
-        str, typer.Option(help="Memory of the emulated device, on a machine without one; 0: none.")
+        str, typer.Option(help="Memory of the emulated device on a machine without a GPU; 0: emulate none.")
     ] = "64G",
-    folder: Annotated[Path | None, typer.Option(help="On the disk to use. [the system's temporary folder]")] = None,
-    rivals: Annotated[bool, typer.Option(help="DeepSpeed's rows too, where it is installed.")] = True,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder on the disk to use. [the system's temporary folder]")
+    ] = None,
+    rivals: Annotated[bool, typer.Option(help="Measure DeepSpeed too, if it is installed.")] = True,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Samples per second, memory and copies with states and parameters on the device, in host memory and on disk,
-    beside DeepSpeed."""
+    """Measure samples per second, memory and copies with states and parameters on the device, in host memory and on
+    disk, beside DeepSpeed."""
     from windlass.cli.benches import offload_bench as experiment
     from windlass.cli.benches import training_bench
     from windlass.cli.benches.bench_launch import default_nproc
@@ -127,13 +129,13 @@ def transport(
     layers: LayersOption = 6,
     length: LengthOption = 128,
     batch: BatchOption = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each setting, in turns.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of runs of each setting.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a run.")] = 10,
-    cpu: Annotated[bool, typer.Option(help="With GPUs: the ways of CPU ranks too.")] = True,
+    cpu: Annotated[bool, typer.Option(help="With GPUs: measure CPU ranks too.")] = True,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Samples per second and run time over shared memory and gloo; on GPUs, over nccl with InfiniBand, shared memory
-    and peer-to-peer each on and off."""
+    """Measure samples per second and run time over shared memory and gloo; on GPUs, over nccl with InfiniBand, shared
+    memory and peer-to-peer each on and off."""
     import torch
 
     from windlass.cli.benches import training_bench
@@ -152,6 +154,6 @@ def _check_hidden_size(hidden: int) -> int:
 
 
 def _exit_on_mismatch(losses_equal: bool) -> None:
-    """Engines that train different models make the figures meaningless: that is a failure."""
+    """Exit with code 1 if the losses differ: the engines then train different models, and the figures mean nothing."""
     if not losses_equal:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`windlass check`: what a configuration says and all that is wrong with it, without device or process group."""
+"""Command `windlass check`: prints the problems of a configuration, without a device or a process group."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from windlass.config.root_config import Config
 
 def check(
     config: Annotated[str, typer.Argument(help="Path of the configuration, or base64 of it.")],
-    world_size: Annotated[int | None, typer.Option(help="Ranks that will train; WORLD_SIZE, else 1.")] = None,
+    world_size: Annotated[int | None, typer.Option(help="Number of ranks. [WORLD_SIZE, else 1]")] = None,
     client: Annotated[
         Client | None,
-        typer.Option(help='The program that fills in each "auto"; guessed where the file is full of them.'),
+        typer.Option(help='Program that fills in each "auto"; guessed if the file has several of them.'),
     ] = None,
 ) -> None:
-    """Print every unknown key, wrong type, contradiction and unsupported request in CONFIG, and the resolved table."""
+    """Print every unknown key, wrong type, contradiction and unsupported setting in CONFIG, and the resolved values."""
     console = PrintableConsole(soft_wrap=True, highlight=False, markup=False)
     try:
         found = validate_config(config)
@@ -47,7 +47,7 @@ def check(
     wrong += report_disks(console, found.config)
     report_accepted(console, found)
     _print_list(console, "comments, left out", found.config.comments)
-    outcome = f"{wrong:,} to mend" if wrong else "fine"
+    outcome = f"{wrong:,} to fix" if wrong else "fine"
     outcome += f" ({plural(warnings, 'warning')})" if warnings else ""
     console.print(f"\n{one_line(config, 200)}: {outcome}")
     if wrong:
@@ -65,7 +65,7 @@ def _resolve_world_size(option: int | None) -> tuple[int, str]:
 
 
 def report_problems(console: Console, found: ValidationResult, autos: AutoValues) -> int:
-    """Print problems and refusals by kind; returns how many there are."""
+    """Print problems and refusals by kind. Return their number."""
     for kind in ProblemKind:
         problems = [problem for problem in found.problems if problem.kind is kind]
         _print_list(console, kind.value, problems)
@@ -75,17 +75,19 @@ def report_problems(console: Console, found: ValidationResult, autos: AutoValues
 
 
 def report_autos(console: Console, autos: AutoValues, guessed: bool) -> None:
-    """Print what the client fills in for each "auto", and where a default holds."""
+    """Print the values that the client fills in for each "auto", and the keys left at their default."""
     name = CLIENT_NAMES[autos.client]
     if guessed and autos.client is not Client.NONE:
-        console.print(f'client: {name}, guessed from the keys at "auto"; say --client trainer, accelerate or none')
+        console.print(
+            f'client: {name}, guessed from the keys at "auto"; choose with --client trainer, accelerate or none'
+        )
     lines = [f"{key}: {value}" for key, value in autos.filled.items()]
     _print_list(console, f'at "auto", filled in by {name}', lines)
     _print_list(console, 'at "auto", left at the default', autos.defaulted)
 
 
 def report_strictness(console: Console, found: ValidationResult, client: Client) -> int:
-    """Print where `json.load` would refuse the file; returns the number of warnings."""
+    """Print a warning if `json.load` would refuse the file. Return the number of warnings."""
     reason = found.source.not_strict_reason
     if not reason:
         return 0
@@ -100,7 +102,7 @@ def report_strictness(console: Console, found: ValidationResult, client: Client)
 
 
 def report_accepted(console: Console, found: ValidationResult) -> None:
-    """Print the keys that are there, are understood, and change nothing, each with the reason."""
+    """Print the given keys that are accepted without effect, each with the reason."""
     lines = [
         f"{path}: {row.reason}"
         for path in _given_keys(found.config)
@@ -125,7 +127,7 @@ def _print_list(console: Console, title: str, items: Sequence[object]) -> None:
 
 
 def _given_keys(section: ConfigSection, path: str = "") -> Iterator[str]:
-    """Dotted keys that were given, those of sections included, in the order of the schema."""
+    """Yield the dotted path of every key that was given, including those of sections, in the order of the schema."""
     for name in type(section).model_fields:
         if name in section.model_fields_set:
             inner = f"{path}.{name}".lstrip(".")
@@ -136,11 +138,11 @@ def _given_keys(section: ConfigSection, path: str = "") -> Iterator[str]:
 
 
 def report_resolved(console: Console, config: Config, world: int, source: str, autos: AutoValues) -> int:
-    """Print what follows from the configuration; returns the number of things that do not follow."""
+    """Print the values that follow from the configuration. Return the number of values that cannot be resolved."""
     rows = [("world size", f"{world} ({source})")]
     failures: list[str] = []
     if autos.fill_batch:
-        rows.append(("batch", f"as {CLIENT_NAMES[autos.client]} fills it in"))
+        rows.append(("batch", f"filled in by {CLIENT_NAMES[autos.client]}"))
     else:
         try:
             rows.append(("batch", _describe_batch(config, world, source)))
@@ -165,13 +167,13 @@ def _describe_batch(config: Config, world: int, source: str) -> str:
 
 
 def report_disks(console: Console, config: Config) -> int:
-    """Print what this machine's disks are to those who offload to files; returns how many can't be used."""
+    """Print the properties of the disks named by `nvme_path`. Return the number of disks that cannot be used."""
     zero = config.zero_optimization
     sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
     paths = [path for section in sections if section.device == "nvme" for path in section.nvme_path or ()]
     if not paths:
         return 0
-    from windlass.storage import inspect_disk_path  # imports torch
+    from windlass.storage import inspect_disk_path  # imported here because it imports torch
 
     found = [inspect_disk_path(Path(path)) for path in dict.fromkeys(paths)]
     for one in found:
@@ -182,7 +184,7 @@ def report_disks(console: Console, config: Config) -> int:
 
 
 def resolved_rows(config: Config) -> list[tuple[str, str]]:
-    """What follows from a configuration on any number of ranks: (what, its value)."""
+    """List the values that follow from a configuration for any number of ranks, as (name, value)."""
     zero = config.zero_optimization
     optimizer = config.optimizer.resolve() if config.optimizer else None
     rows = [
@@ -190,7 +192,8 @@ def resolved_rows(config: Config) -> list[tuple[str, str]]:
         ("precision", str(config.dtype_table())),
         (
             "homes",
-            f"parameters {_describe_tier(zero.offload_param)}, optimizer states {_describe_tier(zero.offload_optimizer)}",
+            f"parameters {_describe_tier(zero.offload_param)}, "
+            f"optimizer states {_describe_tier(zero.offload_optimizer)}",
         ),
         ("buckets", f"reduce {zero.reduce_bucket_size:,}, all-gather {zero.allgather_bucket_size:,} elements"),
         ("step", f"at most {zero.sub_group_size:,} elements at once"),

@@ -1,4 +1,4 @@
-"""`windlass checkpoints`: what lies in a checkpoint directory, and whether it can be loaded."""
+"""Command `windlass checkpoints`: lists the checkpoints of a directory and checks whether each can be loaded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 def checkpoints(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What was given to save_checkpoint, or OUT of `windlass train`.")
+        Path, typer.Argument(metavar="DIR", help="Directory given to save_checkpoint, or OUT of `windlass train`.")
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare it with its crc32.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the checkpoints in DIR, oldest first: step, size, layout, age, health. Exit code 1 where one is damaged."""
+    """List the checkpoints in DIR, oldest first: step, size, layout, age, health. Exit code 1 if one is damaged."""
     from windlass.checkpoint.checkpoint_listing import list_checkpoints
 
     directory = checkpoint_directory_of(directory)
@@ -60,7 +60,7 @@ def _print_listing(found: CheckpointListing, directory: Path) -> None:
 def _listing_row(listed: ListedCheckpoint) -> tuple[str, ...]:
     layout = [] if listed.stage is None else [f"stage {listed.stage}"]
     layout += [] if listed.ranks is None else [plural(listed.ranks, "rank")]
-    layout += ["trained parameters alone"] if listed.trainable_only else []
+    layout += ["trainable parameters only"] if listed.trainable_only else []
     return (
         listed.tag + (" (latest)" if listed.latest else ""),
         "?" if listed.step is None else str(listed.step),
@@ -72,7 +72,7 @@ def _listing_row(listed: ListedCheckpoint) -> tuple[str, ...]:
 
 
 def format_size(nbytes: int) -> str:
-    """`1.2 GB`, in powers of ten."""
+    """Format a number of bytes in powers of ten: `1.2 GB`."""
     value, unit = float(nbytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:

@@ -1,4 +1,4 @@
-"""`windlass env`: what a bug report needs to know about this machine; says what is missing and never fails for it."""
+"""Command `windlass env`: prints the facts of this machine that a bug report needs; never fails for a missing one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from windlass.cli.environment.format_facts import format_facts
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON, on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
     disk: Annotated[
         Path | None, typer.Option("--disk", metavar="FOLDER", help="Measure the disk that this folder is on.")
     ] = None,
 ) -> None:
-    """Print versions, devices and how they are connected, ways between ranks, limits, and settings that cost speed."""
+    """Print versions, devices and their topology, transports between ranks, limits, and settings that reduce speed."""
     facts = collect_facts(disk)
     for line in [json.dumps(facts, indent=1)] if as_json else format_facts(facts):
         print_escaped(line)

@@ -1,4 +1,4 @@
-"""What the command line says about an error instead of a traceback."""
+"""Messages that the command line prints for expected errors instead of a traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 
 from windlass.base.errors import WindlassError
 
-# Top-level packages that come with an extra, so that a missing one names the line that installs it.
+# Top-level packages that an extra installs, so that the message for a missing one names the extra.
 _EXTRA_OF_PACKAGE = {
     "transformers": "hf",
     "tokenizers": "hf",
@@ -19,7 +19,7 @@ _EXTRA_OF_PACKAGE = {
 
 
 def describe_expected_error(error: BaseException) -> str | None:
-    """One message that says what, where and what to do; None for an error that nobody foresaw: that is a bug."""
+    """Return a message with the problem, its place and the fix; None for an unexpected error, which is a bug."""
     if isinstance(error, WindlassError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _EXTRA_OF_PACKAGE:

@@ -1,4 +1,4 @@
-"""`windlass export`: weights of a checkpoint as Hugging Face's safetensors, in one process without a device."""
+"""Command `windlass export`: writes a checkpoint's weights as Hugging Face safetensors, in one process on the CPU."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def export(
     out: Annotated[Path, typer.Argument(help="The directory to write.")],
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option(help="Of all floating-point tensors; by default that in which the model computed."),
+        typer.Option(help="Dtype of all floating-point tensors. [the dtype in which the model computed]"),
     ] = None,
-    shard_size: Annotated[str, typer.Option(help="Most bytes of a file, as 5GB, 500MB or 2GiB.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(help="Maximum size of a file: 5GB, 500MB or 2GiB.")] = "5GB",
     partial: Annotated[
-        bool, typer.Option("--partial", help="Write what a checkpoint of trained parameters alone holds.")
+        bool, typer.Option("--partial", help="Accept a checkpoint of trainable parameters only.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
 ) -> None:
-    """Write the whole weights in CKPT to OUT, where `from_pretrained` finds them."""
+    """Write the full weights in CKPT to OUT, in the format that `from_pretrained` loads."""
     from windlass.base.dtypes import parse_dtype
     from windlass.checkpoint.safetensors_export import export_safetensors as write
 
@@ -55,19 +55,19 @@ def export(
     if found.absent:
         print_escaped(f"  absent, not trained ({len(found.absent)}): {', '.join(found.absent)}")
     if found.companions:
-        print_escaped(f"  taken along: {', '.join(found.companions)}")
+        print_escaped(f"  copied: {', '.join(found.companions)}")
     if "config.json" not in found.companions:
         print_escaped(f"  there is no config.json beside the checkpoint; from_pretrained needs one in {out}")
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from `5GB` (10^9), `2GiB` (2^30) or a number.
+    """Parse a size in bytes: `5GB` (10^9), `2GiB` (2^30) or a number.
 
     Raises:
-        CheckpointError: it is none of these.
+        CheckpointError: `text` is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise CheckpointError(f"--shard-size {text!r} is no size; write one as 5GB, 500MB or 2GiB")
+        raise CheckpointError(f"--shard-size {text!r} is not a size; write 5GB, 500MB or 2GiB")
     return int(float(found[1]) * unit)

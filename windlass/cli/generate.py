@@ -1,4 +1,4 @@
-"""`windlass generate`: continues a text with an exported model."""
+"""Command `windlass generate`: continues a text with an exported model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from windlass.base.text import escape_unprintable
 def generate(
     directory: Annotated[Path, typer.Argument(help="Hugging Face directory, or OUT of `windlass train`.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens are added.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.6,
     top_p: Annotated[
         float, typer.Option(help="Draw among the likeliest tokens that together have this probability.")
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the draws: the same seed, the same text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws; the same seed gives the same text.")] = 0,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,

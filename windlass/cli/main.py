@@ -1,4 +1,5 @@
-"""`windlass`: which commands there are, and how an error ends one: a message, and no traceback unless `--debug`."""
+"""Entry point of the `windlass` command: the table of commands, and the printing of errors (traceback with
+`--debug`)."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ from windlass.cli.expected_errors import describe_expected_error
 
 @dataclass(frozen=True)
 class CliCommand:
-    """A command, and where it is found once it is asked for."""
+    """Entry of the command table. The command's module is imported only when the command runs."""
 
     name: str
     module: str
     attribute: str
     summary: str
-    takes_program: bool = False  # whose options follow, and are not this command's
-    passes_unknown_options: bool = False  # options that it does not know, to the script that it was given
-    parses_itself: bool = False  # all its words, `--help` too
+    takes_program: bool = False  # its arguments after the program are the program's own options
+    passes_unknown_options: bool = False  # options unknown to the command belong to the script
+    parses_itself: bool = False  # it parses all its arguments, `--help` included
 
     def load(self) -> Any:
-        """The command (or group of commands), imported now."""
+        """Import the command (or group of commands) and return it."""
         found = getattr(importlib.import_module(self.module), self.attribute)
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
@@ -54,22 +55,23 @@ COMMANDS = (
     CliCommand("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
     CliCommand("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
     CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
-    CliCommand("check", "windlass.cli.check", "check", "Say what a configuration means and all that is wrong with it."),
+    CliCommand("check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."),
     CliCommand(
         "verify",
         "windlass.cli.verify",
         "verify",
-        "Prove that a sharded run equals the plain one.",
+        "Check that a sharded run equals a plain one.",
         passes_unknown_options=True,
     ),
-    CliCommand("bench", "windlass.cli.bench", "bench_app", "The experiments that tutorials print."),
-    CliCommand("env", "windlass.cli.env", "env", "Print what a bug report needs to know about this machine."),
+    CliCommand("bench", "windlass.cli.bench", "bench_app", "Run the experiments of tutorials."),
+    CliCommand("env", "windlass.cli.env", "env", "Print the facts of this machine for a bug report."),
 )
 _COMMAND_BY_NAME = {entry.name: entry for entry in COMMANDS}
 
 
 class _LazyCommandGroup(TyperGroup):
-    """Imports a command when it is called, so that help is instant and a missing extra breaks only what needs it."""
+    """Command group that imports a command when it is called. Help is then instant, and a missing extra breaks only the
+    commands that need it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -93,7 +95,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it would take [a default] in a help text for markup
+    rich_markup_mode=None,  # rich would read [a default] in a help text as markup
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -107,7 +109,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; also WINDLASS_DEBUG=1.")] = False,
 ) -> None:
@@ -116,11 +118,11 @@ def _global_options(
 
 
 def _enable_debug() -> None:
-    os.environ["WINDLASS_DEBUG"] = "1"  # ranks inherit it
+    os.environ["WINDLASS_DEBUG"] = "1"  # an environment variable, because ranks inherit it
 
 
 def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
-    """`--debug` may stand after a command too; those that declare it themselves still get it."""
+    """Remove `--debug` after a command and enable it; commands with a `--debug` option of their own still get it."""
     if "--debug" not in arguments:
         return arguments
     _enable_debug()
@@ -131,7 +133,7 @@ def _strip_debug_flag(command: Any, arguments: list[str]) -> list[str]:
 
 @exit_quietly_on_broken_pipe()
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and end the process with its exit code."""
+    """Run the command line. Exit with code 1 on an expected error, 130 on Ctrl-C."""
     forbid_world_writable_files()
     try:
         app(args=arguments, prog_name="windlass")

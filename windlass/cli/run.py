@@ -1,4 +1,4 @@
-"""`windlass run`: starts any script on N ranks of this machine, or of several hosts."""
+"""Command `windlass run`: starts a script on N ranks of this machine, or of several hosts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from windlass.launch.launch_flags import build_run_parser, parse_flags
 
 
 def run(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Start a script on N ranks; the flags are `launch.flags`', with the environment that this command adds."""
+    """Start a script on N ranks. `launch_flags` defines all options except `--as-deepspeed`, which is added here."""
     parser = build_run_parser()
     parser.add_argument_group("DeepSpeed").add_argument(
         "--as-deepspeed",
         "--as_deepspeed",
         action="store_true",
-        help="`import deepspeed` is windlass in SCRIPT and in what it starts, whether DeepSpeed is installed or not",
+        help="`import deepspeed` imports windlass in SCRIPT and its children, whether DeepSpeed is installed or not",
     )
     args = parse_flags(parser, words or [])
     raise typer.Exit(launch_from_args(args, _extra_environment(args)))
 
 
 def _extra_environment(args: argparse.Namespace) -> dict[str, str]:
-    """What flags of this command set in the ranks' environment, on every host."""
+    """Return the variables that options of this command add to the environment of the ranks, on every host."""
     return stand_in_environment(os.environ) if args.as_deepspeed else {}

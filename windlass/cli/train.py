@@ -1,4 +1,4 @@
-"""`windlass train`: from a corpus and a configuration to a trained, measured, exported model."""
+"""Command `windlass train`: trains, measures and exports a model, given a corpus and a configuration."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _WORKER_MODULE = "windlass.cli.train_worker"
 
 
 def train(
-    paths: Annotated[list[str] | None, typer.Argument(help="More data, as --data takes it.")] = None,
-    config: Annotated[str | None, typer.Option(help="ds_config.json; without one ZeRO stage 2 with AdamW.")] = None,
+    paths: Annotated[list[str] | None, typer.Argument(help="More data, in the form of --data.")] = None,
+    config: Annotated[str | None, typer.Option(help="ds_config.json. [ZeRO stage 2 with AdamW]")] = None,
     model: Annotated[
         str | None, typer.Option(help="'tiny', 'tiny-moe', a Hugging Face config.json or directory, or hub:NAME.")
     ] = None,
@@ -38,37 +38,39 @@ def train(
             help="File, directory, glob, 'stdlib' (this Python's sources) or hub:NAME[@CONFIG][:SPLIT]; repeatable."
         ),
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory; without one a BPE is learned.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Of the BPE that is learned. [4096]")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory. [a BPE learned from the data]")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Vocabulary size of the learned BPE. [4096]")] = None,
     text_field: Annotated[
         str | None, typer.Option(help="Field of JSON and Parquet records that holds the text. [text]")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine. [1]")] = None,
-    pp: Annotated[int | None, typer.Option(help="Stages of a pipeline, each with some of the layers. [1]")] = None,
-    tp: Annotated[int | None, typer.Option(help="Ranks over which matrices are cut. [1]")] = None,
-    sp: Annotated[int | None, typer.Option(help="Ranks with different parts of the same sequences. [1]")] = None,
-    ep: Annotated[int | None, typer.Option(help="Data ranks over which experts are spread. [1]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, those before a resume included.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    lr: Annotated[
-        float | None, typer.Option(help='Learning rate where the configuration says "auto" or nothing.')
+    nproc: Annotated[int | None, typer.Option(help="Number of ranks on this machine. [1]")] = None,
+    pp: Annotated[int | None, typer.Option(help="Number of pipeline stages, each with some of the layers. [1]")] = None,
+    tp: Annotated[int | None, typer.Option(help="Number of ranks over which matrices are sharded. [1]")] = None,
+    sp: Annotated[
+        int | None, typer.Option(help="Number of ranks with different parts of the same sequences. [1]")
     ] = None,
+    ep: Annotated[int | None, typer.Option(help="Number of data ranks over which experts are distributed. [1]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, including those before a resume.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Number of tokens in a sequence.")] = None,
+    lr: Annotated[float | None, typer.Option(help='Learning rate if the configuration has "auto" or none.')] = None,
     eval_every: Annotated[
         int | None, typer.Option(help="Steps between held-out measurements. [a quarter of --steps]")
     ] = None,
     eval_bytes: Annotated[int | None, typer.Option(help="Text to hold out, in bytes. [131072]")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: only at the end. [0]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial weights, data order and sample. [0]")] = None,
-    prompt: Annotated[str | None, typer.Option(help="What the sample at the end continues. [a held-out text]")] = None,
-    sample_tokens: Annotated[int | None, typer.Option(help="Length of that sample; 0: none. [120]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of initial weights, data order and sample. [0]")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text that the sample at the end continues. [a held-out text]")
+    ] = None,
+    sample_tokens: Annotated[int | None, typer.Option(help="Length of the sample in tokens; 0: none. [120]")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of everything that the run leaves.")] = Path("windlass-run"),
+    out: Annotated[Path, typer.Option(help="Folder of all files of the run.")] = Path("windlass-run"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out, at its exact step and sample.")
+        bool, typer.Option("--resume", help="Continue the run in --out at its exact step and sample.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in an --out that holds a run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over in an --out that contains a run.")] = False,
 ) -> None:
     """Train a causal language model on text, over local ranks, with ZeRO."""
     # Imported late, so that `windlass --help` does not wait for torch.
@@ -106,10 +108,13 @@ def train(
 
 
 def run_training(options: TrainOptions) -> int:
-    """Plans, starts the ranks, and reports what came of it: 0, or 128 + its number for the signal that stopped it.
+    """Plan the run, start the ranks, and report the result.
+
+    Returns:
+        Exit code: 0, or 128 plus the number of the signal that stopped the run.
 
     Raises:
-        WindlassError: whatever is wrong with the options, or ended a rank.
+        WindlassError: an option is wrong, or a rank failed.
     """
     from windlass.cli.training.train_options import make_training_plan
 
@@ -118,7 +123,7 @@ def run_training(options: TrainOptions) -> int:
         if options.overwrite:
             _remove_earlier_run(plan)
         plan.result_file.unlink(missing_ok=True)
-    # Not in --out: a full disk there is one of the failures to be told.
+    # Not in --out, because a full disk there is one of the failures to report.
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         failure = Path(folder, "failure")
         outcome = _launch_ranks(plan, failure)
@@ -133,7 +138,7 @@ def run_training(options: TrainOptions) -> int:
         return outcome.exit_code if signalled else INTERRUPTED_EXIT_CODE
     if outcome.exit_code and not signalled:
         raise TrainingRunError(
-            f"a rank ended with exit code {outcome.exit_code} and no word; see the output above, --debug shows more"
+            f"a rank ended with exit code {outcome.exit_code} and no message; see the output above, --debug shows more"
         )
     _print_result(plan)
     return 0
@@ -141,7 +146,7 @@ def run_training(options: TrainOptions) -> int:
 
 @contextmanager
 def _signals_raise_exit() -> Iterator[None]:
-    """SIGTERM and a hang-up end this process by an exception, as Ctrl-C does: what is half written is removed."""
+    """Raise SystemExit on SIGTERM and SIGHUP, so that `finally` blocks remove half-written files, as after Ctrl-C."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -163,12 +168,12 @@ def _launch_ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
 
     try:
         return start_ranks(["-m", _WORKER_MODULE, str(plan.plan_file), str(failure)], plan.nproc)
-    except KeyboardInterrupt:  # before the launcher took the signals over
+    except KeyboardInterrupt:  # before the launcher has installed its signal handlers
         return LaunchExitStatus(INTERRUPTED_EXIT_CODE, interrupted_by=signal.SIGINT)
 
 
 def _describe_killed_rank(status: LaunchExitStatus) -> str | None:
-    """Says which rank was ended from outside, or crashed: what the others tell follows from it."""
+    """Describe the rank that was killed or crashed. It is the cause: the other ranks fail because they lost a peer."""
     for failure in status.failures:
         if -failure.status == signal.SIGKILL:
             return str(failure)
@@ -180,14 +185,14 @@ def _describe_killed_rank(status: LaunchExitStatus) -> str | None:
 def _resume_hint(plan: TrainingPlan, stopped: bool) -> str:
     command = f"windlass train --resume --out {plan.out}"
     if stopped:
-        return f"stopped; go on with: {command}"
+        return f"stopped; continue with: {command}"
     if (plan.checkpoint_folder / "latest").exists():
-        return f"stopped before this step was saved; go on from the last checkpoint with: {command}"
+        return f"stopped before this step was saved; continue from the last checkpoint with: {command}"
     return "stopped before anything was trained; nothing was saved"
 
 
 def _remove_earlier_run(plan: TrainingPlan) -> None:
-    """Takes away what an earlier run left, so that nothing of it can pass for this run's."""
+    """Remove the files of an earlier run, so that none is mistaken for a file of this run."""
     for folder in (plan.checkpoint_folder, plan.export_folder, plan.tensorboard_folder):
         if folder.exists():
             shutil.rmtree(folder)

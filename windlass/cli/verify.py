@@ -1,4 +1,4 @@
-"""`windlass verify`: does the run under this configuration equal the plain one, and if not, where do they part."""
+"""Command `windlass verify`: compares training under a configuration with plain PyTorch, and locates a difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from windlass.verify.verification_report import Deviation, VerificationReport
 
 
-_TABLE_WIDTH = 110  # of the table; a pipe would have 80 columns
+_TABLE_WIDTH = 110  # of the table; rich would assume 80 columns for a pipe
 
 
 def verify(
@@ -28,11 +28,13 @@ def verify(
         list[str] | None,
         typer.Argument(
             metavar="[SCRIPT [ARGUMENT]...]",
-            help="A training script and its arguments. Options of this command count wherever they stand; what follows "
-            "-- is the script's in any case.",
+            help="A training script and its arguments. Options of this command may be anywhere before --; all words "
+            "after -- belong to the script.",
         ),
     ] = None,
-    config: Annotated[str | None, typer.Option(help="ds_config.json; goes before what the script passes.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="ds_config.json; overrides the configuration that the script passes.")
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -46,23 +48,23 @@ def verify(
             "with step, micro-batch and rank."
         ),
     ] = None,
-    nproc: Annotated[str, typer.Option(help="Numbers of ranks to verify on, with commas between them.")] = "2",
+    nproc: Annotated[str, typer.Option(help="Comma-separated numbers of ranks to verify on.")] = "2",
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 5,
-    seed: Annotated[int, typer.Option(help="With --model: of initial weights and generated tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="With --model: seed of initial weights and generated tokens.")] = 0,
     alone: Annotated[
         bool,
         typer.Option(
-            "--alone", help="Let a second plain copy train on its own throughout, and tell how far rounding takes it."
+            "--alone", help="Train a second plain copy independently, and print how far rounding makes it drift."
         ),
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="With --model: run Python files that come with the model.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON, and nothing else.")] = False,
 ) -> None:
     """Train plain in one process and sharded by CONFIG on N ranks, on the same batches; compare each step phase by
     phase: weights and outputs of every module, every gradient before and after the reduction, norm and clipping, every
-    new weight. Exit code 0: equal; 1: not, or it could not be told."""
+    new weight. Exit code 0: equal; 1: not equal, or the comparison failed."""
     counts = _parse_rank_counts(nproc)
     _check_options(script, config, model, batch)
     from windlass.verify.verification_job import VerificationJob
@@ -86,7 +88,7 @@ def verify(
 
 
 def show_report(screen: Console, verdict: VerificationReport, name: str = "") -> None:
-    """Print a verdict: what was compared, a row for each step, what is allowed, and where the two part."""
+    """Print a report: the compared runs, a row for each step, the tolerances, and the first deviation."""
     parts = [f"{plural(verdict.ranks, 'rank')}, stage {verdict.stage}{name}"]
     many = "es" if verdict.micro_batches > 1 else ""
     parts += [f"{verdict.parameters:,} parameters", f"{verdict.micro_batches} micro-batch{many} a rank and step"]
@@ -114,7 +116,7 @@ def show_report(screen: Console, verdict: VerificationReport, name: str = "") ->
 def _step_table(verdict: VerificationReport) -> Table:
     phases = ("forward", "gradient", "reduce", "clip", "update")
     table = Table(
-        title="largest difference as a share of what is allowed; 0: equal bit by bit", title_justify="left", box=None
+        title="largest difference as a fraction of its tolerance; 0: bitwise equal", title_justify="left", box=None
     )
     alone = any(row.drift is not None for row in verdict.steps)
     for heading in ("step", "loss sharded", "loss plain", *phases, *(("loss alone", "drift") if alone else ())):
@@ -138,7 +140,7 @@ def _show_deviation(screen: Console, deviation: Deviation) -> None:
         where += f", rank {deviation.rank}"
     if deviation.micro is not None:
         where += f", micro-batch {deviation.micro}"
-    screen.print(f"NOT equal: they part at {where}, phase {deviation.phase}", style="bold red")
+    screen.print(f"NOT equal: the first difference is at {where}, phase {deviation.phase}", style="bold red")
     rows = [("tensor", f"{deviation.tensor} ({deviation.role})"), ("module", deviation.module or "-")]
     rows.append(
         ("error", f"{_format_figure(deviation.ulps)} units in the last place, {deviation.relative:.3g} relative")
@@ -164,7 +166,7 @@ def _parse_rank_counts(text: str) -> list[int]:
 
 def _check_options(script: list[str] | None, config: str | None, model: str | None, batch: str | None) -> None:
     if script and script[0].startswith("-") and not Path(script[0]).exists():
-        raise ConfigError(f"no such option: {script[0]}; options that are the script's go after its name")
+        raise ConfigError(f"no such option: {script[0]}; options of the script go after its name")
     if bool(script) == (model is not None):
         raise ConfigError("name what to verify: a script, or --model (one of the two)")
     if script and not Path(script[0]).is_file():
@@ -172,7 +174,7 @@ def _check_options(script: list[str] | None, config: str | None, model: str | No
     if model is not None and config is None:
         raise ConfigError("--model needs --config: the ds_config.json under which it is to be trained")
     if batch is not None and model is None:
-        raise ConfigError("--batch goes with --model; a script brings its own batches")
+        raise ConfigError("--batch needs --model; a script has its own batches")
 
 
 def _format_loss(value: float | None) -> str:
@@ -186,7 +188,7 @@ def _format_figure(value: float) -> str:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """What is not finite as text: JSON has no number for it."""
+    """Replace non-finite floats by text, because JSON has no number for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,12 +1,13 @@
-"""The stand-in for `deepspeed`: `import deepspeed` is windlass wherever this folder's `path` goes before the real one.
+"""Stand-in for DeepSpeed: with the folder `path` first on `sys.path`, `import deepspeed` imports windlass.
 
-Reading order: entry (what the table says of a name), refusal (what a name that is not built does), tables (old dotted
-name -> windlass), names (all tables as one), finder (modules made from it), place (the folder to put on PYTHONPATH),
-deepspeed (import this first, and it happens). What names mean that windlass has under no name of its own: accelerator,
-cores, builders, disk_handle, file_writers, optimizers, engine_axes, expert_groups, groups, places, experts, mixture,
-sequence_groups, tensor_parallel, pipeline, messages, timers, ranges, leaves, whole_values,
-on_device, repeating, moving, norms, parting, attribute_paths, tuning_arguments, script_arguments, config_words,
-constants, standard, build_facts. `python -m windlass.compat` prints the folder.
+Reading order:
+- stand_in_entry, not_built: a table entry for one name; the error for names that windlass does not implement.
+- tables, stand_in_names: maps from DeepSpeed's dotted names to windlass's; all maps combined.
+- module_finder: import hook that creates `deepspeed.*` modules from the maps.
+- stand_in_path, deepspeed: the folder for PYTHONPATH; a module that installs the stand-in when imported.
+
+Every other module implements DeepSpeed names that have no counterpart in windlass itself. `python -m windlass.compat`
+prints the folder for PYTHONPATH.
 
     $ export PYTHONPATH=$(python -m windlass.compat)
     $ python -c 'import deepspeed; print(deepspeed.__version__)'

@@ -1,4 +1,4 @@
-"""`python -m windlass.compat`: prints the folder that makes `import deepspeed` windlass, to be put on PYTHONPATH."""
+"""Command `python -m windlass.compat`: print the folder that makes `import deepspeed` import windlass."""
 
 import sys
 
@@ -6,7 +6,7 @@ from windlass.compat.stand_in_path import STAND_IN_FOLDER
 
 
 def main(arguments: list[str]) -> int:
-    """Print the folder; the exit code."""
+    """Print the folder. Return the exit status."""
     if arguments:
         print("python -m windlass.compat takes no arguments: it prints a folder for PYTHONPATH", file=sys.stderr)
         return 2

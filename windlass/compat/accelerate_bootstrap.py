@@ -1,4 +1,4 @@
-"""The start of the process group, and what clients have to be told at it, since they only know GPUs."""
+"""Process-group start for HF accelerate: also set the backend name in accelerate's state, for ranks on CPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group."""
+    """Return True if a process group is initialized."""
     _set_accelerate_backend()
     return dist.is_initialized()
 
 
 def _set_accelerate_backend() -> None:
-    """Name the back end to accelerate's state where that leaves it to DeepSpeed.
+    """Set the backend name in accelerate's state, if accelerate leaves it to DeepSpeed.
 
-    Without a GPU accelerate does so, and then takes "no name" for "one process", so that ranks on CPU would be told
-    different sizes of the world. Its state is being made while it asks us, and reads its own attribute afterwards.
+    Without a GPU, accelerate leaves its backend name unset and then treats a missing name as a single process, so each
+    rank on CPU would get a wrong world size. accelerate calls this module while it constructs its state, and reads the
+    state's attribute afterwards.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if state is None or not dist.is_initialized():

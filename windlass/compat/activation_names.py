@@ -1,7 +1,7 @@
-"""`deepspeed.checkpointing`: `windlass.checkpointing`, and its options by the names of DeepSpeed's globals.
+"""Module `deepspeed.checkpointing`: `windlass.checkpointing`, plus its options under the names of DeepSpeed's globals.
 
-[Note: live names] Scripts read and set `deepspeed.checkpointing.PARTITION_ACTIVATIONS` and its like. A name in `LIVE`
-is looked up at each use, and setting it configures.
+[Note: live names] Scripts read and set globals such as `deepspeed.checkpointing.PARTITION_ACTIVATIONS`. A name in
+`LIVE` is looked up at every access, and assigning to it changes the option.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _unit: Any = None
 
 
 class LayersError(ConfigError, AssertionError):
-    """One buffer for all checkpoints, and no number of them; DeepSpeed asserts there."""
+    """Contiguous activation checkpointing without a number of layers. DeepSpeed raises AssertionError here."""
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, *args: Any, **kwargs: Any) -> None:
-    """As `windlass.checkpointing.configure`.
+    """Configure activation checkpointing, as `windlass.checkpointing.configure` does.
 
     Raises:
         LayersError: contiguous checkpointing without the number of layers.
-        ConfigError: as there.
+        ConfigError: see `windlass.checkpointing.configure`.
     """
     global _unit
     try:

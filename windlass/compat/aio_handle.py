@@ -1,4 +1,4 @@
-"""`aio_handle`: tensors to files and back, at once or beside the computation, by threads of this process."""
+"""DeepSpeed's `aio_handle`: synchronous and asynchronous file reads and writes of tensors, in threads."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _ALIGNMENT = 512
 
 
 class aio_handle:
-    """Reads and writes whole tensors in blocks, several at once.
+    """Reader and writer of whole tensors, in blocks and with several threads.
 
-    Data go through the system's page cache, so nothing need be aligned. Calls that are asynchronous return at once;
+    Data go through the system's page cache, so buffers and sizes need no alignment. Asynchronous calls return at once;
     `wait` waits for all of them.
 
     Args:
         block_size: bytes of one read or write.
-        queue_depth, single_submit, overlap_events: kept and given back; the system orders its own queue.
-        intra_op_parallelism: threads that share one tensor.
+        queue_depth, single_submit, overlap_events: stored and returned by their getters only; the system orders its own
+            queue.
+        intra_op_parallelism: number of threads that share one tensor.
 
     Raises:
-        StorageError: a size that is not positive.
+        StorageError: a size is not positive.
     """
 
     def __init__(
@@ -65,60 +66,60 @@ class aio_handle:
         return self._threads
 
     def get_alignment(self) -> int:
-        """What the size of a tensor to be shared by the threads should be a multiple of, in bytes."""
+        """Return the alignment in bytes recommended for the size of a tensor that the threads share."""
         return _ALIGNMENT * self._threads
 
     def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Fill `buffer` from a file; 1 when it is done.
+        """Fill `buffer` from a file. Return 1 when done.
 
         Raises:
-            StorageError: the buffer is not contiguous in host memory, or the file is shorter.
+            StorageError: the buffer is not contiguous in host memory, or the file is too short.
         """
         return self._run_sync(False, buffer, filename, file_offset)
 
     def sync_pwrite(
         self, buffer: torch.Tensor, filename: str | int | None = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
-        """Write `buffer` into a file, which is made if need be, or is open under a number; 1 when it is done."""
+        """Write `buffer` to a path, creating the file if needed, or to an open file descriptor. Return 1 when done."""
         return self._run_sync(True, buffer, _file_path(filename, fd), file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Start what `sync_pread` does; 0. The buffer is not to be touched before `wait`."""
+        """Start `sync_pread` in the background. Return 0. The buffer must not be accessed before `wait`."""
         return self._run_async(False, buffer, filename, file_offset)
 
     def async_pwrite(
         self, buffer: torch.Tensor, filename: str | int | None = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
-        """Start what `sync_pwrite` does; 0. The buffer is not to be touched before `wait`."""
+        """Start `sync_pwrite` in the background. Return 0. The buffer must not be accessed before `wait`."""
         return self._run_async(True, buffer, _file_path(filename, fd), file_offset)
 
     def pread(
         self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, file_offset: int = 0
     ) -> int:
-        """`async_pread` or `sync_pread`; the length is always checked."""
+        """Call `async_pread` or `sync_pread`. The length is checked even without `validate`."""
         return (self.async_pread if asynchronous else self.sync_pread)(buffer, filename, file_offset)
 
     def pwrite(
         self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, file_offset: int = 0
     ) -> int:
-        """`async_pwrite` or `sync_pwrite`."""
+        """Call `async_pwrite` or `sync_pwrite`."""
         return (self.async_pwrite if asynchronous else self.sync_pwrite)(buffer, filename, file_offset)
 
     def read(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """As `sync_pread`; the number of bytes."""
+        """Read like `sync_pread`. Return the number of bytes."""
         self.sync_pread(buffer, filename, file_offset)
         return buffer.nbytes
 
     def write(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """As `sync_pwrite`; the number of bytes."""
+        """Write like `sync_pwrite`. Return the number of bytes."""
         self.sync_pwrite(buffer, filename, file_offset)
         return buffer.nbytes
 
     def wait(self) -> int:
-        """Wait for all that was started; how many calls that were.
+        """Wait for all asynchronous calls. Return their number.
 
         Raises:
-            OSError, StorageError: what one of them failed with.
+            OSError, StorageError: the first failure among them.
         """
         started, self._in_flight = self._in_flight, []
         try:
@@ -128,17 +129,17 @@ class aio_handle:
         finally:
             for parts, file in started:
                 for part in parts:
-                    with contextlib.suppress(Exception):  # the first failure is on its way already
+                    with contextlib.suppress(Exception):  # the first failure is already propagating
                         part.result()
                 os.close(file)
         return len(started)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Host memory `[num_elem]` of the example's dtype, page-locked where there is a GPU."""
+        """Allocate host memory `[num_elem]` of the example's dtype, page-locked if there is a GPU."""
         return torch.empty(num_elem, dtype=example_tensor.dtype, pin_memory=torch.cuda.is_available())
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """True: its memory goes with it."""
+        """Return True: the memory is freed with its tensor."""
         return True
 
     def _run_sync(self, write: bool, buffer: torch.Tensor, filename: str, offset: int) -> int:
@@ -167,20 +168,23 @@ class aio_handle:
 
 
 def aio_read(buffer: torch.Tensor, filename: str, block_size: int = 1 << 20, *ignored: object) -> int:
-    """Fill a tensor from a file; 1."""
+    """Fill a tensor from a file. Return 1."""
     return aio_handle(block_size).sync_pread(buffer, filename)
 
 
 def aio_write(buffer: torch.Tensor, filename: str, block_size: int = 1 << 20, *ignored: object) -> int:
-    """Write a tensor to a file; 1."""
+    """Write a tensor to a file. Return 1."""
     return aio_handle(block_size).sync_pwrite(buffer, filename)
 
 
 def _file_path(name: str | int | None, number: int | None) -> str:
-    """A file by its name, or by the number under which it is open; that one may be open for aligned data alone."""
+    """Return the path of a file given by its path or its file descriptor.
+
+    A descriptor is reopened through `/proc/self/fd`, because it may be open with O_DIRECT, which needs aligned data.
+    """
     given = name if number is None else number
     if given is None:
-        raise StorageError("aio_handle: no file was named; pass filename, or fd")
+        raise StorageError("aio_handle: no file is given; pass filename or fd")
     return f"/proc/self/fd/{given}" if isinstance(given, int) else given
 
 
@@ -200,7 +204,9 @@ def _read_all(file: int, data: memoryview, offset: int, name: str) -> int:
     while done < len(data):
         got = os.preadv(file, [data[done:]], offset + done)
         if got == 0:
-            raise StorageError(f"{name} ends at byte {offset + done}, {len(data) - done} bytes before the tensor does")
+            raise StorageError(
+                f"{name} ends at byte {offset + done}, but the tensor needs {len(data) - done} bytes more"
+            )
         done += got
     return done
 

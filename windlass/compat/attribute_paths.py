@@ -1,4 +1,4 @@
-"""Submodules by their dotted names, read and replaced; and GPT-2's transposed layers as ordinary ones."""
+"""Submodules read and replaced by their dotted names, and conversion of GPT-2's transposed layers to `nn.Linear`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """`model.layers[0].mlp` by `layers.0.mlp`.
+    """Return the attribute at a dotted path, e.g. `model.layers[0].mlp` for `layers.0.mlp`.
 
     Raises:
-        AttributeError, IndexError: there is no such thing.
+        AttributeError, IndexError: the path does not exist.
     """
     found = model
     for part in module_name.split("."):
@@ -21,7 +21,7 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Put `module` where `recursive_getattr` would find it."""
+    """Set the attribute at a dotted path; see `recursive_getattr`."""
     outer, _, name = module_name.rpartition(".")
     owner = recursive_getattr(model, outer) if outer else model
     if name.isdigit() and not hasattr(owner, name):
@@ -32,7 +32,10 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 @torch.no_grad()
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replace each layer of `convert_type`, whose weight is `[in, out]`, by a `Linear` of equal result; the model."""
+    """Replace each layer of `convert_type`, whose weight is `[in, out]`, by an equivalent `nn.Linear`.
+
+    Return the model.
+    """
     for name, module in list(model.named_modules()):
         if isinstance(module, convert_type):
             weight, bias = module.weight, getattr(module, "bias", None)

@@ -1,7 +1,7 @@
-"""`deepspeed.runtime.torch_autocast`: the dtype that a parameter's gradient travels in.
+"""Module `deepspeed.runtime.torch_autocast`: dtype in which a parameter's gradient is communicated.
 
-DeepSpeed marks parameters of some modules under `torch_autocast`. windlass marks none: gradients travel in
-`communication_data_type`. A mark that a script sets itself is read back.
+Under `torch_autocast`, DeepSpeed sets the attribute `comm_dtype` on parameters of some modules. windlass sets none:
+gradients are communicated in `communication_data_type`. An attribute set by the script is returned as set.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ def get_default_autocast_lower_precision_modules() -> list[str]:
 
 
 def has_comm_dtype(param: nn.Parameter) -> bool:
-    """Return whether a parameter is marked."""
+    """Return True if a parameter has the attribute `comm_dtype`."""
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
-    """Return the mark of a parameter, or its own dtype."""
+    """Return a parameter's `comm_dtype`, or its own dtype if it has none."""
     found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
     return found
 
 
 def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
-    """Return the marks of several parameters."""
+    """Return the set of communication dtypes of several parameters."""
     return {get_comm_dtype(param) for param in params}
 
 
 def sort_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """Return dtypes in the order of their names."""
+    """Return dtypes sorted by name."""
     return sorted(dtypes, key=str)

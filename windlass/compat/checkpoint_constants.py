@@ -1,4 +1,4 @@
-"""`deepspeed.checkpoint`: words that lie in DeepSpeed's files, and how the files are called."""
+"""Module `deepspeed.checkpoint`: keys in DeepSpeed's checkpoint files, and names of those files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FP16_ZERO_FILE_PREFIX = f"fp16_{ZERO_FILE_PREFIX}"
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
 MODEL_FILE_SUFFIX = "_model_states.pt"
 
-# of optimizer states
+# Keys of optimizer-state files.
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 FP32_GROUPS = "fp32_groups"
 FP32_FLAT_GROUPS = "fp32_flat_groups"
@@ -29,7 +29,7 @@ FP32_WEIGHT_KEY = "fp32"
 LOSS_SCALER = "loss_scaler"
 PARAM_SLICE_MAPPINGS = "param_slice_mappings"
 
-# of model states
+# Keys of model-state files.
 PARAM = "param"
 PARAM_SHAPES = "param_shapes"
 BUFFER_NAMES = "buffer_names"
@@ -45,16 +45,16 @@ UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
-    """The file of model states, of stages 0 to 2; with `checkpoint.format` "deepspeed" it is there."""
+    """Return the path of a model-state file of stages 0 to 2. It exists if `checkpoint.format` is "deepspeed"."""
     return os.path.join(base_folder, f"{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: int, mp_rank: int) -> str:
-    """A rank's file of optimizer states."""
+    """Return the path of a rank's optimizer-state file."""
     name = f"{ZERO_FILE_PREFIX}{dp_rank}_{MODEL_FILE_PREFIX}{mp_rank:02d}{OPTIM_FILE_SUFFIX}"
     return os.path.join(base_folder, name)
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str | os.PathLike[str], layer_id: str, tp_rank: int) -> str:
-    """The file of one layer of a pipeline."""
+    """Return the path of the file of one pipeline layer."""
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{MODEL_FILE_SUFFIX}")

@@ -1,4 +1,4 @@
-"""Mixin with the engine's names of single checkpoint files, in DeepSpeed's layout."""
+"""Mixin with the engine's methods that name single checkpoint files, in DeepSpeed's layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.compat.checkpoint_constants import (
 
 
 class CheckpointFileNames:
-    """Names of the files that `checkpoint.format` "deepspeed" writes and DeepSpeed reads. None is touched here."""
+    """Names of the files that `checkpoint.format` "deepspeed" writes and DeepSpeed reads. No method accesses a file."""
 
     def _get_zero_ckpt_prefix(self, dp_rank: int, bf16_mode: bool) -> str:
         return f"{'bf16_' if bf16_mode else ''}{ZERO_FILE_PREFIX}{dp_rank}"

@@ -1,4 +1,4 @@
-"""Layout of a directory of DeepSpeed's files: ranks along stages, tensors and data (`get_model_3d_descriptor`)."""
+"""Layout of a directory of DeepSpeed's files: pipeline, tensor and data ranks (`get_model_3d_descriptor`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from windlass.compat.not_built import NotBuiltError
 
 
 class LayoutError(CheckpointError, RuntimeError):
-    """Files of a directory that do not make up one layout; DeepSpeed raises RuntimeError there."""
+    """Directory whose files do not make up one layout. DeepSpeed raises RuntimeError here."""
 
 
 def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
-    """Return the layout that the files of model states name, or else the one that their number says.
+    """Return the layout stored in the model-state files, or else the layout inferred from the number of files.
 
     Raises:
-        LayoutError: some files name no layout, they name different ones, or the number of files does not fit.
+        LayoutError: only some files store a layout, they store different ones, or the number of files does not fit it.
     """
     files = [path for path in Path(dir).rglob("*") if path.is_file()]
     models = _with_prefix(files, names.MODEL_FILE_PREFIX)
@@ -50,10 +50,10 @@ def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
 
 
 class ZeROCheckpoint:
-    """Files of optimizer states in a directory, by the ranks that wrote them.
+    """Optimizer-state files in a directory, by the ranks that wrote them.
 
     Raises:
-        LayoutError: there are none, or as `get_model_3d_descriptor`.
+        LayoutError: the directory has no such files, or see `get_model_3d_descriptor`.
     """
 
     def __init__(self, dir: str | os.PathLike[str], source_3d: model_3d_desc | None = None) -> None:
@@ -66,28 +66,28 @@ class ZeROCheckpoint:
         self.reshape(self.src_3d)
 
     def get_src_world_size(self) -> int:
-        """Return the number of ranks that wrote it."""
+        """Return the number of ranks that wrote the checkpoint."""
         return self.src_3d.world_size()
 
     def get_src_tp_degree(self) -> int:
-        """Return the number of tensor ranks."""
+        """Return the number of tensor-parallel ranks that wrote the checkpoint."""
         return self.src_3d.tp_degree
 
     def get_src_pp_degree(self) -> int:
-        """Return the number of stages."""
+        """Return the number of pipeline stages that wrote the checkpoint."""
         return self.src_3d.pp_degree
 
     def get_src_dp_degree(self) -> int:
-        """Return the number of data ranks."""
+        """Return the number of data-parallel ranks that wrote the checkpoint."""
         return self.src_3d.dp_degree
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
-        """Answer for the ranks of another layout from now on."""
+        """Set the target layout that later queries refer to."""
         self.target_3d = target_3d_desc
         self._maps = self.src_3d.reshape(target_3d_desc)
 
     def get_file_indices_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[int]:
-        """Return which of `file_list` make up a rank's states."""
+        """Return the indices in `file_list` of the files that make up a rank's states."""
         assert dp_index < len(self._maps), f"dp_index {dp_index} of {len(self._maps)}"
         return self._maps[dp_index].get_data(pp_index, tp_index)
 
@@ -96,7 +96,7 @@ class ZeROCheckpoint:
         return [self.file_list[index] for index in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)]
 
     def get_state_for_rank(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused.
+        """Raise NotBuiltError.
 
         Raises:
             NotBuiltError: always.
@@ -109,7 +109,7 @@ def _with_prefix(files: list[Path], prefix: str) -> list[Path]:
 
 
 def _optimizer_files(files: list[Path]) -> list[Path]:
-    """Return the files of optimizer states by data rank, then by stage and tensor rank."""
+    """Return the optimizer-state files, sorted by data rank, then by the combined stage and tensor rank."""
     for prefix in (names.ZERO_FILE_PREFIX, names.FP16_ZERO_FILE_PREFIX, names.BF16_ZERO_FILE_PREFIX):
         numbers = re.compile(rf"{prefix}(\d+)_{names.MODEL_FILE_PREFIX}(\d+)")
         found = [(tuple(map(int, match.groups())), path) for path in files if (match := numbers.match(path.name))]
@@ -119,7 +119,7 @@ def _optimizer_files(files: list[Path]) -> list[Path]:
 
 
 def _named_by(path: Path) -> tuple[int, int] | None:
-    """Return stages and tensor ranks as a file of model states names them; None where it names none."""
+    """Return the numbers of stages and tensor ranks stored in a model-state file; None if it stores none."""
     key = names.CHECKPOINT_PARALLEL_DIMS
     given = read_torch_file(path).get(key)
     if given is None:

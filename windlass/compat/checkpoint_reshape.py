@@ -1,4 +1,4 @@
-"""`model_3d_desc` of `deepspeed.checkpoint`: which ranks' files make up each rank's when a layout gets smaller."""
+"""Class `model_3d_desc` of `deepspeed.checkpoint`: source ranks of each target rank when a layout shrinks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StageTensorRankMap:
-    """Lists of old ranks for each place of a grid of stages and tensor ranks (`meg_2d_parallel_map`).
+    """Source ranks for each position in a grid of stages and tensor ranks (`meg_2d_parallel_map`).
 
     Args:
         pp_degree: number of stages.
@@ -20,12 +20,12 @@ class StageTensorRankMap:
     map: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def add_data(self, pp_index: int, tp_index: int, data: Sequence[int]) -> None:
-        """Append old ranks at a place."""
+        """Append source ranks at a grid position."""
         self._check(pp_index, tp_index)
         self.map.setdefault((pp_index, tp_index), []).extend(data)
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
-        """Return the old ranks of a place; of all stages or all tensor ranks where an index is None."""
+        """Return the source ranks of a grid position. An index of None selects all stages or all tensor ranks."""
         self._check(pp_index, tp_index)
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
         tensors = range(self.tp_degree) if tp_index is None else [tp_index]
@@ -37,8 +37,9 @@ class StageTensorRankMap:
 
 
 class model_3d_desc:
-    """Layout of a checkpoint: ranks along the pipeline, tensors and data, in that order from the slowest but for data,
-    which is slower than both.
+    """Layout of a checkpoint: sizes of the pipeline, tensor and data axes.
+
+    In rank order, the data axis varies slowest, then the pipeline axis, then the tensor axis.
     """
 
     def __init__(self, pp_degree: int = 1, tp_degree: int = 1, dp_degree: int = 1) -> None:
@@ -49,11 +50,11 @@ class model_3d_desc:
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def get_desc(self) -> str:
-        """Return the layout as text."""
+        """Return the layout as a string."""
         return f"PP,TP,DP = ({self.pp_degree}, {self.tp_degree}, {self.dp_degree})"
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Return whether there is such a place, and what is wrong with it."""
+        """Return whether the position exists, and a list of the errors."""
         wrong = [
             f"{name} indexing error: index {index} >= degree {degree}"
             for name, index, degree in zip(
@@ -64,16 +65,16 @@ class model_3d_desc:
         return not wrong, wrong
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Return whether no axis grows, and which ones do."""
+        """Return whether no axis grows, and a list of errors for the axes that do."""
         pairs = zip(("PP", "TP", "DP"), self._sizes(), target_3d_desc._sizes(), strict=True)
         wrong = [f"Expansion reshape not supported - {name}: {old} ---> {new}" for name, old, new in pairs if new > old]
         return not wrong, wrong
 
     def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[StageTensorRankMap]:
-        """Return, for each data rank of the target, which old ranks' files each of its places is made of.
+        """Return, for each data rank of the target, the source ranks at each of its grid positions.
 
         Raises:
-            AssertionError: an axis grows, or an old size is no multiple of the new one.
+            AssertionError: an axis grows, or a source size is not a multiple of the target size.
         """
         valid, wrong = self.can_reshape(target_3d_desc)
         assert valid, ", ".join(wrong)
@@ -99,7 +100,7 @@ class model_3d_desc:
 
 
 def _equal_parts(items: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """Cut a row into equal parts of neighbours."""
+    """Split a sequence into contiguous parts of equal length."""
     assert len(items) % parts == 0, f"{len(items)} cannot be cut into {parts} equal parts"
     size = len(items) // parts
     return [items[at : at + size] for at in range(0, len(items), size)]

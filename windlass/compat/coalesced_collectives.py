@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.comm.coalesced_collectives`: several tensors reduced and scattered in one collective."""
+"""Module `deepspeed.runtime.comm.coalesced_collectives`: reduce-scatter of several tensors in one collective."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from windlass.compat.collectives import reduce_scatter_fn
 def reduce_scatter_coalesced(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Return this rank's part of the mean over ranks of each tensor, flat. Collective.
+    """Return this rank's part of each tensor's mean over ranks, flat. Collective.
 
-    A tensor of n elements is cut into parts of ceil(n / ranks); the last parts are shorter or empty.
+    A tensor of n elements is split into parts of ceil(n / ranks); the last parts are shorter or empty.
 
     Args:
-        tensors: of one dtype and device, with the same shapes on every rank.
-        group: the ranks; all of them by default.
+        tensors: tensors of one dtype and device, with the same shapes on every rank.
+        group: process group; None means all ranks.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
-    # row r holds part r of every tensor, padded with zeros
+    # Row r holds part r of every tensor, padded with zeros, so that one reduce-scatter serves all tensors.
     rows = tensors[0].new_zeros(ranks, sum(sizes))
     for tensor, size, columns in zip(tensors, sizes, rows.split(sizes, dim=1), strict=True):
         flat = tensor.detach().reshape(-1)

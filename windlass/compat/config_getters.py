@@ -1,4 +1,4 @@
-"""The `get_*` functions of `deepspeed.runtime.config` and `.precision_config`: one value of a configuration's dict."""
+"""Functions `get_*` of `deepspeed.runtime.config` and `.precision_config`. Each reads one configuration value."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from windlass.compat.config_sections import DeepSpeedBF16Config, DeepSpeedFP16Co
 
 
 class ValueConfigError(ConfigError, ValueError):
-    """Value of a key that is not among its words; DeepSpeed raises ValueError there."""
+    """Invalid value of a configuration key. DeepSpeed raises ValueError here."""
 
 
-# function -> key and default
+# Function name -> (key, default).
 _SCALAR_KEYS: dict[str, tuple[str, Any]] = {
     f"get_{name.lower()}": (getattr(words, name), getattr(words, f"{name}_DEFAULT"))
     for name in (
@@ -56,7 +56,7 @@ for _name, (_key, _default) in _SCALAR_KEYS.items():
 
 
 def get_bfloat16_config(param_dict: dict[str, Any]) -> DeepSpeedBF16Config:
-    """Return the section `bf16`, or `bfloat16` where that is absent."""
+    """Return the section `bf16`, or `bfloat16` if `bf16` is absent."""
     section = param_dict.get(words.BFLOAT16)
     return DeepSpeedBF16Config(**(param_dict.get(words.BFLOAT16_OLD, {}) if section is None else section))
 
@@ -82,7 +82,7 @@ def get_lower_precision_safe_modules(param_dict: dict[str, Any]) -> list[str] | 
     """Return `torch_autocast.lower_precision_safe_modules`, None if it is absent.
 
     Raises:
-        ValueConfigError: it holds something that is not a name.
+        ValueConfigError: an item is not a string.
     """
     key = words.TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES
     given: list[str] | None = param_dict.get(words.TORCH_AUTOCAST, {}).get(key)
@@ -96,10 +96,10 @@ def get_communication_data_type(
     comm_type: str = words.COMMUNICATION_DATA_TYPE,
     comm_data_type_default: str | None = words.COMMUNICATION_DATA_TYPE_DEFAULT,
 ) -> torch.dtype | None:
-    """Return the dtype under `comm_type`, None if it is absent.
+    """Return the dtype under the key `comm_type`, None if it is absent.
 
     Raises:
-        ValueConfigError: it is not fp16, bf16 or fp32.
+        ValueConfigError: the value is not fp16, bf16 or fp32.
     """
     given = param_dict.get(comm_type, comm_data_type_default)
     if given is None:
@@ -113,7 +113,7 @@ def get_gradient_allreduce_op(param_dict: dict[str, Any]) -> str:
     """Return `gradient_allreduce_op` in lower case.
 
     Raises:
-        ValueConfigError: it is not mean or sum.
+        ValueConfigError: the value is not mean or sum.
     """
     given = param_dict.get(words.GRADIENT_ALLREDUCE_OP, words.GRADIENT_ALLREDUCE_OP_DEFAULT)
     found = given.lower() if isinstance(given, str) else given
@@ -123,7 +123,7 @@ def get_gradient_allreduce_op(param_dict: dict[str, Any]) -> str:
 
 
 def get_pipeline_config(param_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the section `pipeline` over DeepSpeed's defaults."""
+    """Return the section `pipeline` merged over DeepSpeed's defaults."""
     return {
         "stages": "auto",
         "partition": "best",
@@ -187,7 +187,7 @@ def get_checkpoint_tag_validation_mode(checkpoint_params: dict[str, Any]) -> str
     """Return `tag_validation` of the section `checkpoint`, in upper case.
 
     Raises:
-        ConfigError: it is not WARN, IGNORE or FAIL.
+        ConfigError: the value is not WARN, IGNORE or FAIL.
     """
     given = checkpoint_params.get(words.CHECKPOINT_TAG_VALIDATION, words.CHECKPOINT_TAG_VALIDATION_DEFAULT)
     if given.upper() not in words.CHECKPOINT_TAG_VALIDATION_MODES:

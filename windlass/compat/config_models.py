@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.config_utils`: the base of configuration models, which libraries beside DeepSpeed subclass."""
+"""Module `deepspeed.runtime.config_utils`: base class of configuration models, which other libraries subclass."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from windlass.compat.rank_logging import logger
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A section: unknown keys are errors, values are checked when set, "auto" means the default unless `strict`.
+    """Base class of configuration sections.
 
-    A field whose `json_schema_extra` says `deprecated` is passed on to the field that `new_param` names (dotted: in a
-    section below), by way of `new_param_fn`; both at once are an AssertionError.
+    Unknown keys are errors, and assignments are validated. The value "auto" means the default unless `strict`.
+
+    A field whose `json_schema_extra` sets `deprecated` is forwarded to the field named in `new_param` (dotted for a
+    nested section), converted by `new_param_fn`. Setting both raises AssertionError.
     """
 
     model_config = ConfigDict(
@@ -47,15 +49,15 @@ class DeepSpeedConfigModel(BaseModel):
             return
         *sections, last = new.split(".")
         holder = reduce(getattr, sections, self)
-        assert last not in holder.model_fields_set, f"{name} is the old name of {new}: give one of them"
+        assert last not in holder.model_fields_set, f"{name} is the old name of {new}: set only one of them"
         setattr(holder, last, extra.get("new_param_fn", lambda value: value)(getattr(self, name)))
 
 
 class DeepSpeedConfigObject:
-    """Prints as its attributes."""
+    """Object whose repr is the JSON of its attributes."""
 
     def repr(self) -> dict[str, Any]:
-        """The attributes."""
+        """Return the attributes."""
         return self.__dict__
 
     def __repr__(self) -> str:
@@ -63,7 +65,7 @@ class DeepSpeedConfigObject:
 
 
 def get_scalar_param(param_dict: dict[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """The value of a key, or the default."""
+    """Return the value of a key, or the default."""
     return param_dict.get(param_name, param_default_value)
 
 
@@ -71,10 +73,10 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def get_config_default(config: type[BaseModel], field_name: str) -> Any:
-    """The default of a field.
+    """Return the default of a field.
 
     Raises:
-        AssertionError: there is no such field, or it has no default.
+        AssertionError: the field does not exist, or it has no default.
     """
     assert field_name in config.model_fields, f"{field_name!r} is not a field of {config.__name__}"
     assert not config.model_fields[field_name].is_required(), f"{field_name!r} of {config.__name__} has no default"
@@ -82,10 +84,10 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A dict of pairs, for `json.load(object_pairs_hook=...)`.
+    """Return a dict of pairs, for `json.load(object_pairs_hook=...)`.
 
     Raises:
-        ValueError: a key is there twice.
+        ValueError: a key occurs twice.
     """
     twice = [key for key, count in Counter(key for key, _ in ordered_pairs).items() if count > 1]
     if twice:

@@ -1,4 +1,4 @@
-"""What a script may ask of a DeepSpeed engine about its configuration: one row a method, answered from windlass's."""
+"""Engine methods that return configuration values: one table row per method, answered from windlass's configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.base.dtypes import parse_dtype
 
-# method -> where the configuration has it
+# Method -> path in the configuration.
 CONFIG_KEYS: dict[str, str] = {
     "gradient_predivide_factor": "gradient_predivide_factor",
     "wall_clock_breakdown": "wall_clock_breakdown",
@@ -72,7 +72,7 @@ CONFIG_KEYS: dict[str, str] = {
 
 
 def config_value(config: Any, path: str) -> Any:
-    """The value at a dotted path of a configuration; a section whose name ends in `.` is itself the answer."""
+    """Return the value at a dotted path of a configuration. The value may be a whole section."""
     for part in path.split("."):
         config = getattr(config, part)
     return config
@@ -88,7 +88,7 @@ def _param_and_accumulation_dtypes(config: Any) -> tuple[Any, Any]:
     return parse_dtype(table.param_dtype), parse_dtype(table.accumulation_dtype)
 
 
-# method -> what else makes its answer from the configuration
+# Method -> function that computes its result from the configuration.
 COMPUTED_ANSWERS: dict[str, Callable[[Any], Any]] = {
     "optimizer_params": lambda c: dict(c.optimizer.params) if c.optimizer is not None else None,
     "scheduler_params": lambda c: dict(c.scheduler.params) if c.scheduler is not None else None,

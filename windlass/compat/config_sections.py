@@ -1,7 +1,7 @@
-"""DeepSpeed's models of single sections (`DeepSpeedZeroConfig`, `DeepSpeedFP16Config`, ...), as scripts make them.
+"""DeepSpeed's models of single sections, for scripts that construct them (`DeepSpeedZeroConfig`, ...).
 
-The values that train are those of `windlass.config`. These models take the same keys, check them by the same rules,
-drop "auto", can be changed after they are made, and have DeepSpeed's names and defaults besides.
+Training uses the sections in `windlass.config`. The models here accept the same keys and validate them by the same
+rules. In addition they ignore values "auto", are mutable, and have DeepSpeed's names and defaults.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Number = BeforeValidator(_require_number)
 
 
 class _MutableSection(ConfigSection):
-    """Section that can be made from keywords with "auto" among them, and changed afterwards."""
+    """Mutable section, constructed from keywords. Values "auto" are ignored unless `strict`."""
 
     model_config = ConfigDict(frozen=False, populate_by_name=True, validate_assignment=True, hide_input_in_errors=False)
 
@@ -52,7 +52,7 @@ class _MutableSection(ConfigSection):
 
 
 class DeepSpeedFP16Config(Fp16, _MutableSection):
-    """`Fp16`, which asks for a positive window and least scale only where the scale is dynamic."""
+    """Section `Fp16` that requires a positive window and minimum scale only for dynamic loss scaling."""
 
     loss_scale: Annotated[float, Number] = 0.0
     loss_scale_window: Annotated[int, Number] = 1000
@@ -64,15 +64,15 @@ class DeepSpeedFP16Config(Fp16, _MutableSection):
             raise PydanticCustomError("loss_scale", "fp16.loss_scale must be a finite number >= 0 (0 is dynamic)")
         for name in ("loss_scale_window", "min_loss_scale"):
             if self.enabled and self.loss_scale == 0 and getattr(self, name) <= 0:
-                raise PydanticCustomError("dynamic", f"fp16.{name} must be > 0 where the scale is dynamic")
+                raise PydanticCustomError("dynamic", f"fp16.{name} must be > 0 if the loss scale is dynamic")
         return self
 
     def initial_dynamic_scale(self) -> int:
-        """Return the scale that dynamic scaling starts with."""
+        """Return the initial scale of dynamic loss scaling."""
         return int(2**self.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Return the arguments of `DynamicLossScaler` by the names of its constants."""
+        """Return the arguments of `DynamicLossScaler` under DeepSpeed's names."""
         return {
             "init_scale": 2**self.initial_scale_power,
             "scale_window": self.loss_scale_window,
@@ -83,11 +83,11 @@ class DeepSpeedFP16Config(Fp16, _MutableSection):
 
 
 class DeepSpeedBF16Config(Bf16, _MutableSection):
-    """`Bf16`."""
+    """Mutable section `Bf16`."""
 
 
 class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig, _MutableSection):
-    """`LeafModule`, with DeepSpeed's list of classes by default."""
+    """Section `LeafModuleConfig` with DeepSpeed's list of classes by default."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,15 +109,15 @@ class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig, _MutableSection):
 
 
 class DeepSpeedZeroOffloadParamConfig(OffloadParam, _MutableSection):
-    """`OffloadParam`."""
+    """Mutable section `OffloadParam`."""
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer, _MutableSection):
-    """`OffloadOptimizer`."""
+    """Mutable section `OffloadOptimizer`."""
 
     @property
     def pipeline(self) -> bool:
-        """True if reading or writing is to overlap with the update."""
+        """True if reads or writes overlap with the update."""
         return self.pipeline_read or self.pipeline_write
 
 
@@ -135,7 +135,7 @@ _SHORT_KEYS = (
 
 
 class DeepSpeedZeroConfig(ZeroConfig, _MutableSection):
-    """`Zero`, with the short names of its stage-3 keys, and what depends on other keys filled in."""
+    """Section `ZeroConfig` that also accepts stage-3 keys without `stage3_`. Some defaults depend on other keys."""
 
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None

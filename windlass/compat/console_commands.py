@@ -1,4 +1,7 @@
-"""The commands `deepspeed` and `ds_report`: windlass's, unless the real ones are installed and nobody asked for us."""
+"""Console commands `deepspeed` and `ds_report`.
+
+They run windlass unless the real DeepSpeed is installed and the stand-in's folder is not on the path.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from windlass.compat.stand_in_path import STAND_IN_FOLDER, find_hidden_deepspeed
 
 
 def deepspeed() -> Any:
-    """Start a script as the `deepspeed` command does; in it `import deepspeed` is windlass."""
+    """Start a script as the `deepspeed` command does. In the script, `import deepspeed` imports windlass."""
     if (real := _real_command("deepspeed.launcher.runner", "main")) is not None:
         return real()
     os.environ.update(stand_in_environment(os.environ))
@@ -21,13 +24,13 @@ def deepspeed() -> Any:
 
 
 def ds_report() -> Any:
-    """What is known of this machine, in the lines of that command."""
+    """Print the environment report, in the format of DeepSpeed's `ds_report`."""
     if (real := _real_command("deepspeed.env_report", "cli_main")) is not None:
         return real()
     return importlib.import_module("windlass.cli.environment.ds_report").cli_main()
 
 
 def _real_command(module: str, name: str) -> Any:
-    """The real DeepSpeed's function, where that is installed and the stand-in's folder is not on the path."""
+    """Return the real DeepSpeed's function; None if it is not installed or the stand-in's folder is on the path."""
     asked = str(STAND_IN_FOLDER) in (sys.path + os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return None if asked or find_hidden_deepspeed() is None else getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Import this first, and `import deepspeed` is windlass: in this process, and in those that it starts."""
+"""Module to import first, so that `import deepspeed` imports windlass in this process and its children."""
 
 from windlass.compat.stand_in_path import prepend_stand_in_path
 

@@ -1,4 +1,4 @@
-"""The `deepspeed` command: its flags, its defaults, `--local_rank` among the script's arguments."""
+"""Command `deepspeed`: DeepSpeed's flags and defaults, with `--local_rank` added to the script's arguments."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _FLAGS = (
 
 
 def build_deepspeed_parser() -> argparse.ArgumentParser:
-    """The flags of `windlass run` that the `deepspeed` command has, which may be cut short as there."""
+    """Return a parser with those flags of `windlass run` that the `deepspeed` command has. Flags may be abbreviated."""
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         usage="deepspeed [OPTION]... SCRIPT [ARGUMENT]...",
-        description="Start SCRIPT as the `deepspeed` command does, by windlass.",
+        description="Start SCRIPT with windlass, as the `deepspeed` command does.",
     )
     copy_flags(parser, _FLAGS)
     parser.set_defaults(hostfile=DEFAULT_HOSTFILE)
@@ -38,7 +38,7 @@ def build_deepspeed_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's flags, with the script as `user_script` and what follows it as `user_args`."""
+    """Parse the command's flags. The script is in `user_script`, and the words after it are in `user_args`."""
     given = parse_flags(build_deepspeed_parser(), sys.argv[1:] if args is None else args)
     given.any_port, given.master_port = given.master_port is None, given.master_port or DEFAULT_MASTER_PORT
     given.user_script, given.user_args = given.words[0], given.words[1:]
@@ -46,25 +46,25 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: Sequence[str] | None = None) -> None:
-    """What `deepspeed.launcher.runner.main` does: start, and end the process only where a rank failed.
+    """Start a script like `deepspeed.launcher.runner.main`. Exit the process only if a rank failed.
 
-    Differences: `--num_gpus` counts through the devices that CUDA_VISIBLE_DEVICES gives; without `--launcher`, or where
-    pdsh is not installed, hosts are reached over plain ssh; a rank that a signal ended is 128 and its number; where
-    nobody gave a port and 29500 is in use, ranks of this machine meet at a free one.
+    Differences from DeepSpeed: `--num_gpus` selects among the devices in CUDA_VISIBLE_DEVICES. Without `--launcher`, or
+    if pdsh is not installed, hosts are reached over plain ssh. The exit status of a rank ended by a signal is 128 plus
+    the signal's number. If no port is given and 29500 is in use, a single-node run uses a free port.
 
     Raises:
-        LaunchError: it cannot be started as asked; a ValueError too where filters and numbers make no sense.
+        LaunchError: the flags cannot be honoured; also a ValueError if filters and numbers are inconsistent.
     """
     given = parse_args(args)
     given.give_local_rank = not given.no_local_rank
     given.single_is_local = True
-    given.keep_store = False  # rank 0 keeps it
+    given.keep_store = False  # rank 0 hosts the store
     given.labels = None if Path(given.hostfile).is_file() else False
     given.assumed = {"master_port": DEFAULT_MASTER_PORT} | (
         {"hostfile": given.hostfile} if given.labels is False else {}
     )
     if (given.launcher or "").lower() == "pdsh" and not given.launcher_args and not is_installed("pdsh"):
-        logger.warning("pdsh is not installed: plain ssh reaches the other hosts instead")
+        logger.warning("pdsh is not installed: using plain ssh to reach the other hosts")
         given.launcher = None
     code = launch_from_args(given, command_name="deepspeed")
     if code:
@@ -73,7 +73,7 @@ def run(args: Sequence[str] | None = None) -> None:
 
 @exit_quietly_on_broken_pipe()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Behave as the `deepspeed` command: like `run`, and what cannot be started is one message and exit code 1."""
+    """Run the `deepspeed` command: `run`, but a launch error prints one message and exits with status 1."""
     forbid_world_writable_files()
     try:
         run(argv)

@@ -1,4 +1,4 @@
-"""`DeepSpeedConfig`: a configuration that was read, asked by the names that scripts use."""
+"""Class `DeepSpeedConfig`: a loaded configuration, with the attributes that scripts read."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from windlass.config.config_source import read_source
 
 
 class DeepSpeedConfig:
-    """A configuration and the batch that it makes on as many ranks as there are.
+    """Configuration, with the batch sizes that it yields for the current number of ranks.
 
     Args:
         config: dict, path or base64.
-        mpu: asked how many ranks share a sample, if it is given.
-        mesh_device: with a dimension `data_parallel`, asked the same.
+        mpu: optional object whose parallel sizes give the number of ranks that share a sample.
+        mesh_device: optional torch device mesh with a dimension `data_parallel`, used for the same purpose.
 
     Attributes:
-        world_size: ranks that read samples of their own.
+        world_size: number of data-loading ranks.
 
     Raises:
-        ConfigError: it cannot be read, or the batch does not fit the number of ranks.
-        ValueConfigError: `gradient_allreduce_op` is neither mean nor sum, or sum with what is not built.
+        ConfigError: the configuration is unreadable, or the batch does not fit the number of ranks.
+        ValueConfigError: `gradient_allreduce_op` is not mean or sum, or it is sum with an unsupported feature.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -40,9 +40,8 @@ class DeepSpeedConfig:
         if adds_up:
             _check_sum(self.config)
         axes = self.config.axes(_world_size(), other_sizes=_axis_sizes_of(mpu, mesh_device))
-        if axes.data_loading_size == axes.world_size and hasattr(
-            mpu, "get_data_parallel_world_size"
-        ):  # all that it may know
+        # An mpu may have only the data-parallel size; then the other axes follow from it.
+        if axes.data_loading_size == axes.world_size and hasattr(mpu, "get_data_parallel_world_size"):
             axes = axes_from_data_loading_size(self.config, int(mpu.get_data_parallel_world_size()))
         self.world_size = axes.data_loading_size
         batch = self.config.resolve_batch(axes.world_size, axes=axes)
@@ -65,27 +64,27 @@ class DeepSpeedConfig:
         return getattr(self.config, name)
 
     def print(self, name: str) -> None:
-        """Print every value that is not the default."""
+        """Print every value that differs from its default."""
         print(f"{name}: {self.config.model_dump_json(indent=2, exclude_defaults=True)}")
 
     def print_user_config(self) -> None:
-        """Print what the caller gave."""
+        """Print the configuration that the caller passed."""
         print(self._param_dict)
 
 
 def _check_sum(config: Config) -> None:
-    """Raise a ValueConfigError where gradients are to be added up by what is not built."""
+    """Raise ValueConfigError if gradients are summed together with a feature that windlass does not implement."""
     unbuilt = {
         "ZenFlow": ("zero_optimization.zenflow", config.zero_optimization.zenflow is not None),
         "DeepCompile": ("compile.deepcompile", config.compile.deepcompile),
     }
     for name, (key, asked) in unbuilt.items():
         if asked:
-            raise ValueConfigError(f"gradient_allreduce_op 'sum' is not supported with {name}; leave {key} out")
+            raise ValueConfigError(f"gradient_allreduce_op 'sum' is not supported with {name}; remove {key}")
 
 
 def _axis_sizes_of(mpu: Any, mesh_device: Any) -> dict[str, dict[str, int]]:
-    """Sizes of axes that they know."""
+    """Return the axis sizes given by `mpu` and by `mesh_device`."""
     said = {"mpu": known_sizes(mpu)} if mpu is not None else {}
     if mesh_device is not None:
         said["mesh_device"] = {"sp": mesh_device.size() // mesh_device["data_parallel"].size()}

@@ -1,8 +1,8 @@
-"""`DeepSpeedDataLoader`: this rank's micro-batches in DeepSpeed's order, which scripts that skip batches count on.
+"""Class `DeepSpeedDataLoader`: this rank's micro-batches in DeepSpeed's order, for scripts that skip batches.
 
-Windlass's own loader moves on to another shuffle by itself, and a checkpoint brings it back to its place. A script for
-DeepSpeed does both itself: it says `data_sampler.set_epoch(epoch)`, and after `load_checkpoint` passes over the batches
-that were seen. This loader therefore begins at the same first batch whenever it is asked.
+Windlass's own loader reshuffles each epoch by itself, and a checkpoint restores its position. A script for DeepSpeed
+does both itself: it calls `data_sampler.set_epoch(epoch)`, and after `load_checkpoint` it skips the batches already
+seen. Therefore every `iter` of this loader begins at the same first batch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
     from windlass.compat.deepspeed_engine import DeepSpeedEngine
 
 _WORKERS_PER_DEVICE = 2
-"""Processes that read ahead, unless the caller says how many; none where a process may have no children, nor for an
-iterable dataset, of which each would give all."""
+"""Default number of worker processes per device. Two cases use none: a daemonic process, which may not have children,
+and an iterable dataset, of which each worker would yield all samples.
+"""
 
 
 class DeepSpeedDataLoader:
-    """A torch DataLoader that is its own iterator, made anew by each `iter`.
+    """Loader that is its own iterator over a torch DataLoader, which each `iter` recreates.
 
     Args:
-        dataset: with a length; an iterable one is taken as it comes, on every rank.
-        batch_size: samples of a micro-batch.
-        local_rank: negative: no ranks, the order is drawn by torch's generator.
-        tput_timer: told when a batch is asked for; None: none.
-        data_sampler: the order, instead of torch's DistributedSampler.
+        dataset: map-style dataset with a length. An iterable dataset is read in its order, and in full on every rank.
+        batch_size: samples in a micro-batch.
+        local_rank: negative: do not split samples over ranks; RandomSampler draws the order.
+        tput_timer: timer started at each batch, or None.
+        data_sampler: sampler used instead of torch's DistributedSampler.
 
     Raises:
         DataError: the dataset is empty.
-        NotBuiltError: the configuration asks for the curriculum's order.
+        NotBuiltError: the configuration requests curriculum learning.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class DeepSpeedDataLoader:
         deepspeed_dataloader_config: dict[str, Any] | None = None,
     ) -> None:
         if (deepspeed_dataloader_config or {}).get("curriculum_learning"):
-            raise NotBuiltError("DeepSpeedDataLoader: the curriculum's order is not built; pass a data_sampler")
+            raise NotBuiltError("DeepSpeedDataLoader: curriculum learning is not built; pass a data_sampler")
         iterable = isinstance(dataset, IterableDataset)
         if not iterable and len(dataset) == 0:
             raise DataError("training_data is empty: its length is 0")
@@ -81,7 +82,7 @@ class DeepSpeedDataLoader:
         self.data: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Batches of an epoch for this rank."""
+        """Return the number of this rank's batches in an epoch."""
         samples = len(self.dataset if self.data_sampler is None else self.data_sampler)
         return samples // self.batch_size if self.dataloader_drop_last else math.ceil(samples / self.batch_size)
 
@@ -100,7 +101,7 @@ class DeepSpeedDataLoader:
 
     def __next__(self) -> Any:
         if self.data is None:
-            raise DataError("this loader has not begun: ask iter(loader) first")
+            raise DataError("this loader has no iterator yet: call iter(loader) first")
         if self.tput_timer is not None:
             self.tput_timer.start()
         return next(self.data)
@@ -116,7 +117,9 @@ def make_engine_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> DeepSpeedDataLoader:
-    """A loader of an engine's micro-batches, shuffled for `route="train"`; "eval" and "predict" keep the order.
+    """Create a loader of an engine's micro-batches.
+
+    The order is shuffled for `route="train"`, and the dataset's for "eval" and "predict".
 
     Raises:
         DataError: the dataset is empty.

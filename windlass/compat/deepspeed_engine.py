@@ -1,4 +1,4 @@
-"""The engine that `deepspeed.initialize` returns: windlass's, with the questions and the manners of DeepSpeed's."""
+"""Engine that `deepspeed.initialize` returns: windlass's engine, with DeepSpeed's additional methods and behavior."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from windlass.zero.core.script_gradients import format_foreign_gradients
 from windlass.zero.core.sharded_parameter import raw_grad
 from windlass.zero.sharded_model import ShardedModel
 
-_REDUCTION_REASON = "gradients are reduced by the engine, in an order that all ranks agree on; call engine.backward"
-_COMPILER_REASON = "DeepSpeed's compilers are not built; engine.compile() compiles the module by torch"
-_DENSE_GRADIENT_REASON = "gradients of embeddings are reduced dense, by the engine itself; call engine.step()"
+_REDUCTION_REASON = "gradients are reduced by the engine, in the same order on all ranks; call engine.backward"
+_COMPILER_REASON = "DeepSpeed's compilers are not built; engine.compile() uses torch.compile"
+_DENSE_GRADIENT_REASON = "the engine reduces gradients of embeddings as dense tensors; call engine.step()"
 _AUTOTUNER_REASON = "the autotuner is not built"
 REFUSED_METHODS = {
     "allreduce_and_copy": _REDUCTION_REASON,
@@ -66,8 +66,8 @@ REFUSED_METHODS = {
     "autotuning_metric_path": _AUTOTUNER_REASON,
     "autotuning_model_info_path": _AUTOTUNER_REASON,
     "autotuning_start_profile_step": _AUTOTUNER_REASON,
-    "get_optimizer_configuration": "optimizers are made from the configuration by `initialize`",
-    "print_forward_breakdown": "experts are not timed one by one; use torch.profiler",
+    "get_optimizer_configuration": "`initialize` constructs optimizers from the configuration",
+    "print_forward_breakdown": "experts are not timed individually; use torch.profiler",
     "set_data_post_process_func": "it belongs to DeepSpeed's curriculum sampler, which is not built; use a collate_fn",
     "set_custom_curriculum_learning_schedule": "curriculum learning is not built; change the data in the script",
     "random_ltd_initialize": "random layer-token dropping is not built",
@@ -76,13 +76,16 @@ REFUSED_METHODS = {
     "sparse_allreduce_bucket": _DENSE_GRADIENT_REASON,
     "sparse_allreduce_no_retain": _DENSE_GRADIENT_REASON,
     "sparse_all_gather": _DENSE_GRADIENT_REASON,
-    "load_moe_state_dict": "load_checkpoint loads experts with all else, whatever ranks they lay on",
+    "load_moe_state_dict": "load_checkpoint loads experts too, saved on any number of ranks",
     "autotuning_profile_model_info": _AUTOTUNER_REASON,
 }
 
 
 class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engine):
-    """As `windlass.Engine`, which has what trains; here is what else DeepSpeed's scripts ask and do."""
+    """Engine with DeepSpeed's API.
+
+    `windlass.Engine` does the training; this class adds what DeepSpeed's scripts use besides.
+    """
 
     allows_repeated_steps = drops_external_gradients = keeps_accumulated_gradients = skips_nonfinite_steps = (
         keeps_buffers
@@ -90,18 +93,18 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
     mpu: Any = None
     enable_backward_allreduce = True
     inside_no_sync_ctxt = False
-    pipeline_parallelism = False  # whether the model is a row of layers, or its layers are spread over stages
+    pipeline_parallelism = False  # True if the model is a PipelineModule or its layers are spread over stages
     _warned_external_gradients = False
     _advances_schedule = True
     scale_wrt_gas = True
-    use_ds_comm = False  # torch.distributed's own, and windlass's transports
+    use_ds_comm = False  # collectives are torch.distributed's and windlass's transports
     warn_unscaled_loss = True
     dont_change_device = False
     first_dataloader_check = False
     optimized_linear_lora_enabled = False
     optimized_linear_base_weight_sharding = False
     save_non_zero_checkpoint = save_zero_checkpoint = True  # every rank writes its part
-    # of what is not built or not in use: none
+    # None for features that are not implemented or not in use.
     all_to_all_group: Any = None
     local_all_to_all_group: Any = None
     checkpoint_engine: Any = None
@@ -116,7 +119,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
     _groups: Any = None
     collate_fn: Any = None
     tput_timer: Any = None
-    sparse_tensor_module_names: frozenset[str] = frozenset()  # no gradient travels as a sparse tensor
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # no gradient is sent as a sparse tensor
 
     def record_arguments(
         self,
@@ -127,7 +130,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         training_data: Any,
         collate_fn: Any,
     ) -> None:
-        """Remember what the caller of `initialize` gave, which scripts read back. Collective."""
+        """Store the arguments of `initialize`, which scripts read back. Collective."""
         self.config, self.mpu, self._config = given_config, mpu, asked(self._config)
         self._scaler = scale_of(self._scaler, zero=self.zero_optimization())
         self._publish_groups()
@@ -147,7 +150,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
             self.optimizer = ParameterOffload(self)
 
     def _add_optimizer_attributes(self, optimizer: Any) -> None:
-        """Give the optimizer what DeepSpeed's have beside torch's."""
+        """Add the attributes that DeepSpeed's optimizers have in addition to torch's."""
         if self.zero_optimization_stage() == 3:
             optimizer.parameter_offload = ParameterOffload(self)
         optimizer.offload_states, optimizer.reload_states = self.offload_states, self.reload_states
@@ -183,51 +186,51 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @property
     def hides_gradients(self) -> bool:  # type: ignore[override]
-        """As DeepSpeed's optimizers, all but those of stage 0 in fp32 and fp16."""
+        """True if `.grad` reads as None, as with DeepSpeed's optimizers except those of stage 0 in fp32 and fp16."""
         return self.zero_optimization() or self._config.bf16.enabled
 
     def _attach(self, sharded: ShardedModel) -> None:
         super()._attach(sharded)
         enable_state_dict_stubs(sharded)
-        if self._groups is not None:  # another layout of the same engine
+        if self._groups is not None:  # re-attached with another layout
             self._publish_groups()
 
     def _publish_groups(self) -> None:
-        """Groups of this engine are those that a script is told."""
+        """Make this engine's process groups those that `deepspeed.utils.groups` returns."""
         if isinstance(self.module, PipelineSequential) or self.mesh.pp.size > 1:
             self.pipeline_parallelism = True
         self._groups = groups_of_engine(self, self.mpu, has_experts=self.has_moe_layers)
         set_current_engine(self, self._groups)
 
-    # what DeepSpeed refuses
+    # Methods that DeepSpeed restricts.
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As DeepSpeed's: not at stages 2 and 3, where windlass's own engine can do it."""
+        """Context manager without gradient reductions. Not allowed at stages 2 and 3, as in DeepSpeed."""
         stage = self.zero_optimization_stage()
         assert stage < 2, (
             f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: set "
-            "gradient_accumulation_steps, or take windlass.initialize, whose no_sync works at every stage"
+            "gradient_accumulation_steps, or use windlass.initialize, whose no_sync works at every stage"
         )
-        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported: leave the outer one first"
+        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported: exit the outer one first"
         with self._without_reductions():
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Add up the gradients of all backward passes inside locally; the step that follows reduces them once.
+        """Accumulate the gradients of all backward passes in the context locally; the next step reduces them once.
 
         Raises:
-            NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs its own backwards.
-            AssertionError: inside another such context, or `managed_gradient_accumulation` is false.
+            NotBuiltError: at stage 0, which has `no_sync`, or with a pipeline, whose engine runs the backward passes.
+            AssertionError: nested in another such context, or `managed_gradient_accumulation` is false.
         """
         if self.zero_optimization_stage() == 0:
             raise NotBuiltError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync at stage 0")
         if self.pipeline_parallelism:
             raise NotBuiltError("coalesce_grad_reduction is not supported under pipeline parallelism; use train_batch")
         assert self.managed_gradient_accumulation(), (
-            "coalesce_grad_reduction with managed_gradient_accumulation false: there every engine.step() takes in all "
-            "backward passes since the last one; leave the context out"
+            "coalesce_grad_reduction with managed_gradient_accumulation false: then every engine.step() applies all "
+            "backward passes since the last step; remove the context"
         )
         assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
         with self._without_reductions():
@@ -235,7 +238,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @contextmanager
     def _without_reductions(self) -> Iterator[None]:
-        """Add up gradients locally, and have `inside_no_sync_ctxt` say so."""
+        """Accumulate gradients locally, and set `inside_no_sync_ctxt` meanwhile."""
         self.inside_no_sync_ctxt = True
         try:
             with super().no_sync():
@@ -245,22 +248,22 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @property
     def _is_gradient_accumulation_boundary(self) -> bool | None:
-        """What `set_gradient_accumulation_boundary` said last; None where it said nothing since the last step."""
+        """Value last passed to `set_gradient_accumulation_boundary`; None if it was not called since the last step."""
         return self.progress.boundary_override
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """As `Engine.scale`.
+        """Scale a loss like `Engine.scale`.
 
         Raises:
-            AssertionError: the loss is no scalar.
+            AssertionError: the loss is not a scalar.
         """
         assert loss.numel() == 1, f"engine.scale takes a scalar tensor, not one of shape {tuple(loss.shape)}"
         return super().scale(loss, retain_graph)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """As `Engine.step`, refused inside `no_sync`."""
+        """Run `Engine.step`. Raises AssertionError inside `no_sync`."""
         assert not self.inside_no_sync_ctxt, (
-            "It is illegal to call Engine.step() inside no_sync context manager: leave the context first"
+            "It is illegal to call Engine.step() inside no_sync context manager: exit the context first"
         )
         acts = self.progress.would_end_step()
         if acts and not self.zero_optimization():
@@ -271,9 +274,9 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         self.tput_timer.stop(global_step=acts)
 
     def _adopt_gradients(self) -> None:
-        """Reduce the gradients that a script set in `.grad`, to be stepped instead of those of backward passes.
+        """Reduce gradients that a script assigned to `.grad`, and step with them instead of those of backward passes.
 
-        DeepSpeed's stage 0 steps what is in `.grad`. Collective where a script did so.
+        DeepSpeed's stage 0 steps with the contents of `.grad`. Collective if a script assigned any.
         """
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         given = [(parameter, gradient) for parameter in trained if (gradient := raw_grad(parameter)) is not None]
@@ -281,11 +284,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
             return
         parameters, gradients = [parameter for parameter, _ in given], [gradient.detach() for _, gradient in given]
         self._sharded.script_gradients.drop_all(parameters, zero=False)
-        weight, self._loss_weight, self._loss_is_scaled = (
-            self._loss_weight,
-            1.0,
-            True,
-        )  # as `.grad` of a scaled loss, if there is a scale
+        # Treat the values as gradients of a scaled loss, if there is a scale.
+        weight, self._loss_weight, self._loss_is_scaled = self._loss_weight, 1.0, True
         try:
             torch.autograd.backward(parameters, gradients)
         finally:
@@ -293,8 +293,11 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
             self._on_backward_end()
 
     def _step_by_optimizer(self) -> None:
-        """As `step`, without the schedule: DeepSpeed's optimizers know of none, and a script that calls them steps its
-        schedule too."""
+        """Run `step` without the learning-rate schedule.
+
+        DeepSpeed's optimizers do not step a schedule, and a script that calls `optimizer.step` steps its schedule
+        itself.
+        """
         self._advances_schedule = False
         try:
             self.step()
@@ -306,23 +309,25 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
             super()._step_lr_scheduler(lr_kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """As DeepSpeed: the configuration's `torch_autocast`, whatever a GPU's script has put around the forward."""
+        """Return the autocast context of `torch_autocast`, ignoring any autocast around the call, as DeepSpeed does."""
         if torch.is_autocast_enabled() and not self._config.torch_autocast.enabled:
-            self._reporter.log_once("autocast", "torch.autocast around the engine is off in it: enable torch_autocast")
+            self._reporter.log_once("autocast", "torch.autocast around the engine is ignored: enable torch_autocast")
             return torch.autocast(self.device.type, enabled=False)
         return super()._autocast()
 
     def _report_external_gradients(self, names: list[str]) -> None:
-        """DeepSpeed's ZeRO says nothing of it, and its scripts go on."""
+        """Warn once instead of raising: DeepSpeed's ZeRO ignores such gradients silently, and its scripts continue."""
         if not self._warned_external_gradients:
             self._warned_external_gradients = True
             logger.warning("%s", format_foreign_gradients(names))
 
-    # what is asked
+    # Queries.
 
     def get_global_grad_norm(self) -> Any:
-        """As `grad_norm`, at stages 1 to 3 as a scalar tensor, of which scripts ask `item()`; infinite where it is no
-        number, and the step was skipped."""
+        """Return `grad_norm`; at stages 1 to 3 as a scalar tensor, because scripts call its `item()`.
+
+        The norm is infinite instead of NaN if the step was skipped.
+        """
         norm = self.grad_norm()
         if norm is not None and math.isnan(norm):
             norm = math.inf
@@ -330,14 +335,16 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @property
     def monitor(self) -> Any:
-        """What writes to TensorBoard, W&B and CSV files; None where nothing is trained."""
+        """Monitor that writes to TensorBoard, W&B and CSV files; None without an optimizer."""
         return self._reporter.monitor
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Whole parameters and buffers as they compute, on the CPU of rank 0; None on other ranks. Collective.
+        """Return full parameters and buffers in their compute dtype, on the CPU of rank 0; None on other ranks.
+
+        Collective.
 
         Raises:
-            ValueError: every rank has all of them: the stage is below 3, and matrices are not cut.
+            ValueError: every rank holds all of them: the stage is below 3 and there is no tensor parallelism.
         """
         if self.zero_optimization_stage() == 3 or self.mesh.tp.size == 1:
             return super()._consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -348,18 +355,18 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         return kept if self.mesh.world.index == 0 else None
 
     def all_gather_scalar(self, value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
-        """`value` of every rank of the group. Collective."""
+        """Return `value` of every rank of the group. Collective."""
         found = [value.new_zeros(value.size()) for _ in range(dist.get_world_size(dp_group))]
         dist.all_gather(found, value, group=dp_group)
         return found
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples in a step, in a micro-batch of a rank, and micro-batches in a step."""
+        """Return the samples in a step, the samples in a rank's micro-batch, and the micro-batches in a step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     @property
     def dist_backend(self) -> str:
-        """Of the default process group."""
+        """Backend of the default process group."""
         return str(dist.get_backend())
 
     @property
@@ -369,28 +376,28 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @property
     def gradient_average(self) -> bool:
-        """Whether gradients are means over ranks, not sums."""
+        """True if gradients are averaged over ranks, not summed."""
         return self._config.gradient_allreduce_op == "mean"
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
+        """True if `compile` was called."""
         return bool(self._compiled)
 
     def is_first_weights_partition_group(self) -> bool:
-        """Whether this rank is in the first group of those that have all weights together."""
+        """Return True if this rank is in the first group of ranks that together hold all weights."""
         return self._sharded.mesh.dense.replicate.index == 0
 
     def get_compile_time(self) -> float:
-        """0: torch compiles at the first forward, and does not tell how long it took."""
+        """Return 0: torch compiles at the first forward and does not report the time."""
         return 0.0
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of each timer of `engine.timers`."""
+        """Return the milliseconds of each timer of `engine.timers`."""
         return {name: timer.elapsed(reset=False) for name, timer in self.timers.timers.items()}
 
     def get_type(self) -> list[str | None]:
-        """Of each group, the `type` that was set on it."""
+        """Return the `type` set on each parameter group of the optimizer."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         return [group.get("type") for group in groups]
 
@@ -399,17 +406,20 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         if self.global_rank == 0:
             print(self._config.model_dump_json(indent=2, exclude_defaults=True))
 
-    # what is done
+    # Actions.
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> DeepSpeedDataLoader:
-        """See `windlass.compat.deepspeed_data_loader.loader_of`. The first to train on is `training_dataloader`."""
+        """Create a loader; see `windlass.compat.deepspeed_data_loader.make_engine_loader`.
+
+        The first loader for training becomes `training_dataloader`.
+        """
         return make_engine_loader(self, dataset, *args, **kwargs)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of samples in a step, by another number of micro-batches.
+        """Change the number of samples in a step by changing the number of micro-batches.
 
         Raises:
-            ConfigError: ranks times micro-batch do not divide it.
+            ConfigError: the number is not a multiple of ranks times micro-batch size.
         """
         micro, ranks = self.train_micro_batch_size_per_gpu(), self.dp_world_size
         if train_batch_size % (micro * ranks) or train_batch_size <= 0:
@@ -422,7 +432,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         self.config["gradient_accumulation_steps"] = self.gradient_accumulation_steps()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Take another number of samples in a micro-batch, and as many micro-batches in a step."""
+        """Change the number of samples in a micro-batch, with the same number of micro-batches in a step."""
         steps = self.gradient_accumulation_steps()
         self.set_batch_sizes(micro_batch_size * steps * self.dp_world_size, micro_batch_size, steps)
         self.config["train_batch_size"] = self.train_batch_size()
@@ -435,11 +445,13 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module in place, by torch: its forward, or at stage 3, where hooks bring and take weights between
-        blocks, the forward of each block.
+        """Compile the module in place with torch.compile.
+
+        Below stage 3 this compiles the module's forward. At stage 3, where hooks unshard and reshard weights between
+        blocks, it compiles the forward of each block.
 
         Raises:
-            NotBuiltError: a schedule of DeepCompile, or compiled autograd.
+            NotBuiltError: a DeepCompile schedule, or compiled autograd, is requested.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotBuiltError("engine.compile: schedules of DeepCompile and compiled autograd are not built")
@@ -449,31 +461,34 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
             self._compiled.append(module)
 
     def destroy(self) -> None:
-        """As `Engine.destroy`; what was compiled is as it was."""
-        compiled = self.__dict__.get("_compiled", [])  # not there yet where `initialize` fails half-way
+        """Destroy the engine like `Engine.destroy`, and undo `compile`."""
+        compiled = self.__dict__.get("_compiled", [])  # absent if `initialize` failed half-way
         for module in compiled:
             module.__dict__.pop("forward", None)
         compiled.clear()
         super().destroy()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing: gradients are reduced as they come, and the last of them by `step`."""
+        """Do nothing: gradients are reduced during the backward pass, and the last of them by `step`."""
 
     def _change_recovery_script_permissions(self, dst: str) -> None:
-        """Make a file executable; where its file system cannot, log that and go on."""
+        """Make a file executable. If the file system does not allow it, log that and continue."""
         try:
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except (FileNotFoundError, PermissionError) as error:
-            script_logger.info(f"{dst} was not made executable: {error}; run it by python {dst}")
+            script_logger.info(f"{dst} was not made executable: {error}; run python {dst}")
 
     def _backward_prologue(self) -> None:
-        """Nothing: a backward of the script's own begins by itself."""
+        """Do nothing: autograd hooks detect the start of a backward pass that the script runs itself."""
 
     def _backward_epilogue(self) -> None:
-        """Nothing: a backward of the script's own, of several engines' losses too, ends by itself."""
+        """Do nothing: autograd hooks detect the end of a backward pass that the script runs itself.
+
+        One backward pass may cover the losses of several engines.
+        """
 
     def empty_partition_cache(self) -> None:
-        """Nothing: what a forward gathered is released when it ends."""
+        """Do nothing: a forward frees the parameters that it gathered when it ends."""
 
     def collect_python_gc(self) -> None:
         """Run Python's garbage collector."""
@@ -483,12 +498,12 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:
-        """Whether a dataset has items and a length."""
+        """Return True if a dataset has items and a length."""
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
 
     @staticmethod
     def is_iterable_style_dataset(obj: Any) -> bool:
-        """Whether a dataset is torch's iterable one."""
+        """Return True if a dataset is a torch `IterableDataset`."""
         return isinstance(obj, torch.utils.data.IterableDataset)
 
 
@@ -496,21 +511,21 @@ def _config_method(name: str, path: str) -> Any:
     def answer(self: DeepSpeedEngine) -> Any:
         return config_value(self._config, path)
 
-    return _rename_function(answer, name, f"`{path}` of the configuration.")
+    return _rename_function(answer, name, f"Return `{path}` of the configuration.")
 
 
 def _computed_method(name: str, compute: Callable[[Any], Any]) -> Any:
     def answer(self: DeepSpeedEngine) -> Any:
         return compute(self._config)
 
-    return _rename_function(answer, name, "From the configuration.")
+    return _rename_function(answer, name, "Return a value computed from the configuration.")
 
 
 def _refused_method(name: str, reason: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotBuiltError(f"engine.{name}: {reason}")
 
-    return _rename_function(refuse, name, f"Refused: {reason}.")
+    return _rename_function(refuse, name, f"Raise NotBuiltError: {reason}.")
 
 
 def _rename_function(function: Any, name: str, text: str) -> Any:

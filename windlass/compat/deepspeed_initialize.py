@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: windlass's, as DeepSpeed's scripts call it."""
+"""Function `deepspeed.initialize`: windlass's `initialize` with DeepSpeed's signature and behavior."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ register_pipeline_engine(DeepSpeedEngine, DeepSpeedPipelineEngine)
 
 
 class ArgumentError(ConfigError, AssertionError):
-    """Arguments of `initialize` that exclude each other; DeepSpeed asserts that they do not."""
+    """Mutually exclusive or missing arguments of `initialize`. DeepSpeed raises AssertionError here."""
 
 
 def initialize(
@@ -50,23 +50,26 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """As `windlass.initialize`, with DeepSpeed's manners: `engine.config` is the caller's dict, top-level keys that
-    nobody knows are passed over with one warning, `args.local_rank` is checked. A model may be given again: its former
-    engine makes way (lightning does so when it evaluates after training).
+    """Build an engine like `windlass.initialize`, with DeepSpeed's behavior.
+
+    `engine.config` is the caller's dict. Unknown top-level keys are ignored with one warning. `args.local_rank` is
+    checked against the environment. A model may be passed again: its previous engine is replaced (lightning does this
+    when it evaluates after training).
 
     Args:
-        mpu: knows along which axes ranks have what. Layers are cut by whoever wrote them, and say so of parameters
-            (`tensor_model_parallel`, `partition_dim`); only what the configuration asks for is cut here.
-        mesh_param: `(data, sequence)`, ranks along each; sequences are cut by the script.
+        mpu: object with the parallel sizes and groups. The script has already sharded the layers and marked their
+            parameters (`tensor_model_parallel`, `partition_dim`). Only the parallelism that the configuration requests
+            is applied here.
+        mesh_param: `(data, sequence)`, the number of ranks along each axis; the script splits the sequences.
 
     Returns:
-        `(engine, optimizer, loader, scheduler)`; the optimizer is `engine.optimizer` (at stage 3 without
-        one: what stands for DeepSpeed's manager of parameters); the last three may be None.
+        `(engine, optimizer, loader, scheduler)`. The optimizer is `engine.optimizer`; at stage 3 without an optimizer,
+            a `ParameterOffload` instead. The last three may be None.
 
     Raises:
-        ArgumentError: no model, no configuration or two, or a local rank that is not this process's.
-        ConfigError: the configuration is wrong or asks for what is not built.
-        ModelError: the model or the optimizer can't be trained.
+        ArgumentError: no model, no configuration or two, or a local rank that differs from the environment's.
+        ConfigError: the configuration is invalid or requests an unsupported feature.
+        ModelError: the model or the optimizer is not trainable.
     """
     if model is None:
         raise ArgumentError("deepspeed.initialize requires a model")
@@ -77,9 +80,10 @@ def initialize(
         raise ArgumentError(str(error)) from None
     given = source if isinstance(source, dict) else read_source(source).data
     if isinstance(model, PipelineSequential) and mpu is not None:
-        raise ArgumentError("mpu must be None with a PipelineModule, whose topology knows its groups")
+        raise ArgumentError("mpu must be None with a PipelineModule, whose topology defines its groups")
     asked = config_with_tp_arguments(model, source)
     parameter_attributes.install_parameter_attributes()
+    # An empty list means the same as None.
     trains_nothing = isinstance(model_parameters, (list, tuple)) and not model_parameters
     engine = build_engine(
         DeepSpeedEngine,
@@ -112,19 +116,19 @@ def _check_local_rank(args: Any) -> None:
     if asked is None or here is None:
         return
     if asked >= 0 and asked != int(here):
-        raise ArgumentError(f"args.local_rank is {asked}, but the environment says LOCAL_RANK={here}")
+        raise ArgumentError(f"args.local_rank is {asked}, but the environment sets LOCAL_RANK={here}")
     args.local_rank = int(here)
 
 
 def _drop_trivial_mpu(mpu: Any) -> Any:
-    """None for an `mpu` whose every other axis has one rank: the data axis is all there is."""
+    """Return None for an `mpu` whose axes other than data all have one rank: it adds no information."""
     kinds = "model tensor_model slice pipeline_model pipe sequence context expert_model expert"
     sizes = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in kinds.split()]
     return mpu if any(size is not None and size() > 1 for size in sizes) else None
 
 
 def _make_mesh_device(mesh_param: Any, config_dict: dict[str, Any]) -> Any:
-    """The mesh of data and sequence that was asked for, as torch has it; None if none was. Collective."""
+    """Create torch's device mesh of data and sequence ranks if one is requested, else return None. Collective."""
     if mesh_param is None and "sequence_parallel_size" in config_dict and "data_parallel_size" in config_dict:
         mesh_param = (config_dict["data_parallel_size"], config_dict["sequence_parallel_size"])
     if mesh_param is None:

@@ -1,4 +1,4 @@
-"""`python -m deepspeed.launcher.launch`: the ranks of one host, told by its caller which hosts and slots there are."""
+"""Command `python -m deepspeed.launcher.launch`: starts the ranks of one host, given all hosts and slots."""
 
 from __future__ import annotations
 
@@ -23,29 +23,33 @@ _FLAGS = (
 
 
 def build_node_parser() -> argparse.ArgumentParser:
-    """The flags that DeepSpeed's launcher of one host has."""
+    """Return a parser with the flags of DeepSpeed's single-host launcher."""
     parser = argparse.ArgumentParser(
         prog="deepspeed.launcher.launch",
         usage="python -m deepspeed.launcher.launch --world_info=TEXT [OPTION]... SCRIPT [ARGUMENT]...",
-        description="Start the ranks of one host, by windlass.",
+        description="Start the ranks of one host with windlass.",
     )
     copy_flags(parser, _FLAGS)
     text = "base64 of the JSON {host: [slot, ...]}, hosts in the order of ranks"
     parser.add_argument("--world_info", required=True, metavar="TEXT", help=text)
-    parser.add_argument("--save_pid", type=int, default=0, metavar="PID", help="accepted: the `deepspeed` command does")
+    parser.add_argument(
+        "--save_pid", type=int, default=0, metavar="PID", help="accepted; the `deepspeed` command saves it"
+    )
     parser.set_defaults(node_rank=0, master_addr="127.0.0.1", master_port=DEFAULT_MASTER_PORT)
     return parser
 
 
 def node_plan_from_args(args: argparse.Namespace) -> LaunchPlan:
-    """The plan that the flags ask for.
+    """Build the launch plan from the flags.
 
     Raises:
-        LaunchError: `--world_info` is no such text, or has no host of that number.
+        LaunchError: `--world_info` is malformed, or has no host of the given `--node_rank`.
     """
     hosts = tuple(Host(name, tuple(slots)) for name, slots in decode_world_info(args.world_info).items())
     if not 0 <= args.node_rank < len(hosts) or not hosts[args.node_rank].slots:
-        raise LaunchError(f"--node_rank {args.node_rank}: --world_info has no slot for it; it names {len(hosts)} hosts")
+        raise LaunchError(
+            f"--node_rank {args.node_rank}: --world_info has no slots for this host; it has {len(hosts)} hosts"
+        )
     args.give_local_rank = not args.no_local_rank
     return LaunchPlan(
         program_from_args(args),
@@ -63,7 +67,7 @@ def node_plan_from_args(args: argparse.Namespace) -> LaunchPlan:
 
 @exit_quietly_on_broken_pipe()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Behave as that program: what cannot be started is one message and exit code 1."""
+    """Run the command. A launch error prints one message and exits with status 1."""
     args = parse_flags(build_node_parser(), sys.argv[1:] if argv is None else argv)
     args.labels = False
     try:

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipelines: a module that knows its groups, and an engine that answers its scripts."""
+"""DeepSpeed's pipelines: a module that provides its process groups, and an engine with DeepSpeed's methods."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from windlass.parallel.pipeline.layer_sequence import worth_it
 
 
 class PipelineModule(pipeline_sequential.PipelineSequential):
-    """As `windlass.PipelineModule`, with the groups that DeepSpeed's has."""
+    """Pipeline module like `windlass.PipelineModule`, with the groups and queries of DeepSpeed's class."""
 
     _grid: PipelineParallelGrid | None = None
 
     def topology(self) -> Any:
-        """The one that was given, or stages and copies of them."""
+        """Return the given topology, or one of stages and data-parallel replicas."""
         if self._topology is None:
             stages = self.num_stages
             self._topology = PipeDataParallelTopology(num_pp=stages, num_dp=dist.get_world_size() // stages)
         return self._topology
 
     def mpu(self) -> PipelineParallelGrid:
-        """The groups of the topology. Collective over all ranks when it is asked first."""
+        """Return the groups of the topology. The first call is collective over all ranks."""
         if self._grid is None:
             self._grid = PipelineParallelGrid(self.topology())
         return self._grid
 
     def num_pipeline_stages(self) -> int:
-        """Ranks of the pipeline."""
+        """Return the number of ranks in the pipeline."""
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Keep only the inputs of every `interval` layers; 0 keeps all activations."""
+        """Save only the inputs of every `interval` layers and recompute the rest; 0 saves all activations."""
         self.set_activation_checkpoint_interval(interval)
 
     @property
     def is_checkpointable_results(self) -> list[bool]:
-        """Whether each segment of this rank's layers is computed again in the backward; empty without an interval."""
+        """For each segment of this rank's layers, True if the backward recomputes it. Empty without an interval."""
         functions, interval = self.forward_funcs, self.activation_checkpoint_interval
         starts = range(0, len(functions), interval) if interval > 0 else ()
         return [worth_it(functions[start : start + interval], self.checkpointable_layers) for start in starts]
 
     def _precompute_checkpointable_values(self) -> None:
-        """Nothing: `is_checkpointable_results` is computed when it is asked for."""
+        """Do nothing: `is_checkpointable_results` is computed on access."""
 
 
 class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
-    """As `windlass`'s engine of pipelines, with DeepSpeed's questions."""
+    """Engine like windlass's `PipelineEngine`, with DeepSpeed's methods."""
 
     pipeline_parallelism = True
     grid: PipelineParallelGrid
@@ -74,8 +74,11 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
 
     def _reentrant_activation_checkpointing(self) -> bool:
-        """Return whether layers are computed again, and that in the reentrant way as far as was asked: windlass's own
-        function, which is never reentrant, stands for both of DeepSpeed's."""
+        """Return True if activation checkpointing is on and counts as reentrant.
+
+        windlass's own checkpoint function, which is never reentrant, replaces both of DeepSpeed's; it counts as
+        reentrant if the configuration sets `pipeline.use_reentrant`. Any other function counts as reentrant.
+        """
         stages: Any = self.module
         if stages.activation_checkpoint_interval < 1:
             return False
@@ -83,19 +86,19 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         return not own or self._config.pipeline.use_reentrant
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """See `PipelineEngine.train_batch`; its result stays in `agg_train_loss`."""
+        """Run `PipelineEngine.train_batch`, and store its result in `agg_train_loss`."""
         self.agg_train_loss = super().train_batch(data_iter)
         return self.agg_train_loss
 
     def get_pipeline_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self.stage_id
 
     def get_additional_losses(self) -> None:
-        """None: a pipeline has the loss of its loss function."""
+        """Return None: a pipeline has only the loss of its loss function."""
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> DeepSpeedDataLoader:
-        """As `DeepSpeedEngine.deepspeed_io`, in the dataset's order, as DeepSpeed's pipelines read."""
+        """Create a loader like `DeepSpeedEngine.deepspeed_io`, but in dataset order, as DeepSpeed's pipelines read."""
         if kwargs.get("data_sampler") is None and not isinstance(dataset, IterableDataset):
             ranks, rank = self.data_loading_ranks
             kwargs["data_sampler"] = DistributedSampler(dataset, ranks, rank, shuffle=False)

@@ -1,4 +1,4 @@
-"""`engine._config`: the configuration, which also answers the names of DeepSpeed's `DeepSpeedConfig`."""
+"""Class of `engine._config`: the configuration, plus the attribute names of DeepSpeed's `DeepSpeedConfig`."""
 
 from __future__ import annotations
 
@@ -9,67 +9,67 @@ from windlass.config import Config
 
 
 class EngineConfig(Config):
-    """A configuration with DeepSpeed's names for some of its values."""
+    """Configuration with DeepSpeed's names for some of its values."""
 
     @property
     def param_dtype(self) -> str | None:
-        """`data_types.param_dtype`."""
+        """Value of `data_types.param_dtype`."""
         return self.data_types.param_dtype
 
     @property
     def buffer_dtype(self) -> str | None:
-        """`data_types.buffer_dtype`."""
+        """Value of `data_types.buffer_dtype`."""
         return self.data_types.buffer_dtype
 
     @property
     def grad_accum_dtype(self) -> str | None:
-        """`data_types.grad_accum_dtype`."""
+        """Value of `data_types.grad_accum_dtype`."""
         return self.data_types.grad_accum_dtype
 
     @property
     def zero_config(self) -> Any:
-        """The section `zero_optimization`."""
+        """Section `zero_optimization`."""
         return self.zero_optimization
 
     @property
     def zero_optimization_stage(self) -> int:
-        """`zero_optimization.stage`."""
+        """Value of `zero_optimization.stage`."""
         return int(self.zero_optimization.stage)
 
     @property
     def zero_enabled(self) -> bool:
-        """Whether the stage is above 0."""
+        """True if the ZeRO stage is above 0."""
         return self.zero_optimization.stage > 0
 
     @property
     def float16_config(self) -> Any:
-        """The section `fp16`."""
+        """Section `fp16`."""
         return self.fp16
 
     @property
     def bfloat16_config(self) -> Any:
-        """The section `bf16`."""
+        """Section `bf16`."""
         return self.bf16
 
     @property
     def optimizer_name(self) -> str | None:
-        """`optimizer.type` in lower case; None if there is no such section."""
+        """Value of `optimizer.type` in lower case; None without such a section."""
         return self.optimizer.type.lower() if self.optimizer is not None else None
 
     @property
     def optimizer_params(self) -> dict[str, Any] | None:
-        """`optimizer.params`; None if there is no such section."""
+        """Value of `optimizer.params`; None without such a section."""
         found: dict[str, Any] | None = COMPUTED_ANSWERS["optimizer_params"](self)
         return found
 
     @property
     def scheduler_name(self) -> str | None:
-        """`scheduler.type`; None if there is no such section."""
+        """Value of `scheduler.type`; None without such a section."""
         return self.scheduler.type if self.scheduler is not None else None
 
     @property
     def scheduler_params(self) -> dict[str, Any] | None:
-        """`scheduler.params`; None if there is no such section."""
+        """Value of `scheduler.params`; None without such a section."""
         found: dict[str, Any] | None = COMPUTED_ANSWERS["scheduler_params"](self)
         return found
 

@@ -1,4 +1,4 @@
-"""The process groups of the engine that was made last, which answers where a script asks for groups by themselves."""
+"""Process groups of the most recently built engine, which answer module-level queries of `deepspeed.utils.groups`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineGroups:
-    """The groups of one engine.
+    """Process groups of one engine.
 
     Attributes:
-        mesh: all ranks on their axes.
-        readers: ranks that read samples of their own.
-        model: ranks that have one copy of the model together, along pp and tp.
-        experts: the name by which groups of experts go; empty where there are none.
-        unit: the `mpu` that the engine was made with.
+        mesh: mesh of all ranks.
+        data_loading_group: ranks that read samples of their own.
+        model_parallel_group: ranks that together hold one copy of the model, along pp and tp.
+        expert_group_name: name of the expert-parallel groups; empty if there are none.
+        mpu: the `mpu` passed to `initialize`.
     """
 
     mesh: Mesh
@@ -35,7 +35,7 @@ class EngineGroups:
 
 @dataclass(frozen=True)
 class _CurrentEngine:
-    engine: Any  # a weak reference
+    engine: Any  # weak reference
     groups: EngineGroups
 
 
@@ -43,10 +43,10 @@ _current: _CurrentEngine | None = None
 
 
 def groups_of_engine(engine: Engine, mpu: Any, *, has_experts: bool) -> EngineGroups:
-    """The groups of an engine. Collective over all ranks.
+    """Build the groups of an engine. Collective over all ranks.
 
     Args:
-        experts: its model has layers of experts.
+        has_experts: the model has MoE layers.
     """
     mesh = engine.mesh
     name = f"ep_size_{mesh.ep.size}" if has_experts or mesh.ep.size > 1 else ""
@@ -54,12 +54,12 @@ def groups_of_engine(engine: Engine, mpu: Any, *, has_experts: bool) -> EngineGr
 
 
 def set_current_engine(engine: Engine, groups: EngineGroups) -> None:
-    """Answer for this engine from now on, until it is destroyed."""
+    """Make this engine's groups the current ones, until it is destroyed."""
     global _current
     _current = _CurrentEngine(ref(engine), groups)
 
 
 def current_groups() -> EngineGroups | None:
-    """The groups of the engine that is followed; None where there is none."""
+    """Return the current engine's groups; None if there is no engine or it is destroyed."""
     engine = _current.engine() if _current is not None else None
     return _current.groups if _current is not None and engine is not None and not engine._destroyed else None

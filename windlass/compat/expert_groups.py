@@ -1,5 +1,4 @@
-"""The part of `deepspeed.utils.groups` that is about experts: groups of the engine's mesh, by a name that tells their
-size."""
+"""Expert-parallel part of `deepspeed.utils.groups`: groups of the mesh, under names that contain their size."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ expert_tensor_parallel_world_size = 1
 
 @dataclass(frozen=True)
 class _Groups:
-    """The ranks over which experts are spread, and those that hold the same experts as this one."""
+    """Ranks over which experts are spread (`spread`), and ranks that hold the same experts as this one (`same`)."""
 
     spread: RankGroup
     same: RankGroup
@@ -24,11 +23,11 @@ class _Groups:
 
 
 _made: dict[str, _Groups] = {}
-"""Groups that a script made by `_create_expert_and_data_parallel`, by name."""
+"""Groups created by a script with `_create_expert_and_data_parallel`, by name."""
 
 
 def _known() -> dict[str, _Groups]:
-    """All groups of experts by name: those that a script made, and the engine's."""
+    """Return all expert groups by name: those that a script created, and the engine's."""
     found = {name: groups for name, groups in _made.items() if groups.world is dist.group.WORLD}
     axes = current_groups()
     if axes is not None and axes.expert_group_name:
@@ -39,7 +38,7 @@ def _known() -> dict[str, _Groups]:
 def _groups(group_name: str) -> _Groups:
     known = _known()
     if group_name not in known:
-        told = f"there is {', '.join(map(repr, known))}" if known else "no engine has layers of experts"
+        told = f"known groups: {', '.join(map(repr, known))}" if known else "no engine has MoE layers"
         raise AssertionError(f"there is no expert-parallel group {group_name!r}: {told}")
     return known[group_name]
 
@@ -47,12 +46,12 @@ def _groups(group_name: str) -> _Groups:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Make the groups of `ep_size_N`, with all ranks as data ranks. Collective, once for each size.
+    """Create the groups `ep_size_N`, where all ranks are data ranks. Collective, once for each size.
 
     Raises:
-        AssertionError: the ranks are no multiple of the size, or do not know each other yet.
+        AssertionError: the number of ranks is not a multiple of the size, or no process group is initialized.
     """
-    assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
+    assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
     name = f"ep_size_{expert_parallel_size_}"
     if name in _known():
         return
@@ -66,14 +65,14 @@ def _create_expert_and_data_parallel(
 
 
 def _make(partition: list[list[int]]) -> RankGroup:
-    """Return this rank's group of a partition of all ranks. Collective."""
+    """Create the groups of a partition of all ranks. Return this rank's group. Collective."""
     own, _ = dist.new_subgroups_by_enumeration(partition)
     ranks = next(ranks for ranks in partition if dist.get_rank() in ranks)
     assert own is not None
     return RankGroup(own, tuple(ranks), ranks.index(dist.get_rank()))
 
 
-# ranks over which experts are spread
+# Ranks over which experts are spread.
 
 
 def _get_expert_parallel_group(group_name: str) -> dist.ProcessGroup:
@@ -100,7 +99,7 @@ def _get_expert_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
     return {name: groups.spread.process_group for name, groups in _known().items()}
 
 
-# ranks that hold the same experts
+# Ranks that hold the same experts.
 
 
 def _get_expert_data_parallel_group(group_name: str) -> dist.ProcessGroup:
@@ -127,13 +126,13 @@ def _get_expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
     return {name: groups.same.process_group for name, groups in _known().items()}
 
 
-# the largest of such groups
+# The largest expert-parallel group.
 
 
 def _get_max_expert_size() -> int:
     sizes = [groups.spread.size for groups in _known().values()]
     if not sizes:
-        raise AssertionError("there is no expert-parallel group: no engine has layers of experts")
+        raise AssertionError("there is no expert-parallel group: no engine has MoE layers")
     return max(sizes)
 
 
@@ -150,7 +149,7 @@ def _get_expert_model_parallel_world_size() -> int:
 
 
 def _get_local_all_to_all_group() -> NoReturn:
-    raise AssertionError("there are no all-to-all groups of nodes: gradients are not quantized between them")
+    raise AssertionError("there are no all-to-all groups: gradients between nodes are not quantized")
 
 
 def _get_expert_parallel_ranks(
@@ -160,17 +159,17 @@ def _get_expert_parallel_ranks(
     pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ranks of each group over which experts are spread, and of each that holds the same experts.
+    """Return the ranks of each group over which experts are spread, and of each group that holds the same experts.
 
     Args:
         use_data_before_expert_parallel_: neighbouring data ranks hold the same experts, not different ones.
 
     Raises:
-        AssertionError: the sizes do not divide the world.
+        AssertionError: the product of the sizes does not divide the world size.
     """
     cut = tensor_parallel_size_ * pipeline_parallel_size_
     assert world_size % (cut * expert_parallel_size_) == 0, (
-        f"{world_size} ranks are no multiple of tensor {tensor_parallel_size_} x pipeline {pipeline_parallel_size_} "
+        f"{world_size} ranks are not a multiple of tensor {tensor_parallel_size_} x pipeline {pipeline_parallel_size_} "
         f"x expert {expert_parallel_size_}"
     )
     stage = world_size // pipeline_parallel_size_

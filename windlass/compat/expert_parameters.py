@@ -1,4 +1,4 @@
-"""Questions about experts, and the groups of an optimizer that they are to have."""
+"""Predicates on expert parameters, and split of optimizer groups into dense and expert groups."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ OptimizerGroup = dict[str, Any]
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has a layer of experts, and how many experts the first one has."""
+    """Return whether a model has an MoE layer, and the number of experts of the first one."""
     first = next((module for module in m.modules() if isinstance(module, MixtureOfExperts)), None)
     return first is not None, 0 if first is None else first.num_experts
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter is an expert's: it says so (`allreduce`), or experts are spread and it is among them."""
+    """Return True for an expert's parameter: it is marked `allreduce=False`, or it is sharded by expert parallelism."""
     if getattr(param, "allreduce", True) is False:
         return True
     return isinstance(param, nn.Parameter) and get_placement(param).is_expert
 
 
 def is_autoep_expert_param(param: torch.Tensor) -> bool:
-    """Whether it is one of experts that were spread and are no layer of `MoE`: those of a model of transformers."""
+    """Return True for a sharded expert of a transformers model, i.e. one that is not in an `MoE` layer."""
     spread = isinstance(param, nn.Parameter) and get_placement(param).is_expert
     return spread and getattr(param, "allreduce", True) is not False
 
 
 def is_moe_param_group(param_group: OptimizerGroup) -> bool:
-    """Whether an optimizer's group is one of experts, by its mark."""
+    """Return True if an optimizer group is marked as a group of experts."""
     return bool(param_group.get("moe"))
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters that are everybody's, and those of experts."""
+    """Split parameters into dense parameters and expert parameters."""
     given = list(params)
     return [one for one in given if not is_moe_param(one)], [one for one in given if is_moe_param(one)]
 
@@ -49,7 +49,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients of both, of those that have one."""
+    """Return the gradients of the dense parameters and of the experts' parameters, where they exist."""
     shared, experts = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
     return [p.grad.to(p.dtype) for p in shared if p.grad is not None], [
         p.grad.to(p.dtype) for p in experts if p.grad is not None
@@ -60,14 +60,16 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: OptimizerGroup | tuple[OptimizerGroup, ...] | list[OptimizerGroup],
     max_group_size: float | None = 178956971,
 ) -> list[OptimizerGroup]:
-    """The groups of an optimizer, which experts leave for groups of their own at the end of the list, with the same
-    options, `moe: True` and the name of their process group. A list comes back as the same list.
+    """Move experts' parameters out of optimizer groups into new groups, appended to the list.
+
+    The new groups have the same options, `moe: True` and the name of their process group. A list is changed in place
+    and returned.
 
     Args:
-        max_group_size: elements that a group of experts has at most, unless one parameter has more; None: any.
+        max_group_size: most elements in a group of experts, unless one parameter is larger; None: unlimited.
 
     Raises:
-        ValueError: neither a group nor several.
+        ValueError: the argument is neither a group nor a sequence of groups.
     """
     if not isinstance(param_groups, (dict, tuple, list)):
         raise ValueError(
@@ -103,11 +105,12 @@ def _split_by_size(parameters: list[nn.Parameter], limit: float | None) -> list[
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[OptimizerGroup]:
-    """As `split_params_into_different_moe_groups_for_optimizer`, of parameters or of groups; groups that have been
-    split come back as they are.
+    """Split parameters or groups as `split_params_into_different_moe_groups_for_optimizer` does.
+
+    Groups that are already split are returned unchanged.
 
     Raises:
-        TypeError: neither parameters nor groups.
+        TypeError: an item is neither a parameter nor a group.
     """
     for one in model_parameters:
         if not isinstance(one, (torch.Tensor, dict)):

@@ -1,4 +1,4 @@
-"""`deepspeed.io`: files to hand to `torch.save`, that count what goes through them."""
+"""Module `deepspeed.io`: file objects for `torch.save` that count calls and bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-_NO_DESCRIPTOR = -1  # keeps torch from writing past the counters
+_NO_DESCRIPTOR = -1  # makes torch write through `write`, so that every byte is counted
 
 
 class BaseFileWriter:
-    """What is counted: calls of each method, bytes, seconds."""
+    """Base class of writers. It counts the calls of each method, bytes and seconds."""
 
     def __init__(self, file_path: str | Path) -> None:
         self._file_path = file_path
@@ -28,16 +28,16 @@ class BaseFileWriter:
         }
 
     def file_path(self) -> str | Path:
-        """Where it writes to."""
+        """Return the path of the file."""
         return self._file_path
 
     def fileno(self) -> int:
-        """-1: data are to come through `write`."""
+        """Return -1, so that all data pass through `write`."""
         self._stats["fileno"] += 1
         return _NO_DESCRIPTOR
 
     def write(self, buffer: Any) -> int:
-        """Take bytes; how many."""
+        """Write a buffer. Return its number of bytes."""
         data = memoryview(buffer).cast("B")
         begun = time.perf_counter()
         self._write_bytes(data)
@@ -47,11 +47,11 @@ class BaseFileWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Hand to the system what is still here."""
+        """Pass buffered data to the system."""
         self._stats["flush"] += 1
 
     def close(self) -> None:
-        """Write the rest; nothing is written after."""
+        """Write the remaining data and close the file."""
         self._stats["close"] += 1
 
     def __enter__(self) -> BaseFileWriter:
@@ -61,17 +61,17 @@ class BaseFileWriter:
         self.close()
 
     def _write_bytes(self, data: memoryview) -> None:
-        """Do what there is to do with bytes that are valid only now."""
+        """Consume bytes, which are valid only during this call."""
 
     def _dump_state(self) -> None:
-        """Print what was counted."""
+        """Print the statistics."""
         if self._stats["write_secs"] > 0:
             self._stats["write_GB/s"] = self._stats["bytes"] / self._stats["write_secs"] / (1 << 30)
         print(f"stats = {self._stats | {'path': str(self._file_path)}}")
 
 
 class PyFileWriter(BaseFileWriter):
-    """A file, as Python writes it."""
+    """Writer through a Python file."""
 
     def __init__(self, file_path: str | Path) -> None:
         super().__init__(file_path)
@@ -90,7 +90,7 @@ class PyFileWriter(BaseFileWriter):
 
 
 class MockFileWriter(BaseFileWriter):
-    """An empty file: what is written is counted and dropped, which shows what serialising alone costs."""
+    """Writer that counts data and drops them, to measure serialization alone. The file stays empty."""
 
     def __init__(self, file_path: str | Path) -> None:
         super().__init__(file_path)
@@ -98,7 +98,7 @@ class MockFileWriter(BaseFileWriter):
         self._stats |= {"save_storage": 0, "save_storage_bytes": 0}
 
     def save_torch_storage_object_list(self, storage_obj_list: list[Any], save_size: bool) -> int:
-        """Count storages as if they were written; how many bytes that makes."""
+        """Count storages as if they were written. Return their number of bytes."""
         total = 0
         for storage in storage_obj_list:
             nbytes = storage.nbytes()
@@ -111,13 +111,13 @@ class MockFileWriter(BaseFileWriter):
 
 @dataclass
 class FastFileWriterConfig:
-    """How a `FastFileWriter` writes.
+    """Configuration of a `FastFileWriter`.
 
     Args:
         dnvme_handle: an `aio_handle`.
-        pinned_tensor: host memory that bytes are gathered in.
-        double_buffer: fill one half of it while the other is written.
-        num_parallel_writers, writer_rank, global_rank: kept; each writer writes its whole file.
+        pinned_tensor: host memory used as write buffer.
+        double_buffer: fill one half of the buffer while the other half is written.
+        num_parallel_writers, writer_rank, global_rank: stored only; each writer writes its whole file.
     """
 
     dnvme_handle: Any
@@ -129,7 +129,7 @@ class FastFileWriterConfig:
 
 
 class FastFileWriter(BaseFileWriter):
-    """A file that an `aio_handle` writes, from the configured memory, while that is being filled again."""
+    """Writer that copies data to a host buffer, which an `aio_handle` writes in the background."""
 
     def __init__(self, file_path: str | Path, config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
@@ -151,7 +151,7 @@ class FastFileWriter(BaseFileWriter):
                 self._flush_buffer()
 
     def _flush_buffer(self) -> None:
-        """Begin to write what was gathered, once what was written before is done."""
+        """Start writing the active buffer after the previous write has finished."""
         begun = time.perf_counter()
         self._wait_for_write()
         if self._filled:
@@ -161,6 +161,7 @@ class FastFileWriter(BaseFileWriter):
             self._stats["aio_bytes"] += self._filled
             self._stats["fill_buffer_count"] += 1
             self._filled, self._active_buffer = 0, (self._active_buffer + 1) % len(self._buffers)
+            # A single buffer must be written before it can be filled again.
             if len(self._buffers) == 1:
                 self._wait_for_write()
         self._stats["aio_write_secs"] += time.perf_counter() - begun
@@ -174,7 +175,7 @@ class FastFileWriter(BaseFileWriter):
         super().flush()
 
     def close(self) -> None:
-        """Write what is left, and wait for it."""
+        """Write the remaining data, and wait for completion."""
         super().close()
         self._flush_buffer()
         self._wait_for_write()

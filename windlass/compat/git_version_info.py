@@ -1,4 +1,4 @@
-"""`deepspeed.git_version_info`: what was built, and with which torch."""
+"""Module `deepspeed.git_version_info`: the build's version, ops and torch version."""
 
 from __future__ import annotations
 

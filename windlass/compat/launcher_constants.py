@@ -1,4 +1,4 @@
-"""`deepspeed.constants`: variables of the launcher, and where ranks meet."""
+"""Module `deepspeed.constants`: environment variables of the launcher, and the rendezvous port."""
 
 from datetime import timedelta
 
@@ -10,4 +10,4 @@ CROSS_SIZE = "CROSS_SIZE"
 INFERENCE_GENERIC_MODE = "generic"
 INFERENCE_SPECIALIZED_MODE = "specialized"
 MIN_SWAPPABLE_BYTES = 1024**2
-"""Size from which DeepSpeed keeps a tensor on disk (`deepspeed.runtime.swap_tensor`). Here all of them are."""
+"""Size from which `deepspeed.runtime.swap_tensor` moves a tensor to NVMe. windlass offloads tensors of any size."""

@@ -1,4 +1,4 @@
-"""The dynamic loss scale by DeepSpeed's rule, and `engine.optimizer.loss_scaler`: what scripts ask of it."""
+"""DeepSpeed's growth rule of the dynamic loss scale, and the object at `engine.optimizer.loss_scaler`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from windlass.optim.loss_scale import DynamicLossScale, LossScale
 
 
 class DeepSpeedLossScale(DynamicLossScale):
-    """Dynamic loss scale that doubles as DeepSpeed's does since 0.19: after `window + 1` good steps in a row, and after
-    every `window` more."""
+    """Dynamic loss scale that doubles by the rule of DeepSpeed since 0.19.
+
+    The scale doubles after `window + 1` good steps in a row, and after every `window` further ones.
+    """
 
     def update(self, overflow: bool, location: str = "") -> None:
-        """See `DynamicLossScale`."""
+        """Update the scale after a step; see `DynamicLossScale`."""
         if overflow:
             super().update(overflow, location)
             return
@@ -28,8 +30,9 @@ def scale_of(scale: LossScale, *, zero: bool) -> LossScale:
     """Return the loss scale that DeepSpeed would use in place of `scale`.
 
     Args:
-        scale: as the configuration asks for it.
-        zero: at stages 1 to 3. At stage 0 DeepSpeed lowers the scale at every overflow, and goes on at the minimum.
+        scale: loss scale made from the configuration.
+        zero: True at stages 1 to 3. At stage 0, DeepSpeed lowers the scale at every overflow and continues at the
+            minimum.
     """
     if not isinstance(scale, DynamicLossScale):
         return scale
@@ -44,12 +47,12 @@ def scale_of(scale: LossScale, *, zero: bool) -> LossScale:
 
 
 class LossScalerView:
-    """The engine's loss scale, by DeepSpeed's names; it moves by itself.
+    """Read-only view of the engine's loss scale with DeepSpeed's attribute names.
 
     Args:
-        scale: the engine's.
-        progress: its counters.
-        section: the configuration's `fp16`.
+        scale: the engine's loss scale.
+        progress: the engine's counters.
+        section: section `fp16` of the configuration.
     """
 
     def __init__(self, scale: LossScale, progress: TrainingProgress, section: Fp16) -> None:
@@ -61,15 +64,15 @@ class LossScalerView:
 
     @property
     def loss_scale(self) -> float:
-        """The scale now."""
+        """Current scale."""
         return self._scale.scale
 
     @property
     def cur_scale(self) -> float:
-        """As `loss_scale`."""
+        """Current scale; same as `loss_scale`."""
         return self._scale.scale
 
     @property
     def cur_iter(self) -> int:
-        """Steps so far, skipped ones too."""
+        """Number of steps so far, including skipped ones."""
         return self._progress.global_steps

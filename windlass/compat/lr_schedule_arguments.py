@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.lr_schedules`: schedules by their names on a command line."""
+"""Module `deepspeed.runtime.lr_schedules`: learning-rate schedules and their command-line arguments."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ _SCHEDULE_ARGUMENTS: dict[str, dict[str, Any]] = {
         COS_MIN_RATIO: 0.01,
     },
 }
-"""The arguments that set each schedule's parameters, and their defaults; `WarmupDecayLR` has `WarmupLR`'s."""
+"""Command-line arguments and defaults of each schedule's parameters. `WarmupDecayLR` shares those of `WarmupLR`."""
 _SCHEDULE_ARGUMENTS[WARMUP_DECAY_LR] = _SCHEDULE_ARGUMENTS[WARMUP_LR]
 
 
 class _AnyOfTheRule(type):
-    """Metaclass: an instance is any schedule of the rule, those that `initialize` makes too."""
+    """Metaclass of schedules: `isinstance` also accepts windlass's schedule of the same rule."""
 
     rule: type
 
@@ -87,15 +87,15 @@ class _AnyOfTheRule(type):
 
 
 def known_warmup(warmup_type: Any) -> Any:
-    """Return `warmup_type` if it is known, else "log", with a warning, as DeepSpeed does."""
+    """Return `warmup_type` if it is "log" or "linear"; else warn and return "log", as DeepSpeed does."""
     if warmup_type in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
         return warmup_type
-    logger.warning(f"warmup_type {warmup_type!r} is neither log nor linear; the learning rate is warmed up by log")
+    logger.warning(f"warmup_type {warmup_type!r} is neither log nor linear; using log")
     return WARMUP_LOG_RATE
 
 
 class WarmupLR(lr_warmups.WarmupLR, metaclass=_AnyOfTheRule):
-    """`windlass.optim.WarmupLR`; an unknown `warmup_type` is "log"."""
+    """Schedule `windlass.optim.WarmupLR`, where an unknown `warmup_type` means "log"."""
 
     rule = lr_warmups.WarmupLR
 
@@ -113,7 +113,7 @@ class WarmupLR(lr_warmups.WarmupLR, metaclass=_AnyOfTheRule):
 
 
 class WarmupDecayLR(lr_warmups.WarmupDecayLR, metaclass=_AnyOfTheRule):
-    """`windlass.optim.WarmupDecayLR`; an unknown `warmup_type` is "log"."""
+    """Schedule `windlass.optim.WarmupDecayLR`, where an unknown `warmup_type` means "log"."""
 
     rule = lr_warmups.WarmupDecayLR
 
@@ -134,7 +134,7 @@ class WarmupDecayLR(lr_warmups.WarmupDecayLR, metaclass=_AnyOfTheRule):
 
 
 class WarmupCosineLR(lr_warmups.WarmupCosineLR, metaclass=_AnyOfTheRule):
-    """`windlass.optim.WarmupCosineLR`; an unknown `warmup_type` is "log"."""
+    """Schedule `windlass.optim.WarmupCosineLR`, where an unknown `warmup_type` means "log"."""
 
     rule = lr_warmups.WarmupCosineLR
 
@@ -155,33 +155,33 @@ class WarmupCosineLR(lr_warmups.WarmupCosineLR, metaclass=_AnyOfTheRule):
 
 
 class OneCycle(lr_cycles.OneCycle, metaclass=_AnyOfTheRule):
-    """`windlass.optim.OneCycle`, whose lengths have DeepSpeed's names too."""
+    """Schedule `windlass.optim.OneCycle`, with DeepSpeed's names for its lengths."""
 
     rule = lr_cycles.OneCycle
 
     @property
     def first_step_size(self) -> float:
-        """Steps on the way up."""
+        """Number of steps in which the rate rises."""
         return self.first_size
 
     @property
     def second_step_size(self) -> float:
-        """Steps on the way down."""
+        """Number of steps in which the rate falls."""
         return self.second_size
 
     @property
     def total_size(self) -> float:
-        """Steps of the triangle."""
+        """Number of steps of the rise and the fall."""
         return self.first_size + self.second_size
 
     @property
     def step_ratio(self) -> float:
-        """Share of the way up."""
+        """Fraction of `total_size` in which the rate rises."""
         return self.first_size / self.total_size
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--lr_schedule` and one argument for each parameter of a schedule; the parser."""
+    """Add `--lr_schedule` and one argument for each parameter of a schedule. Return the parser."""
     group = parser.add_argument_group("Convergence Tuning", "learning-rate schedules and their parameters")
     group.add_argument(f"--{LR_SCHEDULE}", type=str, default=None, help="one of " + ", ".join(VALID_LR_SCHEDULES))
     group.add_argument("--cycle_momentum", action="store_true", default=False, help="of OneCycle")
@@ -207,33 +207,33 @@ def _parse_bool(text: str) -> bool:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """What this process's command line says of these arguments, and the rest of it."""
+    """Parse these arguments from the command line. Return them and the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def override_params(args: Any, params: dict[str, Any]) -> None:
-    """Write what the command line says of any schedule's parameters into `params`."""
+    """Copy the values of all schedule arguments into `params`."""
     for schedule in _SCHEDULE_ARGUMENTS:
         _override_schedule_params(schedule, args, params)
 
 
 def override_lr_range_test_params(args: Any, params: dict[str, Any]) -> None:
-    """As `override_params`, of LRRangeTest alone."""
+    """Copy the values of LRRangeTest's arguments into `params`."""
     _override_schedule_params(LR_RANGE_TEST, args, params)
 
 
 def override_1cycle_params(args: Any, params: dict[str, Any]) -> None:
-    """As `override_params`, of OneCycle alone."""
+    """Copy the values of OneCycle's arguments into `params`."""
     _override_schedule_params(ONE_CYCLE, args, params)
 
 
 def override_warmupLR_params(args: Any, params: dict[str, Any]) -> None:
-    """As `override_params`, of WarmupLR alone."""
+    """Copy the values of WarmupLR's arguments into `params`."""
     _override_schedule_params(WARMUP_LR, args, params)
 
 
 def override_warmupCosineLR_params(args: Any, params: dict[str, Any]) -> None:
-    """As `override_params`, of WarmupCosineLR alone."""
+    """Copy the values of WarmupCosineLR's arguments into `params`."""
     _override_schedule_params(WARMUP_COSINE_LR, args, params)
 
 
@@ -244,7 +244,7 @@ def _override_schedule_params(schedule: str, args: Any, params: dict[str, Any]) 
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The `scheduler` section that a command line asks for, and None; or None, and why there is none."""
+    """Return (the `scheduler` section for the arguments, None), or (None, the reason why there is none)."""
     schedule = getattr(args, LR_SCHEDULE, None)
     if schedule is None:
         return None, f"--{LR_SCHEDULE} not specified on command line"
@@ -256,7 +256,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """The learning rate that a `scheduler` section leads to, and ""; or None, and why there is none."""
+    """Return (the learning rate of a `scheduler` section, ""), or (None, the reason why there is none)."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"
@@ -264,13 +264,13 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
     if schedule not in VALID_LR_SCHEDULES:
         return None, f"{schedule} is not a valid LR schedule; use one of {', '.join(VALID_LR_SCHEDULES)}"
     if schedule == WARMUP_COSINE_LR:
-        return None, f"{schedule} multiplies the optimizer's own learning rate, and names none"
+        return None, f"{schedule} multiplies the optimizer's learning rate and sets none"
     key = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(schedule, WARMUP_MAX_LR)
     return params[key], ""
 
 
 def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> list[Any]:
-    """Write one rate into each group, into its tensor where it has one; the rates."""
+    """Set the learning rate of each group, in place if it is a tensor. Return the rates."""
     for group, rate in zip(param_groups, lrs, strict=False):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -280,12 +280,12 @@ def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> lis
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, or the one that it wraps.
+    """Return the torch optimizer: the argument itself, or the one that it wraps.
 
     Raises:
-        TypeError: neither is one of torch's.
+        TypeError: neither is a torch optimizer.
     """
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
             return found
-    raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer and wraps none")
+    raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer and wraps none")

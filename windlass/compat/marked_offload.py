@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.activation_checkpointing.offload_activations`: checkpointed inputs that wait in host memory."""
+"""Module `deepspeed.runtime.activation_checkpointing.offload_activations`: host offload of checkpointed inputs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from windlass.parallel.saved_tensor_offload import PackedTensor, PassthroughTens
 
 
 class ReenteredError(ModelError, RuntimeError):
-    """A context manager was entered while it was active."""
+    """Context manager entered while it is active."""
 
 
 class RangeError(ModelError, ValueError):
-    """A count or a size is negative."""
+    """Negative count or size."""
 
 
 @dataclass
 class CheckpointActivationOffloadStats:
-    """What one context saw: tensors that autograd saved, and what became of the marked ones."""
+    """Statistics of one context: tensors that autograd saved, and the fate of the marked ones."""
 
     saved_tensors_seen: int = 0
     marked_tensors: int = 0
@@ -40,7 +40,7 @@ class CheckpointActivationOffloadStats:
 
 
 class _Held:
-    """Stands in the graph for a marked tensor: on the device until newer ones are marked, then in host memory."""
+    """Placeholder of a marked tensor in the graph: on the device until newer ones are marked, then on the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.nbytes
@@ -50,18 +50,20 @@ class _Held:
 
 
 class CheckpointHiddenStatesOffload(saved_tensors_hooks):
-    """Context in which marked tensors that autograd saves move to host memory; all others stay as they are.
+    """Context manager that offloads tensors saved by autograd to host memory, if they are marked.
+
+    Other tensors are unchanged.
 
     While it is active, the first argument of each checkpointed layer of transformers is marked. On a device that shares
-    the host's memory nothing moves.
+    the host's memory, nothing is moved.
 
     Args:
-        use_pin_memory: no effect: host memory is pinned wherever the device is a CUDA one.
-        use_streams: copy beside the computation; else wait for each copy.
-        min_offload_bytes: smaller tensors stay.
-        max_fwd_stash_count: tensors that may be on their way to the host at a time.
-        max_cpu_buffer_pool_count: no effect: torch's allocator keeps pinned memory for reuse.
-        keep_last_count: so many of the newest marked tensors stay on the device, since the backward begins with them.
+        use_pin_memory: no effect: host memory is always pinned if the device is a CUDA device.
+        use_streams: overlap copies with computation; False: wait for each copy.
+        min_offload_bytes: smaller tensors stay on the device.
+        max_fwd_stash_count: maximum number of copies to the host in flight.
+        max_cpu_buffer_pool_count: no effect: torch's allocator caches pinned memory.
+        keep_last_count: number of newest marked tensors that stay on the device, because the backward needs them first.
 
     Raises:
         RangeError: a count or size is negative.
@@ -94,18 +96,18 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def mark(self, tensor: torch.Tensor) -> None:
-        """Move this tensor when autograd saves it next."""
+        """Mark a tensor, to be offloaded the next time autograd saves it."""
         self._marks[id(tensor)] += 1
         self.stats.marked_tensors += 1
 
     def reset(self) -> None:
-        """Forget marks and counts. What a graph still holds stays readable."""
+        """Clear marks and counts. Tensors that a graph still holds stay readable."""
         self._marks.clear()
         self._newest.clear()
         self.stats = CheckpointActivationOffloadStats()
 
     def __enter__(self) -> None:
-        """Begin, with counts at zero.
+        """Enter the context and reset the counts.
 
         Raises:
             ReenteredError: the context is active already.
@@ -125,7 +127,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         super().__exit__(*error)
 
     def _unmark(self, tensor: torch.Tensor) -> bool:
-        """Take one mark off; False where there is none."""
+        """Remove one mark. Return False if there is none."""
         if self._marks[id(tensor)] < 1:
             del self._marks[id(tensor)]
             return False
@@ -146,11 +148,11 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         return held
 
     def _send(self, held: _Held | None) -> None:
-        """Begin the copy to the host; None where the graph is gone already."""
+        """Start the copy to the host. Do nothing if the graph is already freed (`held` is None)."""
         if held is None or held.here is None:
             return
         held.away, held.here = self._keeper.pack(self._keeper.unpack(held.here)), None
-        if isinstance(held.away, PassthroughTensor):  # of a layout that does not move
+        if isinstance(held.away, PassthroughTensor):  # a layout that cannot be offloaded
             self.stats.skipped_marked_tensors += 1
             return
         self.stats.offloaded_tensors += 1
@@ -178,13 +180,13 @@ _local = threading.local()
 
 
 def _active() -> list[CheckpointHiddenStatesOffload]:
-    """Contexts of this thread, the innermost last."""
+    """Return the active contexts of this thread, innermost last."""
     found: list[CheckpointHiddenStatesOffload] = _local.__dict__.setdefault("active", [])
     return found
 
 
 class _Patch:
-    """`__call__` of transformers' checkpointed layers, replaced while any context is active."""
+    """Patch of `__call__` of transformers' checkpointed layers, installed while any context is active."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -193,20 +195,21 @@ class _Patch:
         self._own: Callable[..., Any] | None = None
 
     def acquire(self) -> None:
-        """Count a user, and replace the call for the first."""
+        """Add a user, and install the patch for the first."""
         with self._lock:
             self._users += 1
             if self._users > 1:
                 return
             try:
                 from transformers import GradientCheckpointingLayer
-            except ImportError:  # no transformers, or one older than the class: scripts mark by themselves
+            # Without transformers, or with a version that lacks the class, scripts mark tensors themselves.
+            except ImportError:
                 return
             self._layer, self._own = GradientCheckpointingLayer, GradientCheckpointingLayer.__dict__.get("__call__")
             GradientCheckpointingLayer.__call__ = _marking(GradientCheckpointingLayer.__call__)
 
     def release(self) -> None:
-        """Count one user less, and put the call back after the last."""
+        """Remove a user, and uninstall the patch after the last."""
         with self._lock:
             self._users -= 1
             if self._users or self._layer is None:
@@ -219,7 +222,7 @@ class _Patch:
 
 
 def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` with the first argument marked where the layer is checkpointed."""
+    """Wrap `call`, so that the first argument is marked if the layer is checkpointed."""
 
     def marked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         contexts = _active()
@@ -231,7 +234,7 @@ def _marking(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(self, *args, **kwargs)
         finally:
-            contexts[-1]._unmark(states)  # an id is given again: no mark may outlive its tensor
+            contexts[-1]._unmark(states)  # ids are reused: a mark must not outlive its tensor
 
     return marked_call
 

@@ -1,8 +1,8 @@
-"""`top1gating`, `top2gating` and `topkgating` of `deepspeed.moe.sharded_moe`: routing as masks of all pairs.
+"""Functions `top1gating`, `top2gating` and `topkgating` of `deepspeed.moe.sharded_moe`: routing as dense masks.
 
 windlass's `MoE` routes by lists of experts (`windlass.parallel.experts.top_k_gate`) and does not call these.
 
-Shapes: s tokens, e experts, c places at an expert, k choices of a token.
+Shapes: s tokens, e experts, c capacity (slots per expert), k choices per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from windlass.base.errors import ModelError
 from windlass.compat.parallel_groups import _current_mpu, bwc_tensor_model_parallel_world_size
 
 TUTEL_INSTALLED = False
-"""Whether the kernels of Tutel are used: never."""
+"""False: Tutel's kernels are never used."""
 
 
 class CapacityError(ModelError, AssertionError):
@@ -42,22 +42,22 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> Any:
-    """Route each token to its best expert. Collective over `ep_group` unless tokens are dropped.
+    """Route each token to its best expert. Collective over `ep_group` if `drop_tokens` is False.
 
     Args:
         logits: `[s, e]`, fp32.
-        capacity_factor: places at an expert, times its even share of the tokens.
-        min_capacity: least number of places.
-        used_token: `[s]`, 0 for tokens that go nowhere.
+        capacity_factor: an expert's capacity as a multiple of its even share of the tokens.
+        min_capacity: minimum capacity.
+        used_token: `[s]`, 0 for tokens that are not routed.
         noisy_gate_policy: "RSample" adds Gumbel noise before the choice.
-        drop_tokens: leave out what is over capacity; otherwise capacity follows the fullest expert of all ranks.
-        use_rts: a full expert takes random tokens, not the first ones.
+        drop_tokens: drop tokens over capacity; otherwise the capacity is the largest load of any expert on any rank.
+        use_rts: an expert over capacity keeps random tokens instead of the first ones.
         sparse_routes: see Returns.
         use_tutel: no effect.
 
     Returns:
         `(loss, weights [s, e, c], mask [s, e, c], counts [e])`; with `sparse_routes` `(loss, c, e, experts [k, s] with
-        -1 for dropped, places [k, s], weights [k, s], counts [e])`.
+            -1 for dropped, slots [k, s], weights [k, s], counts [e])`.
 
     Raises:
         CapacityError: there are fewer tokens than `min_capacity`.
@@ -65,7 +65,9 @@ def top1gating(
     gates = F.softmax(logits, dim=1)
     tokens, experts = gates.shape
     if tokens < min_capacity:
-        raise CapacityError(f"{tokens} tokens and min_capacity {min_capacity}: lower it, or take larger batches")
+        raise CapacityError(
+            f"{tokens} tokens are fewer than min_capacity {min_capacity}: lower it, or use larger batches"
+        )
     scores = logits + _gumbel(logits) if noisy_gate_policy == "RSample" else gates
     chosen = scores.argmax(dim=1)
     mask = F.one_hot(chosen, experts)
@@ -77,7 +79,7 @@ def top1gating(
         capacity = _capacity(gates, capacity_factor, min_capacity)
     else:
         capacity = min(_max_expert_load(counts, ep_group), tokens)
-    # each expert keeps the tokens of highest priority; among equal ones topk takes any
+    # Each expert keeps the tokens of highest priority. Among equal priorities, topk chooses arbitrarily.
     priority = mask * torch.rand_like(gates) if use_rts else mask
     kept = torch.zeros_like(mask).scatter_(0, priority.topk(min(capacity, tokens), dim=0).indices, 1)
     mask = mask * kept
@@ -97,9 +99,11 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> Any:
-    """Route each token to its best expert and to the best other one, which `top2_2nd_expert_sampling` draws.
+    """Route each token to its best two experts.
 
-    Arguments and result as those of `top1gating`; capacity is for two choices.
+    `top2_2nd_expert_sampling` adds Gumbel noise before the choice of the second expert.
+
+    Arguments and result are those of `top1gating`. The capacity is for two choices.
     """
     gates = F.softmax(logits, dim=1)
     experts = gates.shape[1]
@@ -108,7 +112,7 @@ def top2gating(
     others = logits + _gumbel(logits) if top2_2nd_expert_sampling else logits
     second = others.masked_fill(mask1.bool(), -math.inf).argmax(dim=1)
     mask2 = F.one_hot(second, experts)
-    # second choices stand behind all first choices of an expert
+    # Second choices fill the slots after all first choices of an expert.
     place1 = mask1.cumsum(dim=0) - 1
     place2 = mask2.cumsum(dim=0) - 1 + mask1.sum(dim=0, keepdim=True)
     counts = (mask1 + mask2).sum(dim=0).detach()
@@ -137,13 +141,14 @@ def topkgating(
 ) -> Any:
     """Route each token to its `k` best experts.
 
-    Other arguments and result as those of `top1gating`; capacity is for `k` choices.
+    The other arguments and the result are those of `top1gating`. The capacity is for `k` choices.
 
     Args:
-        drop_policy: a full expert takes the tokens of highest probability ("probs") or the first ones ("position").
+        drop_policy: an expert over capacity keeps the tokens of highest probability ("probs") or the first ones
+            ("position").
 
     Raises:
-        PolicyError: there is no such policy.
+        PolicyError: the policy is unknown.
     """
     gates = F.softmax(logits, dim=1)
     tokens, experts = gates.shape
@@ -183,7 +188,7 @@ def _format_routes(
     counts: Tensor,
     sparse: bool,
 ) -> Any:
-    """Return the routes as `top1gating` does; each list has one `[s]` for each choice."""
+    """Return the routes in the format of `top1gating`. Each list has one tensor `[s]` per choice."""
     index, place, weight, keep = (torch.stack(rows) for rows in (chosen, places, weights, kept))
     if sparse:
         index = torch.where(keep, index, -1)
@@ -200,7 +205,7 @@ def _capacity(gates: Tensor, factor: float, least: int) -> int:
 
 
 def _max_expert_load(counts: Tensor, group: dist.ProcessGroup | None) -> int:
-    """Return the largest count of all ranks of the group, rounded up to the ranks that share a tensor."""
+    """Return the largest load over the ranks of the group, rounded up to a multiple of the tensor-parallel size."""
     largest = counts.max()
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -210,7 +215,7 @@ def _max_expert_load(counts: Tensor, group: dist.ProcessGroup | None) -> int:
 
 
 def _balance_loss(gates: Tensor, mask: Tensor) -> Tensor:
-    """Return experts x sum of mean probability times share of tokens (GShard, arXiv:2006.16668, section 2.2)."""
+    """Return experts x sum of mean probability times fraction of tokens (GShard, arXiv:2006.16668, section 2.2)."""
     return (gates.mean(dim=0) * mask.float().mean(dim=0)).sum() * gates.shape[1]
 
 

@@ -1,7 +1,7 @@
-"""`estimate_zero3_model_states_mem_needs_all_live` and its kin: bytes of parameters, gradients and optimizer states.
+"""Functions `estimate_zero3_model_states_mem_needs_all_live` etc.: bytes of parameters, gradients and optimizer states.
 
-The arithmetic is that of training in 16 bits with Adam: an element costs 2 bytes as parameter, 2 as gradient, and 12 to
-16 as master weight, its gradient and two moments. Activations and buffers come on top.
+The formulas assume 16-bit training with Adam: an element needs 2 bytes for the parameter, 2 for the gradient, and 12 to
+16 for the master weight, its gradient and two moments. Activations and buffers are not included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes of a node's host memory, and of one device, at stage 2."""
+    """Return the bytes of a node's host memory and of one device at stage 2."""
     ranks = num_gpus_per_node * num_nodes
     if cpu_offload:
         return int(total_params * max(4 * ranks, 16) * additional_buffer_factor), int(2 * total_params)
@@ -36,10 +36,10 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of a node's host memory, of one device, and of the largest layer whole, at stage 3."""
+    """Return the bytes of a node's host memory, of one device, and of the largest layer unsharded, at stage 3."""
     ranks = num_gpus_per_node * num_nodes
     largest = 4 * largest_layer_params
-    built = 4 * num_gpus_per_node  # each rank of the node builds the model in fp32, unless zero.Init cuts it
+    built = 4 * num_gpus_per_node  # each rank of the node builds the model in fp32, unless zero.Init shards it
     if cpu_offload:
         kept = 18 if cpu_offload_params else 16
         device = largest if cpu_offload_params else largest + int(2 * total_params / ranks)
@@ -53,7 +53,7 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what stage 2 needs, with the optimizer offloaded and without."""
+    """Print the memory that stage 2 needs, with and without optimizer offload."""
     rows = []
     for offload in (True, False):
         needs = estimate_zero2_model_states_mem_needs(
@@ -70,7 +70,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what stage 3 needs, with parameters and optimizer offloaded and without, built under `zero.Init` or not."""
+    """Print the memory that stage 3 needs, for each combination of offload and `zero.Init`."""
     rows = []
     for optimizer, parameters in ((True, True), (True, False), (False, False)):
         for built in (True, False):
@@ -95,7 +95,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """As `..._all_cold`, of a model that is there."""
+    """Print the same table as `..._all_cold`, for an existing model."""
     estimate_zero2_model_states_mem_needs_all_cold(
         model_to_params(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -104,14 +104,14 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """As `..._all_cold`, of a model that is there."""
+    """Print the same table as `..._all_cold`, for an existing model."""
     estimate_zero3_model_states_mem_needs_all_cold(
         *model_to_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """Elements of all parameters, a shared one once, and of the largest layer's own."""
+    """Return the number of elements in all parameters (shared ones once), and in the largest single module."""
     total = sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
     largest = max((sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()), default=0)
     return total, largest

@@ -1,8 +1,8 @@
-"""Modules that are made from the table: `deepspeed` and everything below it.
+"""Import hook that creates `deepspeed` and its submodules from the stand-in's table of names.
 
-[Note: one module for one name] Clients hold on to modules and replace functions in them (`partition_parameters`), so
-a module of the stand-in is made once, lies in `sys.modules`, and what is set in it stays. A name is looked up in the
-table when it is first asked for: importing `deepspeed` imports little.
+[Note: one module for one name] Clients keep references to modules and replace functions in them
+(`partition_parameters`). Therefore each stand-in module is created once, stays in `sys.modules`, and keeps what is
+assigned to it. Names are resolved through the table at first access, so that importing `deepspeed` imports little.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FOLDER = str(Path(__file__).parent / "path" / ROOT_PACKAGE)
 
 
 class StandInModule(ModuleType):
-    """A module whose names come from the table."""
+    """Module whose attributes are resolved through the table of names."""
 
     def __getattr__(self, name: str) -> Any:
         full = f"{self.__name__}.{name}"
@@ -38,11 +38,12 @@ class StandInModule(ModuleType):
                 return value
         else:
             raise AttributeError(_missing_name_message(self.__name__, name))
-        self.__dict__[name] = value
+        self.__dict__[name] = value  # later accesses skip __getattr__
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule puts it here; a function of the same name (`z3_leaf_module`) is what scripts want here.
+        # Importing a submodule assigns it to its parent. If the table has a function of the same name
+        # (`z3_leaf_module`), the function must win, because scripts expect it.
         full = f"{self.__name__}.{name}"
         if name in _live(self.__name__):
             _live(self.__name__)[name](value)
@@ -61,7 +62,7 @@ class StandInModule(ModuleType):
 
 
 def _live(module: str) -> Mapping[str, Callable[[Any], None]]:
-    """Setters of the names that are looked up at each use (see [Note: live names])."""
+    """Return the setters of the names that are looked up at each access (see [Note: live names])."""
     home = sys.modules.get(STAND_IN_NAMES[module].target) if is_whole_module(module) else None
     found: Mapping[str, Callable[[Any], None]] = getattr(home, "LIVE", {})
     return found
@@ -72,17 +73,17 @@ def _missing_name_message(module: str, name: str) -> str:
         return f"module {module!r} has no attribute {name!r}"
     return (
         f"module {module!r} has no attribute {name!r}: windlass stands in for DeepSpeed here and has no such name; "
-        "what it has is listed in docs/compat.md"
+        "docs/compat.md lists its names"
     )
 
 
 class StandInFinder(MetaPathFinder, Loader):
-    """Finds the modules below `deepspeed`."""
+    """Import finder and loader of the modules below `deepspeed`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for what the table knows as a module; None for anything else."""
+        """Return a spec for a name that the table lists as a module; None for any other name."""
         if not fullname.startswith(f"{ROOT_PACKAGE}.") or not is_module(fullname):
             return None
         spec = ModuleSpec(fullname, self, origin="windlass.compat", is_package=self.is_package(fullname))
@@ -91,20 +92,19 @@ class StandInFinder(MetaPathFinder, Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module whose names come later."""
+        """Create an empty module; `exec_module` and attribute access fill it."""
         entry = STAND_IN_NAMES.get(spec.name)
         return StandInModule(
-            spec.name, f"`{spec.name}`, as windlass stands in for it." if entry is None else entry.note
+            spec.name, f"Module `{spec.name}` of the windlass stand-in." if entry is None else entry.note
         )
 
     def exec_module(self, module: ModuleType) -> None:
-        """Names that a `from x import *` takes, and those of the module that does the work, if there is one."""
+        """Set `__all__`, and copy the names of the windlass module that implements this module, if there is one."""
         if is_whole_module(module.__name__):
             home = importlib.import_module(STAND_IN_NAMES[module.__name__].target)
             public = getattr(home, "__all__", [name for name in vars(home) if not name.startswith("_")])
-            own = [
-                name for name in public if f"{module.__name__}.{name}" not in STAND_IN_NAMES
-            ]  # a row of its own goes before
+            # A table entry for a single name takes precedence.
+            own = [name for name in public if f"{module.__name__}.{name}" not in STAND_IN_NAMES]
             module.__dict__.update({name: getattr(home, name) for name in own})
         module.__dict__["__all__"] = sorted(
             {name for name in names_below(module.__name__) if not name.startswith("_")}
@@ -112,18 +112,18 @@ class StandInFinder(MetaPathFinder, Loader):
         )
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For `python -m`: what runs the `main` of the module that does the work.
+        """Return code for `python -m` that runs `main` of the implementing windlass module.
 
         Raises:
-            ImportError: it has none.
+            ImportError: there is no such `main`.
         """
         home = STAND_IN_NAMES[fullname].target if is_whole_module(fullname) else ""
         if not home or not callable(getattr(importlib.import_module(home), "main", None)):
-            raise ImportError(f"{fullname} is no program: windlass stands in for DeepSpeed here (docs/compat.md)")
+            raise ImportError(f"{fullname} is not a program: windlass stands in for DeepSpeed here (docs/compat.md)")
         return compile(f"import sys\nfrom {home} import main\nsys.exit(main())", home, "exec")
 
     def is_package(self, fullname: str) -> bool:
-        """Whether there are modules below it: what is none can be run by `python -m`."""
+        """Return True if the name has submodules. A module without submodules can be run by `python -m`."""
         return any(is_module(f"{fullname}.{name}") for name in names_below(fullname))
 
 

@@ -1,4 +1,4 @@
-"""`deepspeed.moe.layer.MoE`: windlass' own layer, which tells of itself what DeepSpeed's scripts ask."""
+"""Class `deepspeed.moe.layer.MoE`: windlass's MoE layer with DeepSpeed's attributes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from windlass.parallel import experts
 
 
 class MoE(experts.MixtureOfExperts):
-    """As `windlass.MoE`, with DeepSpeed's manners: experts are told by `parameter.allreduce` and
-    `parameter.group_name`, and `ep_size` divides their number.
+    """MoE layer like `windlass.MoE`, with DeepSpeed's conventions.
 
-    It is built with all experts; `initialize` leaves each rank its own.
+    Expert parameters are marked by `parameter.allreduce` and `parameter.group_name`, and `ep_size` must divide the
+    number of experts. The layer is constructed with all experts; `initialize` keeps only each rank's own.
 
     Attributes:
-        expert_group_name: of the ranks over which experts are spread.
-        num_local_experts: on each of them.
+        expert_group_name: name of the group of ranks over which experts are spread.
+        num_local_experts: number of experts on each of these ranks.
 
     Raises:
-        ConfigError: numbers that don't go together.
+        ConfigError: inconsistent numbers.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class MoE(experts.MixtureOfExperts):
         if num_experts % ep_size:
             raise ConfigError(
                 f"number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size}); "
-                "windlass.MoE spreads them unevenly, too"
+                "windlass.MoE supports uneven numbers too"
             )
         self.expert_group_name, self.num_local_experts = f"ep_size_{ep_size}", num_experts // ep_size
         for parameter in self.deepspeed_moe["experts"].parameters():
             mark_expert(parameter, self.expert_group_name)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Nothing: `initialize` spreads experts, over neighbours."""
+        """Do nothing: `initialize` spreads the experts over neighbouring ranks."""
 
 
 MoE.__init__.__signature__ = signature(experts.MixtureOfExperts.__init__)  # type: ignore[attr-defined]

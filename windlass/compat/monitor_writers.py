@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: a script's own numbers, written where the configuration says, by windlass's monitor."""
+"""Module `deepspeed.monitor`: writes a script's own metrics with windlass's monitor, as the configuration specifies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _DISABLED_SECTION = SimpleNamespace(enabled=False)
 
 
 class DeepSpeedMonitorConfig:
-    """The sections of a configuration that say where numbers go.
+    """Sections of a configuration that enable monitors.
 
     Raises:
-        ConfigError: they cannot be read.
+        ConfigError: a section is invalid.
     """
 
     def __init__(self, tensorboard: Any = None, comet: Any = None, wandb: Any = None, csv_monitor: Any = None) -> None:
@@ -29,19 +29,19 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any of them is turned on."""
+        """True if any monitor is enabled."""
         return self.tensorboard.enabled or self.wandb.enabled or self.csv_monitor.enabled or self.comet.enabled
 
 
 def get_monitor_config(param_dict: Any) -> DeepSpeedMonitorConfig:
-    """Of a whole configuration: dict, path or base64."""
+    """Return the monitor sections of a whole configuration, given as dict, path or base64."""
     config = load_config(resolve_tolerated_keys(param_dict))
     sections = ("tensorboard", "comet", "wandb", "csv_monitor")
     return DeepSpeedMonitorConfig(**{name: getattr(config, name).model_dump(exclude_unset=True) for name in sections})
 
 
 class Monitor(ABC):
-    """What writes numbers."""
+    """Base class of metric writers."""
 
     @abstractmethod
     def __init__(self, monitor_config: Any) -> None:
@@ -53,7 +53,7 @@ class Monitor(ABC):
 
 
 class MonitorMaster(Monitor):
-    """Writes everywhere that a `DeepSpeedMonitorConfig`, or `DeepSpeedConfig.monitor_config`, turns on."""
+    """Writer to all monitors that a `DeepSpeedMonitorConfig`, or `DeepSpeedConfig.monitor_config`, enables."""
 
     def __init__(self, monitor_config: Any) -> None:
         super().__init__(monitor_config)
@@ -65,7 +65,7 @@ class MonitorMaster(Monitor):
 
 
 class _SingleWriterMonitor(Monitor):
-    """Writes to one place, by its own section, whose settings are its attributes (`output_path`, `project`, ...)."""
+    """Writer to one monitor. The settings of its section are its attributes (`output_path`, `project`, ...)."""
 
     _section: str
 
@@ -83,24 +83,24 @@ class _SingleWriterMonitor(Monitor):
 
 
 class TensorBoardMonitor(_SingleWriterMonitor):
-    """Event files."""
+    """Writer of TensorBoard event files."""
 
     _section = "tensorboard"
 
 
 class csvMonitor(_SingleWriterMonitor):
-    """CSV files."""
+    """Writer of CSV files."""
 
     _section = "csv_monitor"
 
 
 class WandbMonitor(_SingleWriterMonitor):
-    """Weights & Biases."""
+    """Writer to Weights & Biases."""
 
     _section = "wandb"
 
 
 class CometMonitor(_SingleWriterMonitor):
-    """Comet."""
+    """Writer to Comet."""
 
     _section = "comet"

@@ -1,7 +1,7 @@
-"""`deepspeed.launcher.multinode_runner`: command lines of pdsh, MPI and Slurm, for scripts that make or subclass them.
+"""Module `deepspeed.launcher.multinode_runner`: classes that build pdsh, MPI and Slurm commands.
 
-They start the script as DeepSpeed's do. `windlass run --launcher` does not use them: it makes its own command lines
-(`windlass.launch.launcher_backends`), which also hand on the plan of the run.
+Scripts construct or subclass these classes. The commands start the script as DeepSpeed's do. `windlass run --launcher`
+does not use them: it builds its own commands (`windlass.launch.launcher_backends`), which also pass on the launch plan.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NEEDS_QUOTES = re.compile(r"[^\w@%+=:,./-]")
 
 
 class MultiNodeRunner(ABC):
-    """Base of the back ends.
+    """Base class of runners; a runner builds the command of one launcher backend.
 
     Args:
-        args: what `deepspeed.launcher.runner.parse_args` returns.
-        world_info_base64: what `deepspeed.launcher.runner.encode_world_info` returns.
+        args: result of `deepspeed.launcher.runner.parse_args`.
+        world_info_base64: result of `deepspeed.launcher.runner.encode_world_info`.
     """
 
     def __init__(self, args: Any, world_info_base64: str) -> None:
@@ -44,14 +44,14 @@ class MultiNodeRunner(ABC):
 
     @abstractmethod
     def backend_exists(self) -> Any:
-        """Return whether the back end is installed."""
+        """Return a true value if the backend is installed."""
 
     @abstractmethod
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]) -> Any:
         """Return the command that starts all ranks."""
 
     def add_export(self, key: str, var: str) -> None:
-        """Set a variable on all hosts; a value with characters that a shell interprets is quoted."""
+        """Set an environment variable on all hosts. Values with shell metacharacters are quoted."""
         value = var.strip()
         self.exports[key.strip()] = f'"{value}"' if _NEEDS_QUOTES.search(value) else value
 
@@ -61,15 +61,15 @@ class MultiNodeRunner(ABC):
 
     @property
     def name(self) -> str:
-        """Name of the back end."""
+        """Name of the backend."""
         return type(self).__name__
 
     def validate_args(self) -> None:  # noqa: B027 - a back end need not refuse any
-        """Raise ValueError for arguments that the back end cannot honour."""
+        """Raise ValueError for arguments that the backend cannot honour."""
 
     @classmethod  # noqa: B027
     def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
-        """Raise ValueError for a choice of slots that the back end cannot honour."""
+        """Raise ValueError for a choice of slots that the backend cannot honour."""
 
     def _python(self) -> list[str]:
         if self.args.no_python:
@@ -81,19 +81,19 @@ class MultiNodeRunner(ABC):
 
 
 class PDSHRunner(MultiNodeRunner):
-    """One `deepspeed.launcher.launch` on each host, by pdsh."""
+    """Runner with pdsh: one `deepspeed.launcher.launch` on each host."""
 
     def backend_exists(self) -> Any:
-        """Return whether pdsh is installed."""
+        """Return a true value if pdsh is installed."""
         return shutil.which("pdsh")
 
     @property
     def name(self) -> str:
-        """Return "pdsh"."""
+        """Name "pdsh"."""
         return "pdsh"
 
     def parse_user_args(self) -> list[str]:
-        """Return the arguments; those with spaces are quoted, because the remote shell splits the line again."""
+        """Return the arguments. Those with spaces are quoted, because the remote shell splits the line again."""
         return [_quoted(word) for word in self.args.user_args]
 
     def get_cmd(
@@ -133,7 +133,7 @@ class PDSHRunner(MultiNodeRunner):
 
 
 class _MPIRunner(MultiNodeRunner):
-    """Base of the MPI back ends, which take whole hostfiles only."""
+    """Base class of the MPI runners, which accept whole hostfiles only."""
 
     label: ClassVar[str]
     program: ClassVar[str] = "mpirun"
@@ -143,12 +143,12 @@ class _MPIRunner(MultiNodeRunner):
         self.resource_pool = resource_pool
 
     def backend_exists(self) -> Any:
-        """Return whether the back end's program is installed."""
+        """Return a true value if the backend's program is installed."""
         return shutil.which(self.program)
 
     @property
     def name(self) -> str:
-        """Name of the back end."""
+        """Name of the backend."""
         return self.label
 
     def validate_args(self) -> None:
@@ -164,12 +164,14 @@ class _MPIRunner(MultiNodeRunner):
     def _per_host(self) -> int:
         counts = set(self.resource_pool.values())
         if len(counts) != 1:
-            raise ValueError(f"--launcher {self.label} needs as many slots on every host: {dict(self.resource_pool)}")
+            raise ValueError(
+                f"--launcher {self.label} needs the same number of slots on every host: {dict(self.resource_pool)}"
+            )
         return counts.pop()
 
 
 class OpenMPIRunner(_MPIRunner):
-    """Open MPI: one mpirun, with the hostfile."""
+    """Runner with Open MPI: one mpirun, with the hostfile."""
 
     label, program = "openmpi", "ompi_info"
 
@@ -178,7 +180,7 @@ class OpenMPIRunner(_MPIRunner):
         self.add_export("UCX_TLS", "tcp")
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]) -> list[str]:
-        """Return the command; TCP goes over eth0 unless --launcher_args names another interface."""
+        """Return the command. TCP uses eth0 unless --launcher_args names another interface."""
         given = split(self.args.launcher_args)
         pairs = zip(given, given[1:], strict=False)
         named = any(flag in ("-mca", "--mca") and value == "btl_tcp_if_include" for flag, value in pairs)
@@ -189,7 +191,7 @@ class OpenMPIRunner(_MPIRunner):
 
 
 class _HydraRunner(_MPIRunner):
-    """Base of the back ends that are started by Hydra with -genv."""
+    """Base class of runners that set variables with Hydra's -genv."""
 
     def _environment(self, more: Sequence[tuple[str, Any]]) -> list[str]:
         given = [
@@ -205,7 +207,7 @@ class _HydraRunner(_MPIRunner):
 
 
 class MPICHRunner(_HydraRunner):
-    """MPICH: one mpirun; ranks read their place from the variables of MPI."""
+    """Runner with MPICH: one mpirun. Ranks read their rank from MPI's environment variables."""
 
     label = "mpich"
 
@@ -216,12 +218,12 @@ class MPICHRunner(_HydraRunner):
 
 
 class IMPIRunner(_HydraRunner):
-    """Intel MPI: one mpirun with a part for each rank."""
+    """Runner with Intel MPI: one mpirun with a section for each rank."""
 
     label = "impi"
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]) -> list[str]:
-        """Return the command; Intel MPI's own binding of cores is off."""
+        """Return the command. Intel MPI's own core binding is disabled."""
         each, binds = self._per_host(), self.args.bind_cores_to_rank
         more: list[tuple[str, Any]] = [("I_MPI_PIN", 0)]
         if binds:
@@ -237,24 +239,24 @@ class IMPIRunner(_HydraRunner):
 
 
 class SlurmRunner(MultiNodeRunner):
-    """Slurm: one srun."""
+    """Runner with Slurm: one srun."""
 
     def __init__(self, args: Any, world_info_base64: str, resource_pool: Mapping[str, int]) -> None:
         super().__init__(args, world_info_base64)
         self.resource_pool = resource_pool
 
     def backend_exists(self) -> Any:
-        """Return whether Slurm is installed."""
+        """Return a true value if Slurm is installed."""
         return shutil.which("sinfo")
 
     @property
     def name(self) -> str:
-        """Return "slurm"."""
+        """Name "slurm"."""
         return "slurm"
 
     @classmethod
     def validate_active_resources(cls, active_resources: Mapping[str, Any]) -> None:
-        """Raise ValueError unless every host gives the same number of slots, counted from 0: srun counts tasks."""
+        """Raise ValueError unless all hosts give the same number of slots, counted from 0: srun takes only a count."""
         slots = {host: _slots(given) for host, given in active_resources.items()}
         for host, given in slots.items():
             if given != list(range(len(given))):
@@ -264,7 +266,7 @@ class SlurmRunner(MultiNodeRunner):
             raise ValueError(f"slurm needs the same number of slots on every host: {counts}")
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Mapping[str, Any]) -> list[str]:
-        """Return the command; srun hands on the whole environment."""
+        """Return the command. srun exports the whole environment."""
         args = self.args
         assert not getattr(args, "detect_nvlink_pairs", False), "slurm does not remap visible devices"
         self.validate_active_resources(active_resources)
@@ -283,7 +285,7 @@ class SlurmRunner(MultiNodeRunner):
 
 
 class MVAPICHRunner(_MPIRunner):
-    """MVAPICH2-GDR: one mpirun with a hostfile of its own."""
+    """Runner with MVAPICH2-GDR: one mpirun with a generated hostfile."""
 
     label, program = "mvapich", "mpiname"
 
@@ -303,7 +305,7 @@ class MVAPICHRunner(_MPIRunner):
             self.add_export(key, value)
 
     def backend_exists(self) -> bool:
-        """Return whether MVAPICH2-GDR is installed; warn if it is not."""
+        """Return True if MVAPICH2-GDR is installed; warn if it is not."""
         found = is_installed("mvapich")
         if not found:
             warnings.warn("mpiname is missing or does not name MVAPICH2-GDR", stacklevel=2)
@@ -325,5 +327,5 @@ def _quoted(word: str) -> str:
 
 
 def _slots(given: Any) -> list[int]:
-    """Return slots that are given as a list or as their number."""
+    """Return slots, given as a list or as their number, as a list."""
     return list(range(given)) if isinstance(given, int) else list(given)

@@ -1,6 +1,7 @@
-"""Norms of gradients, weights and tensors, clipping by them, and the search for what is not finite.
+"""Norms of gradients, weights and tensors, clipping by norm, and overflow checks.
 
-Ranks have no model parallelism, unless a script's own unit (`mpu`) says otherwise; then its group is asked too.
+If a script passes a model-parallel unit (`mpu`), norms and checks are also reduced over its model-parallel group.
+Otherwise the ranks have no model parallelism here.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
 def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
-    """Scale the gradients down to `max_norm` if their norm is larger; the norm, as it was.
+    """Scale the gradients down if their norm exceeds `max_norm`. Return the norm before clipping.
 
-    Gradients of experts (`allreduce` false) count with those of the other ranks over which experts are spread, where
-    such groups were made; then it is collective.
+    Gradients of experts (`allreduce` is False) are combined with those of the other ranks over which experts are
+    spread, if such groups exist. The call is then collective.
     """
-    own = _as_list(parameters)  # once: it may be a generator
+    own = _as_list(parameters)  # materialize: the argument may be a generator
     norm = _total_norm(_counted_gradients([one for one in own if _spread_of(one) is None], mpu), norm_type, mpu)
     if spread := {name for one in own if (name := _spread_of(one)) is not None}:
         apart = [_expert_norm([p for p in own if _spread_of(p) == name], norm_type, name) for name in sorted(spread)]
@@ -39,7 +40,7 @@ def clip_grad_norm_(parameters: Tensors, max_norm: float, norm_type: float = 2, 
 
 
 def get_grad_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of all gradients as one vector; -1 where it is not finite."""
+    """Return the norm of all gradients as one vector; -1 if it is not finite."""
     norm = _total_norm(_counted_gradients(parameters, mpu), norm_type, mpu).item()
     return norm if math.isfinite(norm) else -1.0
 
@@ -47,10 +48,10 @@ def get_grad_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) ->
 def get_flattened_grad_norm(
     parameters: Tensors, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None
 ) -> float:
-    """As `get_grad_norm`, over flat buffers.
+    """Return `get_grad_norm` of flat buffers.
 
     Raises:
-        NotImplementedError: a mask; flat buffers here hold no parameter twice.
+        NotImplementedError: a mask is given. It is not needed: flat buffers here hold each parameter once.
     """
     if grad_norm_mask is not None:
         raise NotImplementedError("get_flattened_grad_norm: grad_norm_mask is not built; pass each parameter once")
@@ -58,7 +59,7 @@ def get_flattened_grad_norm(
 
 
 def get_weight_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of all values as one vector; -1 where it is not finite."""
+    """Return the norm of all parameters as one vector; -1 if it is not finite."""
     norm = _total_norm(
         [parameter.detach() for parameter in _counted_parameters(parameters, mpu)], norm_type, mpu
     ).item()
@@ -66,7 +67,7 @@ def get_weight_norm(parameters: Tensors, norm_type: float = 2, mpu: Any = None) 
 
 
 def get_grad_zeros(parameters: Tensors, mpu: Any = None) -> float:
-    """How many elements of the gradients are zero."""
+    """Return the number of zero elements in the gradients."""
     zeros = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in _counted_gradients(parameters, mpu))
     total = torch.tensor(float(zeros))
     _all_reduce_over_model(total, mpu, dist.ReduceOp.SUM)
@@ -74,20 +75,20 @@ def get_grad_zeros(parameters: Tensors, mpu: Any = None) -> float:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int:
-    """Return how many of the parameters the backward that runs now gives a gradient to.
+    """Return the number of the given parameters that the running backward pass computes a gradient for.
 
     Raises:
-        RuntimeError: no backward is running.
+        RuntimeError: no backward pass is running.
     """
     if torch._C._current_graph_task_id() == -1:
-        raise RuntimeError("count_used_parameters_in_backward is called in a backward, by a hook")
-    with torch.enable_grad():  # where autograd is off a parameter has no node in the graph
+        raise RuntimeError("count_used_parameters_in_backward must be called in a hook, during a backward pass")
+    with torch.enable_grad():  # with autograd off, a parameter has no node in the graph
         nodes = [torch.autograd.graph._get_grad_fn_or_grad_acc(one) for one in parameters if one.requires_grad]
     return sum(bool(torch._C._will_engine_execute_node(node)) for node in set(nodes) if node is not None)
 
 
 def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
-    """The norm of a vector whose parts have these norms; infinite where one is not a norm."""
+    """Return the norm of a vector whose parts have the given norms; infinity if one of these is invalid."""
     if any(is_invalid_grad_norm(norm) for norm in norm_list):
         return math.inf
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
@@ -96,10 +97,10 @@ def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
 def get_global_norm_of_tensors(
     input_tensors: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> torch.Tensor:
-    """The norm of all tensors as one vector, a float32 scalar; -1 where it is not finite.
+    """Return the norm of all tensors as one vector, a float32 scalar; -1 if it is not finite.
 
     Raises:
-        AssertionError: something is no tensor.
+        AssertionError: an item is not a tensor.
     """
     tensors = list(input_tensors)
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors), "every item must be a tensor"
@@ -114,7 +115,7 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> float | torch.Tensor:
-    """Scale tensors down to `max_norm` if their norm, or the one given, is larger; that norm."""
+    """Scale tensors down if their norm, or the given `global_norm`, exceeds `max_norm`. Return that norm."""
     tensors = list(input_tensors)
     norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm
     _scale_to_max_norm(tensors, max_norm, norm, eps)
@@ -128,12 +129,12 @@ def clip_gradients(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> float | torch.Tensor:
-    """As `clip_tensors_by_global_norm`, of the parameters' gradients."""
+    """Clip the parameters' gradients as `clip_tensors_by_global_norm` does."""
     return clip_tensors_by_global_norm(_gradients(parameters), max_norm, global_grad_norm, mpu, eps)
 
 
 def combine_grad_norm_groups(norm_groups: Iterable[float | torch.Tensor], norm_type: float = 2) -> torch.Tensor:
-    """One norm of several groups'; infinite where one is not a norm."""
+    """Combine the norms of several groups into one; infinity if one of them is invalid."""
     norms = [float(norm) for norm in norm_groups]
     if any(is_invalid_grad_norm(norm) for norm in norms):
         return torch.tensor(math.inf)
@@ -142,7 +143,7 @@ def combine_grad_norm_groups(norm_groups: Iterable[float | torch.Tensor], norm_t
 
 
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
-    """Whether a value is not finite, as a scalar on the tensor's device."""
+    """Return True if any value is not finite, as a scalar tensor on the tensor's device."""
     values = x._values() if x.is_sparse else x
     if not values.numel():
         return torch.tensor(False, device=x.device)
@@ -151,28 +152,28 @@ def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_invalid_grad_norm(norm: float | torch.Tensor) -> bool:
-    """Whether this is no norm: negative, infinite or NaN."""
+    """Return True if a norm is negative, infinite or NaN."""
     if isinstance(norm, torch.Tensor):
         return bool((~norm.isfinite() | (norm < 0)).any())
     return not math.isfinite(norm) or norm < 0
 
 
 def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
-    """Write `val` over what is not finite."""
+    """Replace non-finite elements by `val`, in place."""
     input.masked_fill_(~input.isfinite(), val)
 
 
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:
-    """Whether each rank of a model-parallel group has a part of its own of this parameter."""
+    """Return True if each rank of a model-parallel group holds a different part of this parameter."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 class CheckOverflow:
-    """Looks for gradients that are not finite, on any rank.
+    """Check for non-finite gradients on any rank.
 
     Args:
         param_groups: lists of parameters.
-        mpu: a model-parallel unit, whose group is asked too.
+        mpu: model-parallel unit, stored for scripts that read it.
     """
 
     def __init__(
@@ -182,13 +183,13 @@ class CheckOverflow:
         self.mpu = mpu
 
     def check(self, param_groups: Any = None) -> bool:
-        """As `has_overflow`, of these groups, or of those given at first."""
+        """Run `has_overflow` on these groups, or on those passed to the constructor."""
         return self.has_overflow([p for group in param_groups for p in group] if param_groups else self.params)
 
     def check_using_norm(self, norm_group: Iterable[float | torch.Tensor], reduce_overflow: bool = True) -> bool:
-        """Whether one of these, on any rank unless `reduce_overflow` is off, is no norm. Collective.
+        """Return True if a norm is invalid: on any rank, or with `reduce_overflow=False` on this rank. Collective.
 
-        Where there are experts, ranks over which these are spread always agree.
+        If there are experts, the ranks over which these are spread always agree.
         """
         found = any(is_invalid_grad_norm(norm) for norm in norm_group)
         if reduce_overflow:
@@ -198,7 +199,7 @@ class CheckOverflow:
         return found
 
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
-        """Whether any rank has a gradient that is not finite. Collective."""
+        """Return True if any rank has a non-finite gradient. Collective."""
         return self._any_rank(self.has_overflow_serial(params))
 
     def _any_rank(self, here: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -209,7 +210,7 @@ class CheckOverflow:
         return bool(found.item())
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether this rank has one."""
+        """Return True if this rank has a non-finite gradient."""
         return any(bool(has_inf_or_nan(p.grad)) for p in params if p.grad is not None)
 
 
@@ -222,7 +223,10 @@ def _gradients(parameters: Tensors) -> list[torch.Tensor]:
 
 
 def _counted_parameters(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
-    """Those that this rank is to count: of what a model-parallel group has whole, its first rank counts."""
+    """Return the parameters that this rank counts.
+
+    Only the first rank of a model-parallel group counts replicated ones.
+    """
     first = bwc_tensor_model_parallel_rank(mpu) == 0
     return [parameter for parameter in _as_list(parameters) if first or is_model_parallel_parameter(parameter)]
 
@@ -232,7 +236,7 @@ def _counted_gradients(parameters: Tensors, mpu: Any) -> list[torch.Tensor]:
 
 
 def _spread_of(parameter: torch.Tensor) -> str | None:
-    """Return the name of the group over which an expert's like are spread; None for what is no expert's."""
+    """Return the name of the group over which this expert's layer is spread; None for a dense parameter."""
     if getattr(parameter, "allreduce", True):
         return None
     known = _get_expert_parallel_group_dict()
@@ -241,7 +245,7 @@ def _spread_of(parameter: torch.Tensor) -> str | None:
 
 
 def _expert_norm(parameters: list[torch.Tensor], norm_type: float, name: str) -> torch.Tensor:
-    """Return the norm of the gradients of experts on all ranks of a group. Collective."""
+    """Return the norm of the experts' gradients on all ranks of a group. Collective."""
     kind = float(norm_type)
     total = _total_norm(_gradients(parameters), norm_type, None)
     largest = math.isinf(kind)

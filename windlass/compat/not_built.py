@@ -1,4 +1,4 @@
-"""A name that can be imported, since scripts import more than they use, and raises in one sentence when it is used."""
+"""Placeholders for DeepSpeed names that windlass lacks. They can be imported; using one raises an error."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from windlass.base.errors import WindlassError
 
 
 class NotBuiltError(WindlassError, NotImplementedError, AttributeError):
-    """What DeepSpeed has under this name is not in windlass. An AttributeError too, so that `hasattr` says no."""
+    """Use of a DeepSpeed name that windlass lacks. Also an AttributeError, so that `hasattr` returns False."""
 
 
 class _RefusedType(type):
-    """The class of refused classes: using one raises, mentioning it does not."""
+    """Metaclass of placeholder classes. Calling a class or reading its attributes raises; referring to it does not."""
 
     _reason: str
 
@@ -22,12 +22,14 @@ class _RefusedType(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotBuiltError(f"{cls._reason} (asked for its {name!r})")
+        raise NotBuiltError(f"{cls._reason} (attribute {name!r})")
 
 
 def make_refused_type(name: str, reason: str) -> type:
-    """What stands where `name` would be: it can be imported, subclassed and asked by `isinstance`; calling it, or
-    asking for its members, raises `NotBuiltError`."""
+    """Create a placeholder class for `name`. It can be imported, subclassed and passed to `isinstance`.
+
+    Calling it, or reading its attributes, raises `NotBuiltError`.
+    """
     own = name.rpartition(".")[2]
     text = f"{name}: {reason}"
     return _RefusedType(own, (), {"_reason": text, "__doc__": text, "__module__": name.rpartition(".")[0]})

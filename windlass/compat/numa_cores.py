@@ -1,4 +1,4 @@
-"""Which processor cores belong to which memory node, and a `numactl` command that binds a rank to some of them."""
+"""CPU cores of each NUMA node, and `numactl` commands that bind a rank to some of them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def get_numa_cores() -> list[list[int]]:
-    """The cores of each memory node, nodes without cores as empty lists; empty where the system does not tell."""
+    """Return the cores of each NUMA node, [] for a node without cores. Empty if the system does not report nodes."""
     places = [place for place in _NODES.glob("node*") if place.name[4:].isdigit()] if _NODES.is_dir() else []
     found = sorted((int(place.name[4:]), place) for place in places)
     return [parse_range_list((place / "cpulist").read_text().strip()) for _, place in found]
 
 
 def nodes_with_cores() -> list[list[int]]:
-    """As `get_numa_cores`, without nodes that are memory alone."""
+    """Return the cores of each NUMA node that has cores."""
     return [cores for cores in get_numa_cores() if cores]
 
 
 def parse_range(rng: str) -> list[int]:
-    """`3` or `2-5` as the numbers meant.
+    """Parse `3` or `2-5` into a list of core numbers.
 
     Raises:
-        ValueError: it is neither, or ends before it begins.
+        ValueError: the text has another form, or the range ends before it begins.
     """
     if (match := re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", rng)) is None:
-        raise ValueError(f"{rng!r} is no range of cores; write 3 or 2-5")
+        raise ValueError(f"{rng!r} is not a range of cores; write 3 or 2-5")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise ValueError(f"the range of cores {rng!r} ends before it begins")
@@ -38,10 +38,10 @@ def parse_range(rng: str) -> list[int]:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """`0-3,8,10-11` as the numbers meant, in order.
+    """Parse `0-3,8,10-11` into a sorted list of core numbers.
 
     Raises:
-        ValueError: as `parse_range`, or ranges overlap or are out of order.
+        ValueError: see `parse_range`; or ranges overlap or are out of order.
     """
     cores: list[int] = []
     for part in range_str.split(",") if range_str.strip() else ():
@@ -53,33 +53,33 @@ def parse_range_list(range_str: str) -> list[int]:
 
 
 def check_for_numactl_pkg() -> bool:
-    """Whether there is a `numactl` to run."""
+    """Return True if the `numactl` program is installed."""
     return shutil.which("numactl") is not None
 
 
 def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
-    """How many cores a rank's share is, and what to write before its command so that it runs on them.
+    """Return the number of cores for each rank, and the command prefix that binds a rank to its cores.
 
     Args:
-        bind_core_list: `0-3,8-11`; None: all cores of the host.
+        bind_core_list: cores to use, such as `0-3,8-11`; None: all cores of the host.
 
     Raises:
-        ValueError: fewer cores than ranks, or `KMP_AFFINITY` binds already.
+        ValueError: fewer cores than ranks, or `KMP_AFFINITY` already binds cores.
     """
     if "KMP_AFFINITY" in os.environ:
-        raise ValueError("KMP_AFFINITY binds cores too: unset it, or do not bind cores to ranks")
+        raise ValueError("KMP_AFFINITY already binds cores: unset it, or do not bind cores to ranks")
     nodes = nodes_with_cores()
     cores = parse_range_list(bind_core_list) if bind_core_list else sorted({core for node in nodes for core in node})
     cores = cores or list(range(os.cpu_count() or 1))
     each = len(cores) // num_local_procs
     if each < 1:
-        raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: at least one core a rank is needed")
+        raise ValueError(f"{num_local_procs} ranks share {len(cores)} cores: each rank needs at least one")
     own = cores[local_rank * each : (local_rank + 1) * each]
     return each, ["numactl", *_memory_binding(own, nodes), "-C", _format_ranges(own)]
 
 
 def _memory_binding(cores: Sequence[int], nodes: list[list[int]]) -> list[str]:
-    """Binds memory to the one node that has all of these cores."""
+    """Return the flags that bind memory to the one node that has all of these cores; [] if there is no such node."""
     if len(nodes) < 2:
         return []
     homes = [number for number, node in enumerate(get_numa_cores()) if set(cores) <= set(node)]

@@ -1,4 +1,4 @@
-"""instrument_w_nvtx: a function that a profiler shows as a range of its own."""
+"""Decorator instrument_w_nvtx: shows a function as a profiler range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ enable_nvtx = True
 
 
 def instrument_w_nvtx(func: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """`func`, between the two ends of a range named after it; while torch compiles, `func` alone."""
+    """Wrap `func` in a profiler range of its name. Under torch.compile, call `func` without a range."""
 
     @functools.wraps(func)
     def named(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:

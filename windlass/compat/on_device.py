@@ -1,4 +1,4 @@
-"""OnDevice: modules that are built with their tensors on a device and in a dtype, whatever they would choose."""
+"""Context manager OnDevice: constructs modules with their tensors on a given device and in a given dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._device import _device_constructors
 
 
 class _DtypeMode(TorchFunctionMode):
-    """Makes floating-point tensors that are constructed of one dtype."""
+    """Mode that converts newly constructed floating-point tensors to one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -27,9 +27,9 @@ class _DtypeMode(TorchFunctionMode):
 
 
 class OnDevice:
-    """A context: tensors that torch's constructors make are on `device`, floating-point ones of `dtype`.
+    """Context manager in which torch's tensor constructors use `device`, and `dtype` for floating-point tensors.
 
-    `torch.Tensor(...)` and its kin, which take no device, stay as they are.
+    `torch.Tensor(...)` and the other legacy constructors, which take no device, are not affected.
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""`deepspeed.ops.op_builder`: builders of native code that in windlass is built already, or is not there."""
+"""Module `deepspeed.ops.op_builder`: builders that return windlass's precompiled native code, or raise."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from windlass.kernels import get_active_kernel_path
 
 
 class OpBuilder:
-    """Stands for native code. windlass' own was compiled when it was installed: nothing is built at run time.
+    """Builder of one native op. windlass compiles its native code at installation and builds nothing at run time.
 
     Attributes:
-        TARGET_MODULE: what `load` gives, as a dotted name; empty where windlass has no such code.
-        UNAVAILABLE_REASON: where it has none: what to use instead.
+        TARGET_MODULE: dotted name of the module that `load` returns; empty if windlass does not have the op.
+        UNAVAILABLE_REASON: if the op is missing, what to use instead.
     """
 
     NAME = "not_implemented"
@@ -36,7 +36,7 @@ class OpBuilder:
         return f"deepspeed.ops.{self.name}"
 
     def sources(self) -> list[str]:
-        """None that a script could compile."""
+        """Return []: there are no sources for a script to compile."""
         return []
 
     def include_paths(self) -> list[str]:
@@ -52,42 +52,43 @@ class OpBuilder:
         return []
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
-        """Whether there is one of these commands to run."""
+        """Return True if one of these commands is installed."""
         return any(shutil.which(name) for name in ([cmd] if isinstance(cmd, str) else cmd))
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether `load` gives something here."""
+        """Return True if `load` succeeds here."""
         return bool(self.TARGET_MODULE)
 
     def load(self, verbose: bool = False) -> Any:
-        """The code.
+        """Return the module with the native code.
 
         Raises:
-            NotBuiltError: windlass has none; says what to use.
+            NotBuiltError: windlass does not have the op; the message names an alternative.
         """
         if not self.is_compatible(verbose):
             raise NotBuiltError(f"{type(self).__name__}.load: {self.UNAVAILABLE_REASON}")
         return importlib.import_module(self.TARGET_MODULE)
 
     def jit_load(self, verbose: bool = True) -> Any:
-        """As `load`."""
+        """Call `load`."""
         return self.load(verbose)
 
     def builder(self) -> Any:
-        """An extension for setuptools.
+        """Raise NotBuiltError: there is no setuptools extension.
 
         Raises:
             NotBuiltError: always.
         """
-        raise NotBuiltError(f"{type(self).__name__}.builder: windlass' native code is compiled when it is installed")
+        raise NotBuiltError(f"{type(self).__name__}.builder: windlass's native code is compiled at installation")
 
 
 class _CPUOptimizerBuilder(OpBuilder):
-    """Of the optimizers for host memory."""
+    """Builder of the CPU optimizers."""
 
     TARGET_MODULE = "windlass.kernels"
     UNAVAILABLE_REASON = (
-        "the native module is missing: install a C++20 compiler, then windlass again; the reference steps meanwhile"
+        "the native module is missing: install a C++20 compiler and reinstall windlass; the reference kernel is used "
+        "meanwhile"
     )
 
     def is_compatible(self, verbose: bool = False) -> bool:
@@ -107,38 +108,38 @@ class CPULionBuilder(_CPUOptimizerBuilder):
 
 
 class FusedAdamBuilder(OpBuilder):
-    """torch's own fused step."""
+    """Builder of the fused Adam step, which is torch's own."""
 
     NAME = "fused_adam"
     TARGET_MODULE = "torch.optim._functional"
 
 
 class AsyncIOBuilder(OpBuilder):
-    """Reads and writes of files beside the computation."""
+    """Builder of asynchronous file reads and writes."""
 
     NAME = "async_io"
     TARGET_MODULE = "windlass.compat.aio_handle"
 
     def load(self, verbose: bool = False) -> Any:
-        """`aio_handle`, `aio_read`, `aio_write`."""
+        """Return a namespace with `aio_handle`, `aio_read` and `aio_write`."""
         return SimpleNamespace(aio_handle=aio_handle, aio_read=aio_read, aio_write=aio_write)
 
 
 class UtilsBuilder(OpBuilder):
-    """Flat buffers of many tensors."""
+    """Builder of functions that flatten tensors."""
 
     NAME = "utils"
     TARGET_MODULE = "torch._utils"
 
     def load(self, verbose: bool = False) -> Any:
-        """`flatten`, `unflatten`."""
+        """Return a namespace with `flatten` and `unflatten`."""
         return SimpleNamespace(
             flatten=torch._utils._flatten_dense_tensors, unflatten=torch._utils._unflatten_dense_tensors
         )
 
 
 class NotImplementedBuilder(OpBuilder):
-    """What stands for any builder that there is none of."""
+    """Builder returned for unknown names."""
 
     NAME = "deepspeed_not_implemented"
 
@@ -146,9 +147,9 @@ class NotImplementedBuilder(OpBuilder):
 _UNAVAILABLE_BUILDERS = {
     "FusedLambBuilder": ("fused_lamb", "deepspeed.ops.lamb.FusedLamb needs no builder: use the class"),
     "FusedLionBuilder": ("fused_lion", "deepspeed.ops.lion.FusedLion needs no builder: use the class"),
-    "GDSBuilder": ("gds", "disks are reached through host memory, not by GPUDirect Storage: use AsyncIOBuilder"),
-    "TransformerBuilder": ("transformer", "layers stay your own: use torch.nn, or a model of transformers"),
-    "StochasticTransformerBuilder": ("stochastic_transformer", "layers stay your own: use torch.nn"),
+    "GDSBuilder": ("gds", "GPUDirect Storage is not used, NVMe I/O goes through host memory: use AsyncIOBuilder"),
+    "TransformerBuilder": ("transformer", "windlass has no transformer layers: use torch.nn, or a transformers model"),
+    "StochasticTransformerBuilder": ("stochastic_transformer", "windlass has no transformer layers: use torch.nn"),
     "InferenceBuilder": ("transformer_inference", "serving is not built yet: use engine.module.generate"),
     "InferenceCoreBuilder": ("inference_core_ops", "serving is not built yet: use engine.module.generate"),
     "InferenceCutlassBuilder": ("cutlass_ops", "serving is not built yet: use engine.module.generate"),
@@ -161,9 +162,9 @@ _UNAVAILABLE_BUILDERS = {
     "EvoformerAttnBuilder": ("evoformer_attn", "use torch.nn.functional.scaled_dot_product_attention with a bias"),
     "FlashAttentionBuilder": ("flash_attn", "use torch.nn.functional.scaled_dot_product_attention"),
     "SparseAttnBuilder": ("sparse_attn", "block-sparse attention is not built: use torch's flex_attention"),
-    "CCLCommBuilder": ("deepspeed_ccl_comm", "CPU ranks talk through gloo or shared memory, which windlass chooses"),
-    "ShareMemCommBuilder": ("deepspeed_shm_comm", "CPU ranks of a host share memory without it"),
-    "PinMemoryBuilder": ("pin_memory", "memory is page-locked by torch: use get_accelerator().pin_memory"),
+    "CCLCommBuilder": ("deepspeed_ccl_comm", "CPU ranks communicate over gloo or shared memory; windlass chooses"),
+    "ShareMemCommBuilder": ("deepspeed_shm_comm", "CPU ranks of a host use shared memory without this op"),
+    "PinMemoryBuilder": ("pin_memory", "torch page-locks memory: use get_accelerator().pin_memory"),
     "DeepCompileBuilder": ("dc", "DeepCompile is not built: use engine.compile or torch.compile"),
 }
 
@@ -172,7 +173,12 @@ def _unavailable_builder(name: str, op: str, reason: str) -> type[OpBuilder]:
     return type(
         name,
         (OpBuilder,),
-        {"NAME": op, "UNAVAILABLE_REASON": reason, "__module__": __name__, "__doc__": f"Refuses: {reason}."},
+        {
+            "NAME": op,
+            "UNAVAILABLE_REASON": reason,
+            "__module__": __name__,
+            "__doc__": f"Builder of an unavailable op: {reason}.",
+        },
     )
 
 
@@ -189,16 +195,16 @@ ALL_BUILDERS: dict[str, type[OpBuilder]] = {
     **{cls.__name__: cls for cls in _AVAILABLE_BUILDERS},
     **{name: _unavailable_builder(name, op, why) for name, (op, why) in _UNAVAILABLE_BUILDERS.items()},
 }
-"""Every builder by its class's name."""
+"""All builders by class name."""
 
 
 def find_builder(class_name: str) -> type[OpBuilder]:
-    """The class of a builder; `NotImplementedBuilder` for names that nobody has."""
+    """Return the builder class of a name; `NotImplementedBuilder` for unknown names."""
     return ALL_BUILDERS.get(class_name, NotImplementedBuilder)
 
 
 def check_compatible_ops(names: Sequence[str] = tuple(ALL_BUILDERS)) -> dict[str, bool]:
-    """Which native code there is here, by the op's name."""
+    """Return whether each op is available here, by op name."""
     return {ALL_BUILDERS[name].NAME: ALL_BUILDERS[name]().is_compatible() for name in names}
 
 

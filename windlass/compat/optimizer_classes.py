@@ -1,7 +1,8 @@
-"""DeepSpeed's classes of optimizers, for `isinstance`: which of them DeepSpeed would have made for an engine.
+"""DeepSpeed's optimizer classes, for `isinstance` checks on an engine's optimizer.
 
-`initialize` makes a `ShardedOptimizer` at every stage and for every precision. Scripts ask for the class to learn the
-stage, or to find what a stage calls its master weights; so each class here accepts optimizers of its own kind alone.
+`initialize` creates a `ShardedOptimizer` at every stage and precision. Scripts check the class to learn the stage, or
+the attribute that holds the master weights. Therefore each class here accepts only optimizers of its own kind as
+instances.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from windlass.config import Config
 from windlass.engine.sharded_optimizer import ShardedOptimizer
 
 KIND_ATTRIBUTE = "deepspeed_kind"
-"""Attribute of an optimizer of the stand-in that holds its kind."""
+"""Name of the attribute that holds an optimizer's kind."""
 
 
 def optimizer_kind_of(config: Config) -> str:
-    """Return the kind of optimizer that DeepSpeed makes for a configuration; "basic" is the script's own."""
+    """Return the kind of optimizer that DeepSpeed creates for a configuration; "basic" means the script's own."""
     stage = config.zero_optimization.stage
     if stage == 3:
         return "stage 3"
@@ -42,9 +43,9 @@ _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
 
 
 class BasicOptimizer(ShardedOptimizer):
-    """Optimizer of stage 0 in fp32, where DeepSpeed hands back the script's own object.
+    """Optimizer of stage 0 in fp32, where DeepSpeed returns the script's own object.
 
-    It is an instance of that object's class, and equal to that object; what it does is a `ShardedOptimizer`'s.
+    It reports that object's class as its own and compares equal to the object, but behaves as a `ShardedOptimizer`.
     """
 
     passes_for: type[torch.optim.Optimizer]
@@ -61,10 +62,10 @@ class BasicOptimizer(ShardedOptimizer):
 
 
 def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) -> None:
-    """Make an optimizer of stage 0 in fp32 an instance of the class that DeepSpeed's would have.
+    """Make an optimizer of stage 0 in fp32 an instance of the class that DeepSpeed would use.
 
     Args:
-        named: the configuration names the optimizer, not the script.
+        named: True if the configuration names the optimizer; False if the script constructed it.
     """
     section = config.optimizer
     found = _BY_NAME.get(section.type.lower()) if named and section is not None else None
@@ -75,7 +76,7 @@ def pass_for_basic(optimizer: ShardedOptimizer, config: Config, *, named: bool) 
 
 
 class _OptimizerKindMeta(type):
-    """Metaclass: an instance is an optimizer that holds one of the class's `kinds`."""
+    """Metaclass whose instances are optimizers with one of the class's `kinds`."""
 
     kinds: tuple[str, ...]
 
@@ -108,12 +109,12 @@ class BF16_Optimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
 
 
 class FP16_Optimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
-    """Optimizer of stage 0 with 16-bit parameters, of a fused rule."""
+    """Optimizer of stage 0 with 16-bit parameters and a fused update (Adam)."""
 
     kinds: ClassVar[tuple[str, ...]] = ("fused",)
 
 
 class FP16_UnfusedOptimizer(ShardedOptimizer, metaclass=_OptimizerKindMeta):
-    """Optimizer of stage 0 with 16-bit parameters, of another rule."""
+    """Optimizer of stage 0 with 16-bit parameters and any other update."""
 
     kinds: ClassVar[tuple[str, ...]] = ("unfused",)

@@ -1,4 +1,4 @@
-"""Parameters, gradients and master weights by parameter group, as DeepSpeed's optimizers show them."""
+"""Views of parameters, gradients and master weights by parameter group, as attributes of DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from windlass.compat.tensor_fragment_api import safe_get_full_grad, safe_get_local_fp32_param, safe_get_local_grad
 
+# By stage; stage 0 has no such attributes.
 MASTER_ATTRIBUTES = {
     1: "single_partition_of_fp32_groups",
     2: "single_partition_of_fp32_groups",
     3: "fp32_partitioned_groups_flat",
-}  # by stage; 0 has none
+}
 PARAMETER_ATTRIBUTES = {1: "bit16_groups", 2: "bit16_groups", 3: "fp16_groups"}
 
 
@@ -21,10 +22,10 @@ Seen = TypeVar("Seen")
 
 
 class _ByGroup(Sequence[Seen]):
-    """One view of each parameter group; looked up when it is asked for, since groups may change.
+    """Sequence with one view per parameter group, computed at each access because groups may change.
 
     Args:
-        optimizer: whose groups.
+        optimizer: optimizer with the parameter groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -48,15 +49,17 @@ class _ByGroup(Sequence[Seen]):
 
 
 class ParameterGroups(_ByGroup[list[torch.nn.Parameter]]):
-    """The parameters of each group."""
+    """Parameters of each group."""
 
     def _view(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         return list(parameters)
 
 
 class MasterWeightGroups(_ByGroup[torch.Tensor]):
-    """A flat tensor `[elements of this rank]` for each group, of master weights, which may rest on the host or on disk.
-    A view where the group has one parameter at hand, else a copy."""
+    """Master weights of each group: one flat tensor `[elements of this rank]`, whichever tier holds them.
+
+    The tensor is a view if the group has a single parameter and its master weights are on the device, else a copy.
+    """
 
     def _view(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         found = [safe_get_local_fp32_param(parameter) for parameter in parameters]
@@ -67,10 +70,10 @@ class MasterWeightGroups(_ByGroup[torch.Tensor]):
 
 
 class GradientGroups(Mapping[int, list[torch.Tensor | None]]):
-    """This rank's reduced gradients by the number of the parameter group, one entry for each parameter.
+    """This rank's reduced gradients by group index: a list with one entry per parameter.
 
     Args:
-        optimizer: whose groups.
+        optimizer: optimizer with the parameter groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +92,7 @@ class GradientGroups(Mapping[int, list[torch.Tensor | None]]):
 
 
 class FlatParameters(_ByGroup[torch.Tensor]):
-    """The parameters of each group in the dtype of the forward, as one flat tensor outside the graph: a copy."""
+    """Parameters of each group in their compute dtype, as one flat detached copy."""
 
     def _view(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         if not parameters:
@@ -98,11 +101,12 @@ class FlatParameters(_ByGroup[torch.Tensor]):
 
 
 class HostGradients(Mapping[int, torch.Tensor]):
-    """This rank's gradients that wait in host memory for the step, by the number of their parameter in the groups;
-    empty between a step and the next backward. Looked up when asked for.
+    """This rank's gradients that are offloaded to host memory until the step, by parameter index over all groups.
+
+    Empty between a step and the next backward. Computed at each access.
 
     Args:
-        optimizer: whose groups.
+        optimizer: optimizer with the parameter groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -124,8 +128,10 @@ class HostGradients(Mapping[int, torch.Tensor]):
 
 
 def norms_of_groups(optimizer: Any) -> list[torch.Tensor]:
-    """Return the norm of the reduced gradient of each parameter group, loss scale included. Collective: gradients are
-    gathered one by one."""
+    """Return the norm of each group's reduced gradient, including the loss scale.
+
+    Collective: full gradients are gathered one by one.
+    """
     norms = []
     for group in optimizer.param_groups:
         total = torch.zeros((), dtype=torch.float64)
@@ -137,8 +143,10 @@ def norms_of_groups(optimizer: Any) -> list[torch.Tensor]:
 
 
 def gradients_in_fp32(optimizer: torch.optim.Optimizer) -> dict[int, dict[int, torch.Tensor]]:
-    """Return this rank's pieces of the reduced gradients in fp32, by the number of the group and of the parameter in
-    it; those without a gradient are left out."""
+    """Return this rank's shards of the reduced gradients in fp32, by group index and parameter index.
+
+    Parameters without a gradient are left out.
+    """
     found = {}
     for number, pieces in GradientGroups(optimizer).items():
         found[number] = {index: piece.float() for index, piece in enumerate(pieces) if piece is not None}

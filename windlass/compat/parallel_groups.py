@@ -1,8 +1,8 @@
-"""`deepspeed.utils.groups`: the process groups of each kind of parallelism, as the engine made last has them.
+"""Module `deepspeed.utils.groups`: process groups of each kind of parallelism, for the most recently built engine.
 
-What a script's model-parallel unit (`mpu`) knows of groups is its own to say. What it does not know, and all where
-there is no unit, is of the engine's mesh. Before there is an engine all ranks are data ranks, and there is no other
-axis: sizes are 1, places are 0, and groups that nobody made are an error.
+A query is answered by the script's model-parallel unit (`mpu`) if the unit has the method, and else from the engine's
+mesh. Before there is an engine, all ranks are data ranks: sizes of other axes are 1, ranks in them are 0, and their
+groups raise an error.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ mesh_device: Any = None
 
 
 class DeprecatedException(Exception):
-    """A call that DeepSpeed has taken back."""
+    """Call of a function that DeepSpeed has removed."""
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
-    """Not the way any more.
+    """Raise: DeepSpeed has removed this function.
 
     Raises:
         DeprecatedException: always.
     """
     raise DeprecatedException(
-        "groups.initialize() was taken back: experts get their groups from deepspeed.moe.layer.MoE"
+        "DeepSpeed removed groups.initialize(): experts get their groups from deepspeed.moe.layer.MoE"
     )
 
 
 def _current_mpu() -> Any:
-    """What a script set as `deepspeed.utils.groups.mpu`, or windlass here, or gave to `initialize`."""
+    """Return the mpu set as `deepspeed.utils.groups.mpu` or in this module, else the one passed to `initialize`."""
     stand_in, axes = sys.modules.get("deepspeed.utils.groups"), current_groups()
     own = (stand_in.__dict__.get("mpu") if stand_in is not None else None) or mpu
     return own if own is not None or axes is None else axes.mpu
 
 
 def _require_initialized() -> None:
-    assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
+    assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
 
 
 def _ask_mpu(*names: str) -> Any:
-    """What the model-parallel unit says to the first `get_<name>` that it has; None if it has none."""
+    """Call the mpu's first existing method among `get_<name>` and return its result; None if it has none of them."""
     unit = _current_mpu()
     method = next((getattr(unit, f"get_{name}") for name in names if hasattr(unit, f"get_{name}")), None)
     return method() if method is not None else None
 
 
 def _size_of(from_mpu: Any, group: RankGroup | None) -> int:
-    """What a unit told, or else the size of a group of the engine; 1 without either."""
+    """Return the mpu's answer, else the size of the engine's group; 1 without either."""
     return int(from_mpu if from_mpu is not None else group.size if group is not None else 1)
 
 
@@ -82,7 +82,7 @@ def _rank_in(from_mpu: Any, group: RankGroup | None) -> int:
 
 
 def _process_group_of(from_mpu: Any, group: RankGroup | None) -> dist.ProcessGroup | None:
-    """None where a rank would be alone in it, unless the unit knows such a one."""
+    """Return the mpu's group, else the engine's group if it has more than one rank, else None."""
     made: dist.ProcessGroup | None = group.process_group if group is not None and group.size > 1 else None
     return from_mpu if from_mpu is not None else made
 
@@ -95,7 +95,7 @@ def _clone_world_group() -> dist.ProcessGroup:
 
 
 def _world_rank_group() -> RankGroup:
-    """All ranks, where there is no engine."""
+    """Return a group of all ranks, for when there is no engine."""
     world = _clone_world_group()
     return RankGroup(world, tuple(range(dist.get_world_size())), dist.get_rank())
 
@@ -104,7 +104,7 @@ def _raise_no_group(kind: str) -> NoReturn:
     raise AssertionError(f"there is no {kind} group: all ranks are data ranks")
 
 
-# data parallelism: ranks that read samples of their own
+# Data parallelism: data-loading ranks.
 
 
 def _data_loading_group() -> RankGroup:
@@ -139,7 +139,7 @@ get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
 
 
-# model and tensor parallelism
+# Model and tensor parallelism.
 
 
 def _model_group() -> RankGroup | None:
@@ -153,19 +153,19 @@ def _tensor_group() -> RankGroup | None:
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that have one copy of the model together.
+    """Return the group of ranks that together hold one copy of the model.
 
     Raises:
-        AssertionError: each rank has one.
+        AssertionError: every rank holds a full copy.
     """
     return _process_group_of(_ask_mpu("model_parallel_group"), _model_group()) or _raise_no_group("model-parallel")
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks over which matrices are cut; by a unit without that word, its model-parallel ones.
+    """Return the tensor-parallel group; the model-parallel group of an mpu without tensor-parallel methods.
 
     Raises:
-        AssertionError: there are none.
+        AssertionError: there is no tensor parallelism.
     """
     told = _ask_mpu("tensor_model_parallel_group", "model_parallel_group")
     return _process_group_of(told, _tensor_group()) or _raise_no_group("tensor-parallel")
@@ -175,39 +175,39 @@ _overrides: dict[str, int] = {}
 
 
 def set_tensor_model_parallel_world_size(world_size: int) -> None:
-    """Say how many ranks share a tensor, for scripts that ask here."""
+    """Override the tensor-parallel size that this module returns."""
     _overrides["world_size"] = world_size
 
 
 def set_tensor_model_parallel_rank(rank: int) -> None:
-    """Say which of them this is."""
+    """Override the tensor-parallel rank that this module returns."""
     _overrides["rank"] = rank
 
 
 def get_model_parallel_world_size() -> int:
-    """How many ranks share a model."""
+    """Return the number of ranks that hold one copy of the model."""
     return _overrides.get("world_size") or _size_of(_ask_mpu("model_parallel_world_size"), _model_group())
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """How many ranks share a tensor."""
+    """Return the number of ranks that share a tensor."""
     told = _ask_mpu("tensor_model_parallel_world_size", "model_parallel_world_size")
     return _overrides.get("world_size") or _size_of(told, _tensor_group())
 
 
 def get_model_parallel_rank() -> int:
-    """Which of the ranks that share a model this is."""
+    """Return this rank's index among the ranks that hold one copy of the model."""
     return _overrides["rank"] if "rank" in _overrides else _rank_in(_ask_mpu("model_parallel_rank"), _model_group())
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Which of the ranks that share a tensor this is."""
+    """Return this rank's index among the ranks that share a tensor."""
     told = _ask_mpu("tensor_model_parallel_rank", "model_parallel_rank")
     return _overrides["rank"] if "rank" in _overrides else _rank_in(told, _tensor_group())
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first, by its number in the world, of the ranks that share a tensor with this one."""
+    """Return the global rank of the first rank that shares a tensor with this one."""
     size = get_tensor_model_parallel_world_size()
     return dist.get_rank() // size * size
 
@@ -215,7 +215,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 _get_model_parallel_world_size = get_model_parallel_world_size
 
 
-# sequence parallelism
+# Sequence parallelism.
 
 
 def _sequence_group() -> RankGroup | None:
@@ -224,7 +224,7 @@ def _sequence_group() -> RankGroup | None:
 
 
 def _dense_data_group() -> RankGroup:
-    """Ranks over which gradients are reduced: readers, and those along sp."""
+    """Return the ranks over which dense gradients are reduced: data-loading ranks, and ranks along sp."""
     axes = current_groups()
     return axes.mesh.dense.data if axes is not None else _world_rank_group()
 
@@ -232,7 +232,7 @@ def _dense_data_group() -> RankGroup:
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
     group = _process_group_of(_ask_mpu("sequence_parallel_group"), _sequence_group())
     if group is None:
-        raise KeyError("there is no sequence-parallel group: every rank has whole sequences")
+        raise KeyError("there is no sequence-parallel group: sequences are not sharded")
     return group
 
 
@@ -259,12 +259,15 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def _sequence_data_methods(what: str) -> tuple[str, ...]:
-    """What a unit calls the data ranks along all axes: one that knows no sequences has no other."""
+    """Return the mpu's method names for the data ranks along all axes, in order of preference.
+
+    An mpu without sequence parallelism has only `data_parallel` methods for them.
+    """
     own = f"sequence_data_parallel_{what}"
     return (own,) if hasattr(_current_mpu(), "get_sequence_parallel_world_size") else (own, f"data_parallel_{what}")
 
 
-# a second copy of the parameters among neighbours (hpZ) is windlass' own affair
+# Secondary copies of the parameters within a node (hpZ) are internal to windlass, so there is no group to return.
 
 
 def _get_zero_param_intra_parallel_group() -> None:
@@ -275,37 +278,37 @@ def _zero_param_parallel_is_initialized() -> bool:
     return False
 
 
-# the same questions to a unit that may be absent
+# The same queries on an explicit mpu, which may be None.
 
 
 def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    """How many ranks share a tensor, under any of the names that such units have had."""
+    """Return the number of ranks that share a tensor, by any of the method names that mpus have used."""
     return int(
         _call_first_method(mpu, ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size"), 1, "model")
     )
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    """Which of them this is."""
+    """Return this rank's index among the ranks that share a tensor."""
     return int(
         _call_first_method(mpu, ("get_tensor_model_parallel_rank", "get_slice_parallel_rank"), 0, "model", "rank")
     )
 
 
 def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    """Their group; None without one."""
+    """Return the group of ranks that share a tensor; None without one."""
     return _call_first_method(
         mpu, ("get_tensor_model_parallel_group", "get_slice_parallel_group"), None, "model", "group"
     )
 
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    """How many stages a pipeline has."""
+    """Return the number of pipeline stages."""
     return int(_call_first_method(mpu, ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"), 1))
 
 
 def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
-    """The ranks of one pipeline; None without one."""
+    """Return the group of ranks of one pipeline; None without one."""
     return _call_first_method(mpu, ("get_pipeline_model_parallel_group", "get_pipe_parallel_group"), None)
 
 

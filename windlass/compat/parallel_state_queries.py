@@ -1,4 +1,4 @@
-"""What an engine knows of this rank's place: the groups, sizes and numbers that DeepSpeed's scripts ask it for."""
+"""Engine mixin with DeepSpeed's queries on process groups, their sizes and this rank's index in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.parallel.experts.top_k_gate import TopKGate
 
 
 class ParallelStateQueries:
-    """The part of an engine that says where this rank sits."""
+    """Mixin of the engine with queries on parallel groups."""
 
     module: nn.Module
     mesh: Mesh
@@ -23,96 +23,96 @@ class ParallelStateQueries:
     mesh_device: Any = None
     _groups: EngineGroups
 
-    # data parallelism
+    # Data parallelism.
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among those that read samples of their own."""
+        """Return this rank's index among the data-loading ranks."""
         return self.data_loading_ranks[1]
 
     @property
     def dp_world_size(self) -> int:
-        """How many ranks read samples of their own."""
+        """Number of data-loading ranks."""
         return self.data_loading_ranks[0]
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """Those ranks."""
+        """Group of the data-loading ranks."""
         return self._groups.data_loading_group.process_group
 
     @property
     def seq_data_parallel_group(self) -> dist.ProcessGroup:
-        """Ranks over which gradients are reduced: readers, and those along the sequence."""
+        """Group of ranks over which gradients are reduced: data-loading ranks, and ranks along the sequence axis."""
         return self.mesh.dense.data.process_group
 
     @property
     def seq_dp_world_size(self) -> int:
-        """How many these are."""
+        """Number of ranks over which gradients are reduced."""
         return self.mesh.dense.data.size
 
-    # model and tensor parallelism
+    # Model and tensor parallelism.
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those that have one copy of the model together."""
+        """Return this rank's index among the ranks that together hold one copy of the model."""
         return self._groups.model_parallel_group.index
 
     def get_tensor_parallel_rank(self) -> int:
-        """This rank among those over which matrices are cut."""
+        """Return this rank's index in its tensor-parallel group."""
         return self.mesh.tp.index
 
     @property
     def mp_world_size(self) -> int:
-        """How many ranks have one copy of the model together."""
+        """Number of ranks that together hold one copy of the model."""
         return self._groups.model_parallel_group.size
 
     @property
     def checkpoint_mp_rank(self) -> int:
-        """As `get_model_parallel_rank`."""
+        """Same as `get_model_parallel_rank()`."""
         return self._groups.model_parallel_group.index
 
-    # sequence parallelism
+    # Sequence parallelism.
 
     @property
     def sequence_parallel_size(self) -> int:
-        """How many ranks have parts of the same sequences."""
+        """Number of ranks that hold parts of the same sequences."""
         return self.mesh.sp.size
 
     @property
     def seq_parallel_group(self) -> dist.ProcessGroup | None:
-        """Those ranks; None where sequences are whole."""
+        """Sequence-parallel group; None without sequence parallelism."""
         return self.mesh.sp.group.process_group if self.mesh.sp.size > 1 else None
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """As `seq_parallel_group`."""
+        """Return `seq_parallel_group`."""
         return self.seq_parallel_group
 
-    # experts
+    # Experts.
 
     @property
     def has_moe_layers(self) -> bool:
-        """Whether the model has layers of `MoE`."""
+        """True if the model has MoE layers."""
         return any(isinstance(module, MixtureOfExperts) for module in self.module.modules())
 
     @property
     def moe_layers(self) -> list[nn.Module]:
-        """What holds gate and experts in each layer of `MoE`."""
+        """Module with the gate and the experts of each MoE layer."""
         return [module.deepspeed_moe for module in self.module.modules() if isinstance(module, MixtureOfExperts)]
 
     @property
     def gate_modules(self) -> list[nn.Module]:
-        """Routers of these layers."""
+        """Gates of the MoE layers."""
         return [module for module in self.module.modules() if isinstance(module, TopKGate)]
 
     @property
     def num_experts(self) -> list[int]:
-        """Of each layer, on all ranks together."""
+        """Number of experts of each MoE layer, over all ranks."""
         return [module.num_experts for module in self.module.modules() if isinstance(module, MixtureOfExperts)]
 
     @property
     def expert_parallel_group(self) -> dict[str, dist.ProcessGroup]:
-        """Ranks over which experts are spread, by the name of their group."""
+        """Groups of ranks over which experts are spread, by group name."""
         return _get_expert_parallel_group_dict()
 
     @property
     def expert_data_parallel_group(self) -> dict[str, dist.ProcessGroup]:
-        """Ranks that hold the same experts, by the name of their group."""
+        """Groups of ranks that hold the same experts, by group name."""
         return _get_expert_data_parallel_group_dict()

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.sequence_parallel.parallel_state_sp`: groups of ranks along the sequence, for a whole process."""
+"""Module `deepspeed.runtime.sequence_parallel.parallel_state_sp`: process-wide sequence-parallel groups."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ __all__ = [
     "initialize_sequence_parallel",
 ]
 
-_current: list[tuple[Any, SequenceParallelGroups]] = []  # and the ranks that there were
+_current: list[tuple[Any, SequenceParallelGroups]] = []  # at most one entry: (world group at creation, groups)
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Make the groups. Collective over all ranks.
+    """Create the groups. Collective over all ranks.
 
     Raises:
-        ConfigError: the size does not divide the ranks.
-        AssertionError: torch.distributed is not started, or they are made already.
+        ConfigError: the size does not divide the number of ranks.
+        AssertionError: torch.distributed is not initialized, or the groups exist already.
     """
-    assert dist.is_initialized(), "ranks do not know each other yet: call deepspeed.init_distributed() first"
-    assert not _groups_exist(), "groups along the sequence are made already"
+    assert dist.is_initialized(), "no process group is initialized: call deepspeed.init_distributed() first"
+    assert not _groups_exist(), "the sequence-parallel groups exist already"
     _current[:] = [(dist.group.WORLD, SequenceParallelGroups(sequence_parallel_size))]
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
-    """Ranks that have parts of the same sequences."""
+    """Return the group of ranks that hold parts of the same sequences."""
     return _current_groups().sp.group.process_group
 
 
 def get_sequence_parallel_world_size() -> int:
-    """How many."""
+    """Return the number of ranks that hold parts of the same sequences."""
     return _current_groups().sp.size
 
 
 def get_sequence_parallel_rank() -> int:
-    """Which of them this is."""
+    """Return this rank's index in its sequence-parallel group."""
     return _current_groups().sp.index
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """Ranks over which gradients are reduced: all."""
+    """Return the group of ranks over which gradients are reduced: all ranks."""
     return _current_groups().data.group.process_group
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """How many."""
+    """Return the number of ranks over which gradients are reduced."""
     return _current_groups().data.size
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """Which of them this is."""
+    """Return this rank's index among the ranks over which gradients are reduced."""
     return _current_groups().data.index
 
 
 def _groups_exist() -> bool:
-    """Whether there are groups, of the ranks that there are now."""
+    """Return True if groups exist for the current world group."""
     return bool(_current) and dist.is_initialized() and _current[0][0] is dist.group.WORLD
 
 
 def _current_groups() -> SequenceParallelGroups:
-    assert _groups_exist(), "there are no groups along the sequence: call initialize_sequence_parallel(size) first"
+    assert _groups_exist(), "there are no sequence-parallel groups: call initialize_sequence_parallel(size) first"
     return _current[0][1]

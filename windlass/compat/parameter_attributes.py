@@ -1,9 +1,9 @@
-"""What DeepSpeed's clients ask of a parameter: `ds_id`, `ds_shape`, `ds_status`, `all_gather`, ...
+"""Attributes of parameters that DeepSpeed's clients read: `ds_id`, `ds_shape`, `ds_status`, `all_gather`, ...
 
-[Note: asked, not kept] Nothing is put on parameters: one with attributes of ours could not be pickled, and a copy would
-carry them on. `install` gives `nn.Parameter` a `__getattr__`, which Python only calls for names that are not
-there; it answers for parameters that an engine or `zero.Init` has, and for no others. Parameters of stage 3 keep their
-shape in windlass, whole or not.
+[Note: computed attributes] Nothing is stored on parameters, because stored attributes would break pickling and would
+follow a copy. Instead, `install_parameter_attributes` gives `nn.Parameter` a `__getattr__`, which Python calls only for
+missing attributes. It answers only for parameters that belong to an engine or to `zero.Init`. Stage-3 parameters keep
+their full shape in windlass, sharded or not.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_model import ShardedModel
 
 _id_counter = count()
-_ids: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # by sharded model: of its parameters
-_sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by birth
+_ids: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # ids of a sharded model's parameters
+_sharded_init_ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # ids of parameters under zero.Init
 _active_by_owner: WeakKeyDictionary[Any, dict[int, set[int]]] = WeakKeyDictionary()
 _external_parameters: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
-_expert_group_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names of groups, by parameter
-_stub_models: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` made
-_gathered_contexts: dict[int, GatheredParameters] = {}  # by id of the parameter that all_gather made whole
+_expert_group_names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # name of the expert group, by parameter
+_stub_models: WeakSet[Any] = WeakSet()  # sharded models of engines that `deepspeed.initialize` built
+_gathered_contexts: dict[int, GatheredParameters] = {}  # by id of a parameter that all_gather unsharded
 
 
 def install_parameter_attributes() -> None:
-    """Have parameters answer, and modules tell which parameters of others they use. Doing it again does nothing."""
+    """Install the attributes on `nn.Parameter`, and `ds_external_parameters` on `nn.Module`. Idempotent."""
     if nn.Parameter.__dict__.get("__getattr__") is not _get_attribute:
         nn.Parameter.__getattr__ = _get_attribute  # type: ignore[attr-defined]
         nn.Module.ds_external_parameters = _iterate_external  # type: ignore[attr-defined]
@@ -49,30 +49,32 @@ def install_parameter_attributes() -> None:
 
 
 def enable_state_dict_stubs(model: ShardedModel) -> None:
-    """Have `state_dict()` give names for the released parameters of `model`; of others it raises, as it did."""
+    """Make `state_dict()` return stubs for the sharded parameters of `model`; for other models it keeps raising."""
     _stub_models.add(model)
 
 
 def mark_expert(parameter: nn.Parameter, group_name: str) -> None:
-    """Have a parameter answer that it is an expert's, by the name of the ranks over which those are spread."""
+    """Mark a parameter as an expert's, with the name of the group over which its layer is spread."""
     install_parameter_attributes()
     _expert_group_names[parameter] = group_name
 
 
 def is_stage_3_parameter(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's values are spread over the ranks between uses, or would be if it were larger."""
+    """Return True if a parameter is managed by stage 3, whether it is sharded or persistent."""
     place = find(parameter)
     return place.model.policy.stage == 3 if place is not None else initial_shard.find(parameter) is not None
 
 
 def external_parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of other modules that `module` was said to use."""
+    """Return the parameters of other modules that `module` is registered to use."""
     return _external_parameters.setdefault(module, {})
 
 
 def _allows_stub(parameter: nn.Parameter) -> bool:
-    """Whether `state_dict()` gets a stub, of which scripts on one rank read the name. Inside a forward `detach` means
-    the values, and its unit brings them."""
+    """Return True if `state_dict()` may return a stub, of which a script on one rank reads only the name.
+
+    Inside a forward, `detach` must return the values instead, so the parameter's unit gathers them.
+    """
     place, birth = find(parameter), initial_shard.find(parameter)
     if place is None:
         return birth is not None and birth.allows_stub
@@ -90,7 +92,8 @@ def _get_attribute(self: nn.Parameter, name: str) -> Any:
     answer = _HP_ATTRIBUTES.get(name)
     if answer is not None and find(self) is not None:
         return answer(self)
-    if name in ("allreduce", "group_name") and self in _expert_group_names:  # what scripts tell experts by
+    # Scripts recognize experts by these attributes.
+    if name in ("allreduce", "group_name") and self in _expert_group_names:
         return False if name == "allreduce" else _expert_group_names[self]
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -101,11 +104,12 @@ def _read_full_value(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _require_same_parameter(parameter: nn.Parameter) -> None:
-    """Ranks that read another parameter each would get pieces of both: transformers goes through sets of names, whose
-    order is each process's own.
+    """Raise unless all ranks read the same parameter; reading different ones would mix their shards. Collective.
+
+    transformers iterates over sets of names, whose order differs between processes.
 
     Raises:
-        ReleasedParameterError: they do; on all of them.
+        ShardedParameterError: ranks read different parameters. Raised on all of them.
     """
     place, birth = find(parameter), initial_shard.find(parameter)
     if birth is not None:
@@ -120,12 +124,12 @@ def _require_same_parameter(parameter: nn.Parameter) -> None:
     if len(set(told)) > 1:
         read = ", ".join(f"rank {rank}: {one!r}" for rank, one in zip(group.ranks, told, strict=True))
         raise ShardedParameterError(
-            f"ranks read different parameters from a state_dict() at stage 3, where all read one together ({read}); "
-            "save by engine.save_16bit_model, or read inside `with GatheredParameters(parameters):`"
+            f"ranks read different parameters from a state_dict() at stage 3, where all must read the same one "
+            f"({read}); save with engine.save_16bit_model, or read inside `with GatheredParameters(parameters):`"
         )
 
 
-# stage 3
+# Attributes at stage 3.
 
 
 def _ds_id(parameter: nn.Parameter) -> int:
@@ -134,7 +138,7 @@ def _ds_id(parameter: nn.Parameter) -> int:
         birth = initial_shard.find(parameter)
         return _sharded_init_ids.setdefault(birth, next(_id_counter))
     known = _ids.get(place.model)
-    if known is None:  # all at once, in model order: the same on every rank
+    if known is None:  # assign all ids at once, in model order, so that they are the same on every rank
         known = _ids[place.model] = {id(p): next(_id_counter) for p in place.model.model.parameters()}
     return known.setdefault(id(parameter), next(_id_counter))
 
@@ -163,7 +167,7 @@ def _shard_group(parameter: nn.Parameter) -> Any:
 
 
 def _ds_tensor(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's piece, flat; it tells its own `ds_numel` as DeepSpeed's does."""
+    """Return this rank's shard, flat. Like DeepSpeed's, it has the attribute `ds_numel`."""
     birth = initial_shard.find(parameter)
     piece = (birth.shard if birth is not None else zero.local_param(parameter)).detach().view(-1)
     piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
@@ -175,10 +179,10 @@ def _padded_shard_numel(parameter: nn.Parameter) -> int:
 
 
 class GatherHandle:
-    """Handle of a gather that is complete when it is returned.
+    """Handle of a gather that is already complete.
 
     Args:
-        params: that are whole.
+        params: the gathered parameters.
     """
 
     complete = True
@@ -187,7 +191,7 @@ class GatherHandle:
         self.params = params
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 def _gathered(params: list[nn.Parameter]) -> GatherHandle:
@@ -199,7 +203,7 @@ def _gathered(params: list[nn.Parameter]) -> GatherHandle:
 
 def _all_gather(parameter: nn.Parameter) -> Callable[..., GatherHandle]:
     def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> GatherHandle:
-        """Make parameters whole until `partition`. Collective."""
+        """Unshard parameters until `partition` is called. Collective."""
         return _gathered([parameter] if param_list is None else list(param_list))
 
     return all_gather
@@ -207,7 +211,7 @@ def _all_gather(parameter: nn.Parameter) -> Callable[..., GatherHandle]:
 
 def _all_gather_coalesced(parameter: nn.Parameter) -> Callable[..., GatherHandle]:
     def all_gather_coalesced(params: Any, safe_mode: bool = False, quantize: bool = False) -> GatherHandle:
-        """Make parameters whole until `partition`. Collective."""
+        """Unshard parameters until `partition` is called. Collective."""
         return _gathered(list(params))
 
     return all_gather_coalesced
@@ -220,10 +224,14 @@ def _partition(parameter: nn.Parameter) -> Callable[..., None]:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Release what `all_gather` made whole; with `has_been_updated` its values (rank 0's) count. Collective."""
+        """Reshard parameters that `all_gather` unsharded.
+
+        With `has_been_updated`, rank 0's values are kept. Collective.
+        """
         for one in [parameter] if param_list is None else list(param_list):
             context = _gathered_contexts.pop(id(one), None)
             if context is not None:
+                # On exit, GatheredParameters broadcasts the values of this rank; None discards changes.
                 context._rank = 0 if has_been_updated else None
                 context.__exit__(None, None, None)
 
@@ -232,7 +240,7 @@ def _partition(parameter: nn.Parameter) -> Callable[..., None]:
 
 def _summary(parameter: nn.Parameter) -> Callable[..., dict[str, Any]]:
     def ds_summary(slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
-        """What the parameter is, as a dict."""
+        """Return a description of the parameter as a dict."""
         return {
             "id": _ds_id(parameter),
             "status": _ds_status(parameter).name,
@@ -257,7 +265,7 @@ def _is_persistent(parameter: nn.Parameter) -> bool:
 
 def _refused_method(what: str) -> Callable[[nn.Parameter], Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotBuiltError(f"parameter.{what}: windlass moves gradients by itself; use windlass.zero.full_grad")
+        raise NotBuiltError(f"parameter.{what}: windlass reduces gradients itself; use windlass.zero.full_grad")
 
     return lambda parameter: refuse
 
@@ -297,12 +305,12 @@ _STAGE_3_ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-# any stage: fp32 values, states and gradients behind a 16-bit parameter
+# Attributes at any stage: fp32 values, optimizer states and gradients of a 16-bit parameter.
 
 
 def _full_hp(parameter: nn.Parameter) -> Callable[..., Any]:
     def get_full_hp_param(self: Any = None, optim_state_key: str | None = None) -> Any:
-        """The whole fp32 weight, or the optimizer state of that key. Collective."""
+        """Return the full fp32 weight, or the optimizer state of that key. Collective."""
         if optim_state_key is not None:
             return zero.full_state(parameter, optim_state_key)
         return zero.full_param(parameter).detach()
@@ -312,7 +320,7 @@ def _full_hp(parameter: nn.Parameter) -> Callable[..., Any]:
 
 def _set_full_hp(parameter: nn.Parameter) -> Callable[..., None]:
     def set_full_hp_param(value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        """Set the whole fp32 weight, or the optimizer state of that key. Collective."""
+        """Set the full fp32 weight, or the optimizer state of that key. Collective."""
         if optim_state_key is not None:
             zero.set_full_state(parameter, optim_state_key, value)
         else:

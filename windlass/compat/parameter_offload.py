@@ -1,4 +1,4 @@
-"""What takes the place of DeepSpeed's manager of stage-3 parameters, whose hooks scripts take off and put back."""
+"""Replacement for DeepSpeed's stage-3 parameter manager, whose hooks scripts remove and restore."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ if TYPE_CHECKING:
 
 
 class NoopHookHandle:
-    """Of a hook that is in nobody's way: inside `GatheredParameters` windlass's own use what is gathered already."""
+    """Handle of a hook that does nothing.
+
+    windlass's own hooks stay: inside `GatheredParameters` they find the parameters gathered.
+    """
 
     def remove(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class NoopParameterCoordinator:
-    """Windlass keeps no trace that a forward of another kind could spoil; it remembers that somebody thought so."""
+    """Replacement for DeepSpeed's parameter coordinator. There is no trace to invalidate; the call is recorded."""
 
     def __init__(self) -> None:
         self._invalid = False
 
     def is_invalid_trace(self) -> bool:
-        """Whether `_invalidate_trace` was called."""
+        """Return True if `_invalidate_trace` was called."""
         return self._invalid
 
     def _invalidate_trace(self) -> None:
@@ -33,11 +36,12 @@ class NoopParameterCoordinator:
 
 
 class ParameterOffload:
-    """`engine.optimizer.parameter_offload`, or `engine.optimizer` itself where nothing is trained: hooks that can be
-    taken off and put back, the model, the coordinator.
+    """Object at `engine.optimizer.parameter_offload`, or at `engine.optimizer` itself without an optimizer.
+
+    It has the model, the coordinator, and hooks that can be removed and restored.
 
     Args:
-        engine: at stage 3.
+        engine: engine at stage 3.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -53,7 +57,7 @@ class ParameterOffload:
         self.forward_hooks, self.backward_hooks = [NoopHookHandle()], [NoopHookHandle()]
 
     def setup_zero_stage3_hooks(self) -> None:
-        """Put the hooks back."""
+        """Restore the hooks."""
         self._register_deepspeed_module(self.module)
 
     def _remove_module_hooks(self) -> None:
@@ -62,26 +66,28 @@ class ParameterOffload:
         self.forward_hooks, self.backward_hooks = [], []
 
     def destroy(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._remove_module_hooks()
 
     def get_param_coordinator(self, *_: Any, **__: Any) -> NoopParameterCoordinator:
-        """The coordinator."""
+        """Return the coordinator."""
         return self.param_coordinator
 
     def empty_partition_cache(self) -> None:
-        """Nothing: what a forward gathered is released when it ends."""
+        """Do nothing: a forward frees the parameters that it gathered when it ends."""
 
     def partition_all_parameters(self) -> None:
-        """Nothing: parameters are released after use."""
+        """Do nothing: parameters are resharded after use."""
 
 
 class ZeROOrderedDict(OrderedDict[str, Any]):
-    """Parameters of a module, in order. DeepSpeed puts it in place of `module._parameters` to gather what a forward
-    reads; windlass gathers by itself and puts none there, so that one which a script makes only holds.
+    """Ordered dict of a module's parameters.
+
+    DeepSpeed replaces `module._parameters` by it to gather parameters that a forward reads. windlass gathers by other
+    means and never installs it; an instance made by a script only stores.
 
     Args:
-        parent_module: whose parameters they are.
+        parent_module: module that owns the parameters.
     """
 
     def __init__(self, parent_module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -94,8 +100,10 @@ class ZeROOrderedDict(OrderedDict[str, Any]):
 
 
 def ensure_zero_ordered_dict(module: Any) -> None:
-    """Put a module's parameters into a `ZeROOrderedDict`, and keep the container that they were in as
-    `_original_parameters`. Does nothing where they are in one already."""
+    """Move a module's parameters into a `ZeROOrderedDict`, and keep the previous container as `_original_parameters`.
+
+    Does nothing if they are already in one.
+    """
     given = getattr(module, "_parameters", None)
     if not isinstance(given, dict) or isinstance(given, ZeROOrderedDict):
         return

@@ -1,4 +1,4 @@
-"""The names of `deepspeed.runtime.zero.partition_parameters` that clients read or replace."""
+"""Names of `deepspeed.runtime.zero.partition_parameters` that clients read or replace."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _orig_torch_randn = torch.randn
 zero_init_context: list[Any] = []
 
 partitioned_param_data_shape = [0]
-"""Shape of a released parameter's data in DeepSpeed. Here it keeps its own shape."""
+"""Shape of a sharded parameter's data in DeepSpeed. In windlass a sharded parameter keeps its full shape."""
 
 
 class MultipleAllGatherHandles:
-    """Handles of several all-gathers that are waited for as one."""
+    """Handle that combines the handles of several all-gathers."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self.handles = handles
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Wait for all of them."""
+        """Wait for all handles."""
         for handle in self.handles:
             handle.wait(handle_dependency=handle_dependency)
 
 
 def print_rank_0(message: Any, debug: bool = False, force: bool = False) -> None:
-    """Print on rank 0, if `debug` or `force` says so."""
+    """Print on rank 0 if `debug` or `force` is set."""
     if (debug or force) and (not dist.is_initialized() or dist.get_rank() == 0):
         print(message)
 
@@ -52,23 +52,25 @@ def print_rank_0(message: Any, debug: bool = False, force: bool = False) -> None
 def _contradicting_single_rank_pg_error(
     dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str | None] | None = None
 ) -> str | None:
-    """Return what is wrong where the launcher started several ranks and the default group has one; None if nothing.
+    """Return an error message if the launcher started several ranks but the default group has one; None otherwise.
 
-    `zero.Init` before `init_distributed` would otherwise keep the whole model on every rank.
+    Without this check, `zero.Init` called before `init_distributed` would keep the whole model on every rank.
     """
     given = (os.environ if env is None else env).get("WORLD_SIZE")
     world = int(given) if given is not None and given.strip().isdecimal() else 1
     if explicit_process_group is not None or dp_world_size != 1 or world <= 1:
         return None
     return (
-        f"zero.Init: the launcher says WORLD_SIZE={world} and the process group has 1 rank, so that nothing would be "
-        "sharded; call deepspeed.init_distributed() before, or pass data_parallel_group"
+        f"zero.Init: the launcher sets WORLD_SIZE={world} but the process group has 1 rank, so nothing would be "
+        "sharded; call deepspeed.init_distributed() first, or pass data_parallel_group"
     )
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """`fn` itself. DeepSpeed's `Init` wraps torch's constructors in this; windlass's leaves them alone, so a function
-    that a client puts here is never called."""
+    """Return `fn`. DeepSpeed's `Init` wraps torch's constructors with this function; windlass's `Init` does not.
+
+    A function that a client assigns to this name is therefore never called.
+    """
     return fn
 
 
@@ -76,9 +78,11 @@ _INIT_SIGNATURE = signature(zero.Init.__init__)
 
 
 class Init(zero.Init):
-    """As `windlass.zero.Init`, of any configuration that `deepspeed.initialize` takes. What is born inside has the
-    configuration's 16 bits unless `dtype` says otherwise, and can be asked as DeepSpeed's parameters can, on one rank
-    too."""
+    """Context `windlass.zero.Init` that accepts every configuration that `deepspeed.initialize` accepts.
+
+    Parameters are constructed in the configuration's 16-bit dtype unless `dtype` is given, and have DeepSpeed's
+    parameter attributes, on a single rank too.
+    """
 
     cuts_alone = cuts_nested = True
     lends_names = True
@@ -100,11 +104,12 @@ Init.__init__.__signature__ = _INIT_SIGNATURE  # type: ignore[attr-defined]
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Say that `module` uses a parameter of another module. Windlass finds that out by itself; it is remembered for who
-    asks `ds_external_parameters`.
+    """Register that `module` uses a parameter of another module.
+
+    windlass detects such uses by itself; the entry only appears in `ds_external_parameters`.
 
     Raises:
-        RuntimeError: it is no parameter.
+        RuntimeError: the argument is not a parameter.
     """
     if not isinstance(parameter, torch.nn.Parameter):
         raise RuntimeError(f"register_external_parameter takes a Parameter, not a {type(parameter).__name__}")
@@ -115,10 +120,10 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Forget what `register_external_parameter` was told.
+    """Undo `register_external_parameter`.
 
     Raises:
-        RuntimeError: it is not registered.
+        RuntimeError: the parameter is not registered.
     """
     known = parameter_attributes.external_parameters_of(module)
     name = next((name for name, other in known.items() if other is parameter), None)
@@ -128,5 +133,5 @@ def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.P
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter is under stage 3."""
+    """Return True if a parameter is managed by stage 3."""
     return isinstance(parameter, torch.nn.Parameter) and parameter_attributes.is_stage_3_parameter(parameter)

@@ -1,4 +1,4 @@
-"""Classes that DeepSpeed's checkpoints hold by name: unpickled into plain holders of what they held."""
+"""Classes that DeepSpeed's checkpoints refer to by name. They unpickle into containers of the saved attributes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-# keys of the arguments of a scale that moves
+# Keys of a dynamic loss scale's arguments.
 INITIAL_LOSS_SCALE = "init_scale"
 SCALE_WINDOW = "scale_window"
 DELAYED_SHIFT = "delayed_shift"
@@ -15,14 +15,14 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScalerBase:
-    """A loss scale at rest: attributes as they were saved."""
+    """Saved loss scale, with its attributes as saved."""
 
     def __init__(self, cur_scale: float = 1.0) -> None:
         self.cur_scale, self.dynamic = cur_scale, False
 
     @property
     def loss_scale(self) -> float:
-        """The scale."""
+        """Value of the loss scale."""
         return self.cur_scale
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -30,14 +30,14 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """A scale that stays."""
+    """Static loss scale."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__(scale)
 
 
 class DynamicLossScaler(LossScalerBase):
-    """A scale that moves."""
+    """Dynamic loss scale."""
 
     def __init__(self, init_scale: float = 2.0**32, **others: Any) -> None:
         super().__init__(init_scale)
@@ -46,7 +46,7 @@ class DynamicLossScaler(LossScalerBase):
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """The stages."""
+    """ZeRO stages."""
 
     disabled = 0
     optimizer_states = 1
@@ -57,14 +57,14 @@ class ZeroStageEnum(int, enum.Enum):
 
 @dataclass
 class fragment_address:  # noqa: N801  (the name that is in files)
-    """Where a fragment lies in a flat buffer: elements."""
+    """Position of a fragment in a flat buffer, in elements."""
 
     numel: int
     start: int
 
 
 class OffloadDeviceEnum(str, enum.Enum):  # noqa: UP042  (its text is as DeepSpeed's)
-    """Where what is offloaded goes."""
+    """Device of offloaded data."""
 
     none = "none"
     cpu = "cpu"
@@ -72,7 +72,7 @@ class OffloadDeviceEnum(str, enum.Enum):  # noqa: UP042  (its text is as DeepSpe
 
 
 class OffloadStateTypeEnum(str, enum.Enum):  # noqa: UP042  (its text is as DeepSpeed's)
-    """What `engine.offload_states` can take off the device."""
+    """State types that `engine.offload_states` can offload."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.pin_memory_tracker`: how much host memory the accelerator has page-locked."""
+"""Module `deepspeed.utils.pin_memory_tracker`: tracks the host memory that the accelerator has page-locked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _FIRST_REPORT = 32 * 2**30
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return bytes as text, in the largest unit that leaves a number of at least 1."""
+    """Format a number of bytes in the largest unit that gives at least 1."""
     for size, unit, digits in ((2**30, "GB", 3), (2**20, "MB", 2), (2**10, "KB", 1)):
         if num_bytes >= size:
             return f"{num_bytes / size:.{digits}f} {unit}"
@@ -16,16 +16,17 @@ def format_bytes(num_bytes: int) -> str:
 
 
 class PinnedMemoryTracker:
-    """Sum of all page-locked allocations of this process, logged each time it passes 32 GB, 64 GB, 128 GB, ...
+    """Tracker of all page-locked allocations of this process. Logs each time the sum passes 32 GB, 64 GB, 128 GB, ...
 
-    Page-locked memory is never swapped out and counts against `ulimit -l`. The sum does not fall when memory is freed.
+    Page-locked memory is never swapped out and counts against `ulimit -l`. The sum does not decrease when memory is
+    freed.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self._bytes = self._calls = 0
         self._next_checkpoint = _FIRST_REPORT
 

@@ -1,6 +1,6 @@
-"""`deepspeed.runtime.pipe.schedule`: DeepSpeed's schedules of a pipeline stage as lists of instructions.
+"""Module `deepspeed.runtime.pipe.schedule`: DeepSpeed's schedules of a pipeline stage as lists of instructions.
 
-Scripts read and subclass these to inspect or simulate a pipeline. The engine of windlass runs its own schedules
+Scripts read and subclass these to inspect or simulate a pipeline. windlass's engine runs its own schedules
 (`windlass.parallel.pipeline.pipeline_schedules`) and does not execute these instructions.
 """
 
@@ -14,7 +14,7 @@ from windlass.compat.runtime_functions import call_to_str
 
 
 class PipeInstruction:
-    """Instruction for one stage; its keyword arguments become attributes."""
+    """Instruction for one stage. Its keyword arguments become attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -27,19 +27,19 @@ class PipeInstruction:
 
 
 class OptimizerStep(PipeInstruction):
-    """Step the optimizer and zero the gradients."""
+    """Instruction to step the optimizer and zero the gradients."""
 
 
 class ReduceGrads(PipeInstruction):
-    """Reduce gradients over the data-parallel ranks of the stage."""
+    """Instruction to reduce gradients over the data-parallel ranks of the stage."""
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Reduce gradients of tied modules over the stages that share them."""
+    """Instruction to reduce gradients of tied modules over the stages that share them."""
 
 
 class CommitP2P(PipeInstruction):
-    """Start all queued sends and receives."""
+    """Instruction to start all queued sends and receives."""
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -52,31 +52,31 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Read the next micro-batch into a buffer."""
+    """Instruction to read the next micro-batch into a buffer."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Run the stage's layers on a buffer's inputs."""
+    """Instruction to run the stage's layers on a buffer's inputs."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Backpropagate through a buffer's outputs."""
+    """Instruction to backpropagate through a buffer's outputs."""
 
 
 class SendActivation(BufferOpInstruction):
-    """Send a buffer's outputs to the next stage."""
+    """Instruction to send a buffer's outputs to the next stage."""
 
 
 class RecvActivation(BufferOpInstruction):
-    """Receive a buffer's inputs from the previous stage."""
+    """Instruction to receive a buffer's inputs from the previous stage."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send the gradients of a buffer's inputs to the previous stage."""
+    """Instruction to send the gradients of a buffer's inputs to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
-    """Receive the gradients of a buffer's outputs from the next stage."""
+    """Instruction to receive the gradients of a buffer's outputs from the next stage."""
 
 
 class PipeSchedule(ABC):
@@ -98,7 +98,7 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of each step; stages may synchronize between steps without deadlock."""
+        """Yield the instructions of each step. Stages may synchronize between steps without deadlock."""
 
     def num_pipe_buffers(self) -> int:
         """Return the number of buffers that this stage needs."""
@@ -150,10 +150,10 @@ class PipeSchedule(ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward passes alone, with two buffers: one is received while the other is sent."""
+    """Schedule of forward passes only, with two buffers: one is received while the other is sent."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield `micro_batches + stages - 1` steps; stage s runs micro-batch m at step m + s."""
+        """Yield `micro_batches + stages - 1` steps. Stage s runs micro-batch m at step m + s."""
         for step in range(self.micro_batches + self.stages - 1):
             micro = step - self.stage_id
             here, before = (step + self.stage_id) % 2, (step + self.stage_id + 1) % 2
@@ -164,7 +164,7 @@ class InferenceSchedule(PipeSchedule):
                 exchange.append(SendActivation(before))
             if runs and self._valid_stage(self.prev_stage):
                 exchange.append(RecvActivation(here))
-            if self.stage_id % 2:  # neighbours take opposite orders, so that a send meets a receive
+            if self.stage_id % 2:  # neighbours use opposite orders, so that a send meets a receive
                 exchange.reverse()
             load = [LoadMicroBatch(here)] if runs and (self.is_first_stage or self.is_last_stage) else []
             yield [*load, *exchange, *([ForwardPass(here)] if runs else [])]
@@ -175,10 +175,13 @@ class InferenceSchedule(PipeSchedule):
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B: stage s runs the forward of micro-batch m at step 2m + s, its backward at step 2m + 2 * stages - 1 - s."""
+    """1F1B schedule.
+
+    Stage s runs the forward of micro-batch m at step 2m + s, and its backward at step 2m + 2 * stages - 1 - s.
+    """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield `2 * (micro_batches + stages - 1)` steps; the last one reduces gradients and steps the optimizer."""
+        """Yield `2 * (micro_batches + stages - 1)` steps. The last one reduces gradients and steps the optimizer."""
         total, before = 2 * (self.micro_batches + self.stages - 1), -1
         for step in range(total):
             micro, forward = self._step_to_micro_batch(step)
@@ -200,18 +203,18 @@ class TrainSchedule(PipeSchedule):
             yield found
 
     def num_pipe_buffers(self) -> int:
-        """Return the largest number of forwards that wait for their backward, at least 2."""
+        """Return the maximum number of forwards that await their backward, at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _step_to_micro_batch(self, step: int) -> tuple[int, bool]:
-        """Return the micro-batch of a step, which may not exist, and whether the step is a forward."""
+        """Return the micro-batch of a step, which may be out of range, and whether the step is a forward."""
         if (step - self.stage_id) % 2 == 0:
             return (step - self.stage_id) // 2, True
         return (step + self.stage_id + 1) // 2 - self.stages, False
 
 
 class DataParallelSchedule(PipeSchedule):
-    """One stage with gradient accumulation."""
+    """Schedule of a single stage with gradient accumulation."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Yield one step for each micro-batch."""

@@ -1,4 +1,4 @@
-"""The engine's methods of dtypes, by DeepSpeed's names: what parameters and buffers of a module are cast to."""
+"""Engine mixin with DeepSpeed's methods that return configured dtypes and cast a module."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from windlass.base.dtypes import parse_dtype
 
 
 class Precision:
-    """Which dtypes a configuration asks for, and the cast of a module to given ones.
+    """Mixin with the configured dtypes, and a cast of the module's parameters and buffers.
 
-    `initialize` makes its own cast (`windlass.engine.module_buffers`); these are for scripts that ask for it.
+    `initialize` does its own cast (`windlass.engine.module_buffers`); these methods are for scripts that call them.
     """
 
     _config: Any
@@ -24,7 +24,7 @@ class Precision:
     bfloat16_enabled: Callable[[], bool]
 
     def _mixed_precision_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Return the dtypes of parameters and of buffers; None for those that keep theirs."""
+        """Return the dtypes of parameters and of buffers; None for those that are not cast."""
         parameters = None
         if self.fp16_enabled():
             parameters = torch.half
@@ -34,7 +34,7 @@ class Precision:
         return parameters, parse_dtype(named) if named is not None else None
 
     def _assert_valid_mixed_precision_config(self) -> None:
-        """Hold `data_types.param_dtype` against the enabled precision.
+        """Check `data_types.param_dtype` against the enabled precision.
 
         Raises:
             AssertionError: they differ.
@@ -44,8 +44,8 @@ class Precision:
             return
         enabled = torch.half if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
         assert parse_dtype(named) == enabled, (
-            f"data_types.param_dtype is {named!r}, but fp16.enabled and bf16.enabled make parameters {enabled}; leave "
-            "param_dtype out"
+            f"data_types.param_dtype is {named!r}, but fp16.enabled and bf16.enabled make parameters {enabled}; remove "
+            "param_dtype"
         )
 
     def _cast_module_mixed_precision(
@@ -58,10 +58,10 @@ class Precision:
         """Cast the floating-point parameters and buffers of the module in place.
 
         Args:
-            param_dtype: of parameters; None: they keep theirs.
-            buffer_dtype: of buffers; None: they keep theirs.
-            is_zero_init_model: parameters were created by `zero.Init`, which gave them their dtype.
-            keep_pattern: buffers with a matching name are fp32.
+            param_dtype: dtype of parameters; None: unchanged.
+            buffer_dtype: dtype of buffers; None: unchanged.
+            is_zero_init_model: parameters were created by `zero.Init` in their final dtype and are not cast.
+            keep_pattern: buffers with a matching name are cast to fp32.
         """
         if param_dtype is not None and not is_zero_init_model:
             _cast(self.module.parameters(), param_dtype)

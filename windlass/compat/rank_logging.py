@@ -1,4 +1,4 @@
-"""`deepspeed.utils.logging`: the logger that scripts hold, and lines that chosen ranks write."""
+"""Module `deepspeed.utils.logging`: the shared logger, and log functions for selected ranks."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ log_levels: dict[str, int] = {
 
 
 class SharedLogger(logging.Logger):
-    """A logger whose level is windlass' own too: who tells DeepSpeed to be quiet means all of it."""
+    """Logger whose level also applies to windlass's own logger, because scripts silence both through it."""
 
     def setLevel(self, level: int | str) -> None:
-        """Say nothing below `level` from now on."""
+        """Set the level of this logger and of windlass's logger."""
         super().setLevel(level)
         own_logger.setLevel(level)
 
     def warning_once(self, message: object, *args: Hashable) -> None:
-        """Warn, and of the same thing no second time."""
+        """Log a warning; repetitions of the same warning are dropped."""
         warning_once(message, *args)
 
     def log_dist_once(self, message: object, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-        """See `log_dist_once`."""
+        """Log once on the given ranks; see the function `log_dist_once`."""
         log_dist_once(message, ranks, level)
 
 
 class LoggerFactory:
-    """Makes loggers that write to the standard output."""
+    """Factory of loggers that write to standard output."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """A logger of that name, with a line's time, level and place.
+        """Create a logger whose lines show time, level and source location.
 
         Raises:
-            ValueError: there is no name.
+            ValueError: `name` is None.
         """
         if name is None:
             raise ValueError("create_logger: name is None; give the logger a name")
@@ -73,31 +73,31 @@ logger = _make_shared_logger()
 
 @functools.cache
 def warning_once(message: object, *args: Hashable) -> None:
-    """Warn, and of the same thing no second time."""
+    """Log a warning; repetitions of the same warning are dropped."""
     logger.warning(message, *args)
 
 
 def _is_chosen_rank(ranks: Sequence[int] | None) -> bool:
-    """Whether this rank is to speak: each before ranks know each other, then those in `ranks`; -1 means all."""
+    """Return True if this rank logs: before initialization every rank, then those in `ranks`; `[-1]` means all."""
     if not dist.is_initialized():
         return True
     return bool(ranks) and (ranks is not None) and (ranks[0] == -1 or dist.get_rank() in ranks)
 
 
 def get_dist_msg(message: object, ranks: Sequence[int] | None = None) -> str | None:
-    """`message` with this rank before it; None where this rank is not to say it."""
+    """Return `message` with a rank prefix; None if this rank does not log it."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     return f"[Rank {rank}] {message}" if _is_chosen_rank(ranks) else None
 
 
 def log_dist(message: object, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the ranks in `ranks`; `[-1]` means all, None nobody once ranks know each other."""
+    """Log on the ranks in `ranks`. `[-1]` means all ranks; None means none once a process group is initialized."""
     if (text := get_dist_msg(message, ranks)) is not None:
         logger.log(level, text)
 
 
 def log_dist_once(message: object, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """As `log_dist`, and the same thing no second time."""
+    """Log like `log_dist`; repetitions of the same message are dropped."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
@@ -107,7 +107,7 @@ def _log_once(message: object, ranks: tuple[int, ...] | None, level: int) -> Non
 
 
 def print_dist(message: object, ranks: Sequence[int] | None = None) -> None:
-    """As `log_dist`, whatever the level of the logger is."""
+    """Print like `log_dist`, regardless of the logger's level."""
     if (text := get_dist_msg(message, ranks)) is not None:
         print(text)
 
@@ -115,10 +115,10 @@ def print_dist(message: object, ranks: Sequence[int] | None = None) -> None:
 def print_json_dist(
     message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | os.PathLike[str] | None = None
 ) -> None:
-    """Write `message`, with its rank, to `path` as JSON, on the ranks in `ranks`.
+    """Write `message`, with the rank added, to `path` as JSON, on the ranks in `ranks`.
 
     Raises:
-        ValueError: there is no path.
+        ValueError: `path` is None.
     """
     if not _is_chosen_rank(ranks):
         return
@@ -129,28 +129,28 @@ def print_json_dist(
 
 
 def print_configuration(args: Any, name: str) -> None:
-    """Log what an object of arguments holds, one a line."""
+    """Log the attributes of an object, one per line."""
     logger.info(f"{name}:")
     for key, value in sorted(vars(args).items()):
         logger.info(f"  {key} {'.' * (29 - len(key))} {value}")
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """`info` as the number that logging uses.
+    """Return the numeric logging level of a name such as `info`.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: the level is unknown.
     """
     if log_level_str.lower() not in log_levels:
-        raise ValueError(f"{log_level_str!r} is no level; write one of {', '.join(log_levels)}")
+        raise ValueError(f"{log_level_str!r} is not a log level; use one of {', '.join(log_levels)}")
     return log_levels[log_level_str.lower()]
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Say nothing below a level, given as text, from now on.
+    """Set the level of a logger and its handlers by name.
 
     Raises:
-        ValueError: as `get_log_level_from_string`.
+        ValueError: see `get_log_level_from_string`.
     """
     level, target = get_log_level_from_string(log_level_str), custom_logger or logger
     target.setLevel(level)
@@ -159,31 +159,31 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def get_current_level() -> int:
-    """The level below which nothing is said."""
+    """Return the logger's effective level."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the level is this one or lower.
+    """Return True if the current level is at or below the given one.
 
     Raises:
-        ValueError: it is no text, or no level.
+        ValueError: the argument is not a string, or the level is unknown.
     """
     if not isinstance(max_log_level_str, str):
-        raise ValueError(f"{max_log_level_str!r} is no level; write one of {', '.join(log_levels)}")
+        raise ValueError(f"{max_log_level_str!r} is not a log level; use one of {', '.join(log_levels)}")
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 def get_caller_func(frame: int = 3) -> str:
-    """The name of the function that is `frame` calls above this one."""
+    """Return the name of the function `frame` levels up the call stack."""
     return sys._getframe(frame).f_code.co_name
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Whether torch is at least the one version and at most the other, by major and minor number.
+    """Return True if torch's version is within both bounds; only major and minor numbers are compared.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: neither bound is given.
     """
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version: give min_version or max_version")

@@ -1,4 +1,4 @@
-"""A loader that begins again when it ends."""
+"""Iterator that restarts a loader when it is exhausted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class RepeatingLoader:
-    """Goes through a loader again and again.
+    """Endless iterator over a loader.
 
     Raises:
-        StopIteration: at `next`, if the loader has nothing at all.
+        StopIteration: at `next`, if the loader is empty.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:

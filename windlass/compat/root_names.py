@@ -1,4 +1,4 @@
-"""What DeepSpeed's root has from elsewhere: modules of Python, of torch and of `packaging`, and words of `typing`."""
+"""Names at the root of `deepspeed` that come from elsewhere: Python, torch, `packaging` and `typing`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ KV, MLA_KV, MLA_Q, QUERY, NOT_HEAD_BLOCKED = "kv", "mla_kv", "mla_q", "query", "
 
 
 def get_annotations(obj: Any) -> Mapping[str, Any]:
-    """The annotations of a class, function or module, or of an object's class."""
+    """Return the annotations of a class, function or module, or of an object's class."""
     found: Mapping[str, Any] = getattr(obj, "__annotations__", {})
     return found
 
 
 def get_annotations_from_namespace(namespace: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The annotations in the namespace of a class that is being made."""
+    """Return the annotations in the namespace of a class under construction."""
     found: Mapping[str, Any] = namespace.get("__annotations__", {})
     return found
 
 
 def __getattr__(name: str) -> Any:
-    if name == "pkg_version":  # only for who asks: windlass does not need it
+    if name == "pkg_version":  # imported on access only: windlass does not need `packaging`
         return import_module("packaging.version")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The configuration's words and their defaults, by the names that `deepspeed.runtime.constants` and `.config` give."""
+"""Configuration keys and defaults under the names of `deepspeed.runtime.constants` and `deepspeed.runtime.config`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ ZERO_ALLOW_UNTESTED_OPTIMIZER_DEFAULT = False
 ZERO_FORCE_DS_CPU_OPTIMIZER = "zero_force_ds_cpu_optimizer"
 ZERO_FORCE_DS_CPU_OPTIMIZER_DEFAULT = True
 
-# names that deepspeed.runtime.config has besides
+# Further names of deepspeed.runtime.config.
 
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAMW_OPTIMIZER = "adamw"
@@ -142,7 +142,7 @@ MUSGD_OPTIMIZER = "musgd"
 TENSOR_CORE_ALIGN_SIZE = 8
 TORCH_ADAM_PARAM = "torch_adam"
 
-# optimizers that 0.19.8 no longer names, and older scripts do
+# Optimizers that DeepSpeed 0.19.8 no longer names but older scripts do.
 
 ONEBIT_ADAM_OPTIMIZER = "onebitadam"
 ONEBIT_LAMB_OPTIMIZER = "onebitlamb"

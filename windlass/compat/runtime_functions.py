@@ -1,4 +1,4 @@
-"""Nested tensors from device to device, seeds, memory in one line: what `deepspeed.runtime.utils` has for scripts."""
+"""Functions of `deepspeed.runtime.utils`: device transfers of nested tensors, seeds, and memory reports."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ _GIB = 1 << 30
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: TensorPredicate) -> Any:
-    """`item`, in which everything that meets the criterion is a copy on `device`; lists, tuples and dicts are gone
-    through."""
+    """Return nested lists, tuples and dicts with every item that meets the criterion copied to `device`."""
     if criterion_func(item):
         return item.to(device)
     return _map_children(item, lambda one: copy_to_device(one, device, criterion_func), lambda one: one)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: TensorPredicate | None = None) -> Any:
-    """`item` on `device`: tensors that meet the criterion get other memory and stay who they are; without a criterion
-    all are new ones. What cannot be moved stays."""
+    """Return `item` with its tensors on `device`.
+
+    Tensors that meet the criterion are moved in place and keep their identity. Without a criterion, all tensors are
+    new. Objects that have no `to` are unchanged.
+    """
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
         return item
@@ -51,7 +53,7 @@ def _map_children(item: Any, inner: Callable[[Any], Any], leaf: Callable[[Any], 
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Bytes of all tensors in nested lists, tuples and dicts."""
+    """Return the bytes of all tensors in nested lists, tuples and dicts."""
     if isinstance(item, torch.Tensor):
         return item.nbytes
     if isinstance(item, list | tuple):
@@ -60,7 +62,7 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
-    """Whether two nested lists or dicts are the same, tensors by value."""
+    """Return True if two nested lists or dicts are equal, comparing tensors by value."""
     if isinstance(inputs1, torch.Tensor):
         return isinstance(inputs2, torch.Tensor) and torch.equal(inputs1, inputs2.to(inputs1.device))
     if type(inputs1) is not type(inputs2):
@@ -74,14 +76,14 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python, NumPy and torch; NumPy gets the lower 32 bits."""
+    """Seed Python, NumPy and torch. NumPy gets the lower 32 bits."""
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
     torch.manual_seed(seed % (1 << 63))
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With `force`, log `message` and what device and host hold, on rank 0; peaks are counted anew from here."""
+    """Log `message` and the memory use of device and host on rank 0, and reset peaks. Does nothing without `force`."""
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     gc.collect()
@@ -90,7 +92,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Print what the device's memory holds, on rank `print_rank`, or on all."""
+    """Print the device's memory use on rank `print_rank`; -1 means all ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if print_rank not in (-1, rank):
         return
@@ -106,74 +108,74 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def get_ma_status() -> int:
-    """Bytes that the device has allocated, on rank 0; 0 on the others."""
+    """Return the bytes allocated on the device on rank 0; 0 on other ranks."""
     return 0 if dist.is_initialized() and dist.get_rank() != 0 else get_accelerator().memory_allocated()
 
 
 def empty_cache() -> None:
-    """Give back what torch's allocator holds without using it, and count peaks anew."""
+    """Free the unused memory of torch's allocator, and reset peak statistics."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 
 
 def torch_memory_reserved(device_index: int | None = None) -> int:
-    """Bytes that torch's allocator holds."""
+    """Return the bytes reserved by torch's allocator."""
     return get_accelerator().memory_reserved(device_index)
 
 
 def torch_max_memory_reserved(device_index: int | None = None) -> int:
-    """The most bytes that it held."""
+    """Return the peak of the bytes reserved by torch's allocator."""
     return get_accelerator().max_memory_reserved(device_index)
 
 
 def noop_decorator(func: Item) -> Item:
-    """`func`."""
+    """Return `func` unchanged."""
     return func
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the folder of a file that is to be written."""
+    """Create the parent folder of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as it would be written."""
+    """Format a call as source code."""
     parts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{base}({', '.join(parts)})"
 
 
 def get_only_unique_item(items: Collection[Item]) -> Item:
-    """The one thing that all items are.
+    """Return the single distinct item of a collection.
 
     Raises:
-        RuntimeError: there are several, or none.
+        RuntimeError: there are several distinct items, or none.
     """
     found = set(items)
     if len(found) != 1:
-        raise RuntimeError(f"expected one and the same item, got {found or 'none'}")
+        raise RuntimeError(f"expected exactly one distinct item, got {found or 'none'}")
     return found.pop()
 
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
-    """Those of a list that stage 3 has not gathered."""
+    """Return the parameters that stage 3 has not gathered."""
     from windlass.zero.core.sharded_parameter import ShardedParameter
 
     return [param for param in param_list if isinstance(param, ShardedParameter)]
 
 
 def align_dense_tensors(tensor_list: Sequence[torch.Tensor], alignment: int) -> list[torch.Tensor]:
-    """The tensors, and one of zeros that makes their elements a multiple of `alignment`."""
+    """Return the tensors, plus a tensor of zeros that pads their total size to a multiple of `alignment`."""
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
     return [*tensor_list, *([tensor_list[0].new_zeros(missing)] if missing else [])]
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
-    """Whether this could be a loss: a scalar tensor that a gradient can flow through."""
+    """Return True if a value may be a loss: a scalar tensor that requires grad."""
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
 
 class DummyOptim:
-    """Holds parameters and has one group of them, where no optimizer is wanted."""
+    """Placeholder for an optimizer, with one parameter group."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": params}]

@@ -1,4 +1,4 @@
-"""What scripts do with their configuration before they call `initialize`."""
+"""Configuration functions that scripts call before `initialize`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from windlass.optim.muon import muon_groups
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:
-    """A configuration as a dict: itself, or read from a path, or from base64.
+    """Return a configuration, given as dict, path or base64, as a dict.
 
     Raises:
-        ConfigError: it is none of these, or no JSON; a ValueError.
+        ConfigError: the argument is none of these, or not JSON. Also a ValueError.
     """
     return read_source(config).data
 
 
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
-    """Where the configuration asks for Muon, write into each parameter's `use_muon` whether it is a hidden matrix."""
+    """Set `use_muon` on each parameter if the optimizer is Muon: True for hidden matrices, False for others."""
     if str(getattr(config_class, "optimizer_name", "")).lower() != "muon":
         return
     for group in muon_groups(model, model.parameters()):

@@ -1,4 +1,4 @@
-"""`_SeqAllToAll` of `deepspeed.sequence.layer`: tokens of a sequence swapped for heads, or back, by itself."""
+"""Class `_SeqAllToAll` of `deepspeed.sequence.layer`: all-to-all between sequence shards and head shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.parallel.sequence.ulysses_sp import axis_from_process_group
 
 
 class SequenceAllToAll:
-    """Namespace of `apply`, since DeepSpeed has an autograd function of it."""
+    """Namespace for `apply`, because DeepSpeed's `_SeqAllToAll` is an autograd function."""
 
     @staticmethod
     def apply(
@@ -30,27 +30,30 @@ class SequenceAllToAll:
         is_fwd: bool = True,
         num_kv_heads: int | None = None,
     ) -> torch.Tensor:
-        """Cut dimension `scatter_idx` over the group, and put the ranks' parts of `gather_idx` end to end. Collective.
+        """Scatter dimension `scatter_idx` over the group, and concatenate the ranks' parts along `gather_idx`.
 
-        The first ranks get one element more where the dimension does not divide. Gradients go the way back.
+        Collective.
+
+        If the dimension is not divisible, the first ranks get one element more. The backward exchanges gradients in
+        reverse.
 
         Args:
-            batch_dim_idx: not used: the two dimensions say all.
-            stream, type, is_fwd: not used: the exchange is not overlapped.
+            batch_dim_idx: unused; the two dimensions determine the exchange.
+            stream, type, is_fwd: unused; the exchange is not overlapped.
 
         Raises:
             ConfigError: `handle` or `num_kv_heads` is given.
         """
         if handle is not None or num_kv_heads is not None:
             raise ConfigError(
-                "_SeqAllToAll takes no handle and no num_kv_heads; use DistributedAttention, which shares out the heads"
+                "_SeqAllToAll takes no handle and no num_kv_heads; use DistributedAttention, which shards the heads"
             )
         axis = axis_from_process_group(group)
         return input if axis.size == 1 else exchange(input, axis, scatter_idx, gather_idx)
 
 
 def exchange(tensor: torch.Tensor, axis: MeshAxis, cut: int, joined: int) -> torch.Tensor:
-    """Send each rank its part of dimension `cut`, and join what comes along dimension `joined`. Collective."""
+    """Scatter dimension `cut` over the ranks, and concatenate the parts received along `joined`. Collective."""
     spans = [compute_shard_range(tensor.shape[cut], axis.size, rank) for rank in range(axis.size)]
     own = spans[axis.index][1] - spans[axis.index][0]
     lengths = [int(n) for n in axis.all_gather(torch.tensor([tensor.shape[joined]], device=tensor.device)).tolist()]

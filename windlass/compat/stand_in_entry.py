@@ -1,4 +1,4 @@
-"""What the table says of one old name: where its meaning lives, and how far it is the same."""
+"""Table entry of one DeepSpeed name: its windlass object, and its compatibility."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NameStatus(enum.Enum):
-    """How far a name means what it meant."""
+    """Compatibility of a name with DeepSpeed's."""
 
     WORKS = "works"
     DIFFERS = "differs"
@@ -18,12 +18,12 @@ class NameStatus(enum.Enum):
 
 @dataclass(frozen=True)
 class StandInEntry:
-    """One row.
+    """Table entry of one DeepSpeed name.
 
     Args:
-        state: see `State`.
-        home: `module:qualified.name` of the object; `module` alone where the name is a module; empty where refused.
-        note: how it differs, or in one sentence why it is refused and what to do.
+        status: compatibility of the name.
+        target: `module:qualified.name` of the object; only `module` if the name is a module; empty if refused.
+        note: for DIFFERS, the difference; for REFUSED, one sentence with the reason and an alternative.
     """
 
     status: NameStatus
@@ -31,7 +31,10 @@ class StandInEntry:
     note: str = ""
 
     def resolve(self, name: str) -> Any:
-        """The object that `name` stands for. What is refused resolves too, and raises when it is used."""
+        """Return the object that `name` refers to.
+
+        A refused name resolves to a placeholder that raises when it is used.
+        """
         if self.status is NameStatus.REFUSED:
             from windlass.compat.not_built import make_refused_type
 
@@ -44,15 +47,15 @@ class StandInEntry:
 
 
 def works(target: str, note: str = "") -> StandInEntry:
-    """A name that does what it did."""
+    """Create an entry for a name that behaves as in DeepSpeed."""
     return StandInEntry(NameStatus.WORKS, target, note)
 
 
 def differs(target: str, note: str) -> StandInEntry:
-    """A name that is there and does its work in another way, which `how` tells."""
+    """Create an entry for a name that behaves differently; `note` describes the difference."""
     return StandInEntry(NameStatus.DIFFERS, target, note)
 
 
 def refused(reason: str) -> StandInEntry:
-    """A name that can be imported and raises, in one sentence, when it is used."""
+    """Create an entry for a name that can be imported but raises when it is used."""
     return StandInEntry(NameStatus.REFUSED, "", reason)

@@ -1,4 +1,4 @@
-"""All tables as one: every old dotted name that is known, what is a module among them, and what lies below it."""
+"""All tables combined: every known DeepSpeed name, which names are modules, and the names below each module."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ for _name in STAND_IN_NAMES:
 
 
 def names_below(module: str) -> frozenset[str]:
-    """The names right below a dotted name."""
+    """Return the names directly below a dotted name."""
     return frozenset(_children.get(module, ()))
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is a module: it has names below it, or its home is a whole module."""
+    """Return True if a dotted name is a module: other names lie below it, or its target is a whole module."""
     return name in _children or is_whole_module(name)
 
 
 def is_whole_module(name: str) -> bool:
-    """Whether a name's home is a whole module."""
+    """Return True if a name's target is a whole module."""
     entry = STAND_IN_NAMES.get(name)
     return entry is not None and bool(entry.target) and ":" not in entry.target

@@ -1,4 +1,4 @@
-"""The folder that makes `import deepspeed` and its package metadata resolve to windlass."""
+"""Folder that makes `import deepspeed` and its package metadata resolve to windlass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from windlass.base.log import logger
 
 STAND_IN_FOLDER = Path(__file__).parent / "path"
-"""Holds a package `deepspeed` of a few lines and the metadata of a distribution of that name."""
+"""Folder with a minimal package `deepspeed` and the metadata of a distribution of that name."""
 
 
 def stand_in_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """What to add to `variables` so that Python processes started with them find the stand-in first."""
+    """Return the variables to set so that Python processes started with `variables` import the stand-in first."""
     before = [
         part for part in variables.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(STAND_IN_FOLDER)
     ]
@@ -22,10 +22,10 @@ def stand_in_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepend_stand_in_path() -> None:
-    """Put the folder before everything else, in this process and in those that it starts.
+    """Put the folder first on `sys.path`, in this process and in its child processes.
 
     Raises:
-        ImportError: the real DeepSpeed was imported already.
+        ImportError: the real DeepSpeed is already imported.
     """
     loaded = sys.modules.get("deepspeed")
     if loaded is not None and not is_stand_in_file(loaded.__file__):
@@ -40,19 +40,19 @@ def prepend_stand_in_path() -> None:
 
 
 def is_stand_in_file(file: str | None) -> bool:
-    """Whether a module's file lies in the folder."""
+    """Return True if a module's file is in the folder."""
     return file is not None and Path(file).resolve().is_relative_to(STAND_IN_FOLDER.resolve())
 
 
 def log_hidden_deepspeed() -> None:
-    """Say once, of all processes of a run, that a DeepSpeed that is installed is not the one that is imported."""
+    """Log, in one process of a run, that an installed DeepSpeed is hidden by the stand-in."""
     if (real := find_hidden_deepspeed()) is not None and "WINDLASS_STANDS_IN" not in os.environ:
         os.environ["WINDLASS_STANDS_IN"] = "said"
         logger.info(f"windlass stands in for the DeepSpeed that is installed in {real}")
 
 
 def find_hidden_deepspeed() -> Path | None:
-    """Where the real DeepSpeed is installed that the folder hides; None where there is none."""
+    """Return the folder of an installed real DeepSpeed that the stand-in hides; None if there is none."""
     for entry in sys.path:
         place = Path(entry or os.curdir, "deepspeed", "__init__.py")
         if place.exists() and not is_stand_in_file(str(place)):

@@ -1,3 +1,3 @@
-"""The version that the stand-in answers with: the DeepSpeed whose interface it has, and its own number."""
+"""Version of the stand-in: the DeepSpeed version whose API it has, plus its own number."""
 
 VERSION = "0.19.8+windlass.1"

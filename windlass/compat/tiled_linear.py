@@ -1,4 +1,4 @@
-"""`deepspeed.zero.TiledLinear`: a linear layer in tiles, each of which stage 3 gathers and releases by itself."""
+"""Class `deepspeed.zero.TiledLinear`: a linear layer split into tiles, which stage 3 gathers and frees one by one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class TileError(ModelError, RuntimeError):
 
 
 class TiledLinear(nn.Module):
-    """Linear layer that is cut into `out_splits` x `in_splits` smaller ones.
+    """Linear layer split into `out_splits` x `in_splits` smaller layers.
 
     Args:
         in_features: size of the last dimension of the input.
         out_features: size of the last dimension of the output.
-        bias: whether the tiles of the last column have a bias.
+        bias: the tiles of the last column have a bias.
         in_splits: number of tiles along the input.
         out_splits: number of tiles along the output.
         input_is_already_split: `forward` takes a sequence of `in_splits` tensors.
         combine_out_splits: `forward` returns one tensor; otherwise a list of `out_splits`.
-        linear_cls: makes a tile from its sizes, `bias` and `kwargs`.
-        init_linear: layer whose values the tiles take.
+        linear_cls: constructs a tile from its sizes, `bias` and `kwargs`.
+        init_linear: layer whose values are copied into the tiles.
 
     Raises:
-        TileError: the numbers of tiles are not between 1 and the number of features.
+        TileError: a number of tiles is not between 1 and the number of features.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        """Return the sum of each row of tiles, joined along the last dimension."""
+        """Return the sums of the rows of tiles, concatenated along the last dimension."""
         if self.in_splits == 1:
             inputs: Sequence[Any] = [input_]
         elif self.input_is_already_split:
@@ -87,28 +87,28 @@ class TiledLinear(nn.Module):
         return self._combine_output_splits(outputs) if self.combine_out_splits else outputs
 
     def _split_global_input(self, input: Any, split_sizes: list[int]) -> Sequence[Any]:
-        """Split an input along its last dimension; subclasses override it for other inputs."""
+        """Split an input along its last dimension. Subclasses override this for other inputs."""
         parts: Sequence[Tensor] = input.split(split_sizes, dim=-1)
         return parts
 
     def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
-        """Add a tile's output to the sum of the tiles before it in the row."""
+        """Add a tile's output to the sum of the previous tiles in the row."""
         return new_out.clone() if current_out is None else current_out + new_out
 
     def _combine_output_splits(self, outputs: Sequence[Any]) -> Any:
-        """Join the sums of all rows."""
+        """Concatenate the sums of all rows."""
         return torch.cat(list(outputs), dim=-1)
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Copy the values of a whole layer into the tiles. Collective at stage 3, where those of rank 0 count.
+        """Copy the values of a full layer into the tiles. Collective at stage 3, where rank 0's values are used.
 
         Raises:
             TileError: the sizes differ.
         """
         if other.weight.shape != (self.out_features, self.in_features) or (other.bias is not None) != self.use_bias:
             wanted = f"{self.in_features} to {self.out_features} features, bias {self.use_bias}"
-            raise TileError(f"copy_params_from takes a layer of {wanted}, not {other}")
+            raise TileError(f"copy_params_from needs a layer of {wanted}, not {other}")
         for row, tiles in enumerate(self.linears):
             rows = slice(*self.out_parts[row : row + 2])
             for column, tile in enumerate(cast(nn.ModuleList, tiles)):
@@ -116,13 +116,14 @@ class TiledLinear(nn.Module):
                 pairs: list[tuple[Any, Tensor]] = [(tile.weight, other.weight[rows, columns])]
                 if tile.bias is not None:
                     pairs.append((tile.bias, other.bias[rows]))
+                # One tile at a time, so that the full layer is never gathered.
                 with GatheredParameters([parameter for parameter, _ in pairs], modifier_rank=0):
                     for parameter, value in pairs:
                         parameter.copy_(value)
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """TiledLinear of layers that return `(output, bias)`, as Megatron's do."""
+    """TiledLinear for layers that return `(output, bias)`, as Megatron's do."""
 
     def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
         before, bias_before = (None, None) if current_out is None else current_out

@@ -1,9 +1,9 @@
-"""What DeepSpeed takes and windlass's own reader refuses: left out or settled as DeepSpeed does, and said once.
+"""Removal or correction of configuration keys that DeepSpeed accepts but windlass rejects, with warnings.
 
-DeepSpeed looks only for the top-level keys that it knows (trl sends dotted ones), and reads `aio`, `pipeline`,
-`activation_checkpointing`, `optimizer` and `scheduler` key by key (but for the `params` of the last two, which are
-arguments); in its other sections a key that is not known is an error, as here. Of two keys
-that contradict each other one wins there, and some keys only concern parallelism that a run does not have.
+DeepSpeed ignores unknown top-level keys (trl sends dotted ones) and unknown keys in `aio`, `pipeline`,
+`activation_checkpointing`, `optimizer` and `scheduler`, except in the `params` of the last two, which are arguments. In
+its other sections an unknown key is an error, as in windlass. Of two contradictory keys, DeepSpeed lets one win. Some
+keys concern only parallelism that a run does not use.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _logged_paths: set[str] = set()
 
 
 def resolve_tolerated_keys(source: Any) -> Any:
-    """`source`, or a changed copy of its data.
+    """Return `source`, or a changed copy of its data.
 
     Raises:
-        ConfigError: the source cannot be read at all.
+        ConfigError: the source is unreadable.
     """
     found = validate_config(source)
     top = found.source.data
@@ -48,15 +48,13 @@ def resolve_tolerated_keys(source: Any) -> Any:
         _RESOLVED_CONTRADICTIONS[path][0](data)
     name = found.source.name
     if new := _not_logged_yet(strange):
-        logger.warning("%s: DeepSpeed has no such keys, they are passed over: %s", name, ", ".join(new))
+        logger.warning("%s: ignored, because DeepSpeed has no such keys: %s", name, ", ".join(new))
     if coupled and _not_logged_yet(["optimizer.params.adam_w_mode"]):
-        logger.warning(
-            "%s: optimizer.params.adam_w_mode: passed over, AdamW decouples its decay; name Adam for it", name
-        )
+        logger.warning("%s: optimizer.params.adam_w_mode: ignored, AdamW always decouples its decay; use Adam", name)
     for path in _not_logged_yet(settled):
         logger.warning("%s: %s: %s", name, path, _RESOLVED_CONTRADICTIONS[path][1])
     for path in _not_logged_yet(list(moot)):
-        logger.warning("%s: %s: passed over, since %s", name, path, moot[path])
+        logger.warning("%s: %s: ignored, because %s", name, path, moot[path])
     return data
 
 
@@ -66,15 +64,16 @@ def _is_ignored_key(path: str) -> bool:
 
 
 def _meaningless_keys(section: Any) -> dict[str, str]:
-    """Keys of `zero_optimization` that DeepSpeed takes and that mean nothing there, and why."""
+    """Return the keys of `zero_optimization` that DeepSpeed accepts without effect, with the reason."""
     if not isinstance(section, dict):
         return {}
     found = {
-        name: "0 asks for the smallest size that there is, and gains nothing"
+        name: "0 would be the smallest possible size, which has no benefit"
         for name in ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
         if section.get(name) == 0 and section[name] is not False
     }
-    if section.get("stage", 0) == 0:  # as trl sets it, for a model that is only run, in a copy of the trained one's
+    # trl copies the trained model's config, with its offload section, for a model that only runs inference.
+    if section.get("stage", 0) == 0:
         away = section.get("offload_optimizer")
         asks = {
             "offload_optimizer": isinstance(away, dict) and away.get("device", "none") not in (None, "none"),
@@ -85,17 +84,19 @@ def _meaningless_keys(section: Any) -> dict[str, str]:
 
 
 def _unknown_warmup(scheduler: Any) -> dict[str, str]:
-    """The kind of warm-up where DeepSpeed has no such kind, and what it does then."""
+    """Return an unknown `warmup_type`, with the fallback that DeepSpeed uses."""
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     kind = params.get("warmup_type", "log") if isinstance(params, dict) else "log"
     if kind in ("log", "linear"):
         return {}
-    return {"scheduler.params.warmup_type": f"{kind!r} is neither log nor linear; the rate is warmed up by log"}
+    return {"scheduler.params.warmup_type": f"{kind!r} is neither log nor linear; using log"}
 
 
 def _implicit_weight_decay(optimizer: Any) -> float | None:
-    """What DeepSpeed's Adam decays by where nobody says it, if windlass's own would by something else: nothing, but in
-    torch's AdamW, which `torch_adam` asks for."""
+    """Return DeepSpeed's default weight decay for Adam, if none is given and windlass's default differs.
+
+    DeepSpeed's default is 0, except with `torch_adam`, where torch's AdamW uses 0.01.
+    """
     if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params") or {}, dict):
         return None
     params, name = optimizer.get("params") or {}, str(optimizer.get("type")).lower()
@@ -107,7 +108,7 @@ def _implicit_weight_decay(optimizer: Any) -> float | None:
 
 
 def _is_coupled_adamw(optimizer: Any) -> bool:
-    """Whether AdamW is asked to be Adam, which DeepSpeed's does not hear."""
+    """Return True if AdamW is configured with `adam_w_mode` False, which DeepSpeed ignores."""
     if not isinstance(optimizer, dict) or not isinstance(optimizer.get("params"), dict):
         return False
     return str(optimizer.get("type")).lower() == "adamw" and optimizer["params"].get("adam_w_mode") is False
@@ -150,19 +151,22 @@ def _extend_total_steps(data: dict[str, Any]) -> None:
 _RESOLVED_CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "zero_optimization.offload_param": (
         _drop_offload_param,
-        "passed over, since parameters are released, and so can live elsewhere, only at stage 3",
+        "ignored, because parameters are sharded, and can be offloaded, only at stage 3",
     ),
-    "gradient_predivide_factor": (_drop_predivide_factor, "passed over, since prescale_gradients divides by all ranks"),
-    "scheduler.params.warmup_max_lr": (_use_scheduler_lr, "not optimizer.params.lr: the schedule sets the rate"),
+    "gradient_predivide_factor": (_drop_predivide_factor, "ignored, because prescale_gradients divides by all ranks"),
+    "scheduler.params.warmup_max_lr": (
+        _use_scheduler_lr,
+        "differs from optimizer.params.lr: the schedule sets the learning rate",
+    ),
     "scheduler.params.warmup_num_steps": (
         _extend_total_steps,
-        "more than total_num_steps: the rate is 0 when it has warmed",
+        "more than total_num_steps: the learning rate is 0 after the warm-up",
     ),
 }
-"""Contradictions that DeepSpeed settles by itself: how, and what to say of it."""
+"""Contradictions that DeepSpeed resolves silently: the resolution, and the text of the warning."""
 
 _IGNORED_KEYS: dict[str, Callable[[Any], bool]] = {
-    "use_data_before_expert_parallelism": lambda value: True,  # which ranks hold which experts, no value
+    "use_data_before_expert_parallelism": lambda value: True,  # changes only the placement of experts, not the results
     "sequence_parallel_size": lambda value: value == 1,
 }
-"""Top-level keys that ask for nothing that shows in what is computed."""
+"""Top-level keys without effect on results, and the values for which this holds."""

@@ -1,4 +1,4 @@
-"""`deepspeed.tp_model_init`: what it was told is remembered for the model, and `initialize` cuts it."""
+"""Function `deepspeed.tp_model_init`: stores its arguments for the model; `initialize` applies them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ class _TpModelInitArguments:
 
 
 _arguments_by_model: WeakKeyDictionary[nn.Module, _TpModelInitArguments] = WeakKeyDictionary()
-_arguments_for_next_model: list[_TpModelInitArguments] = []  # for whatever model comes next
+_arguments_for_next_model: list[_TpModelInitArguments] = []  # for the next model passed to `initialize`
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
-    """Have `initialize` cut the model's matrices over `tp_size` neighbouring ranks, as `tensor_parallel.autotp_size`
-    has it do; the model itself.
+    """Request tensor parallelism over `tp_size` neighbouring ranks, as `tensor_parallel.autotp_size` does.
+
+    Return the model.
+
+    `initialize` shards the model's matrices.
 
     Args:
-        dtype: that the configuration is held against.
-        config: of no account; `initialize` is given one.
-        kwargs: `tp_group`, which is held against the ranks that are cut over.
+        dtype: must match the dtype in the configuration.
+        config: ignored; `initialize` receives the configuration.
+        kwargs: `tp_group`, which must consist of the neighbouring ranks.
 
     Raises:
-        ConfigError: the size is not positive, or the model was told another one before.
+        ConfigError: the size is not positive, or an earlier call for this model had other arguments.
     """
     asked = _checked_arguments(tp_size, dtype, kwargs.get("tp_group"))
     before = _arguments_by_model.setdefault(model, asked)
@@ -50,30 +53,29 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 
 def record_tp_model_init_args(tp_size: int, dtype: torch.dtype, tp_group: Any, dist_module: Any) -> None:
-    """As `tp_model_init`, for the model that `initialize` is given next."""
+    """Store the arguments of `tp_model_init` for the model that `initialize` receives next."""
     _arguments_for_next_model[:] = [_checked_arguments(tp_size, dtype, tp_group)]
 
 
 def merge_tp_model_init_into_config(config_dict: dict[str, Any], mpu: Any, mesh_param: Any, dist_module: Any) -> None:
-    """Write into a configuration what `record_tp_model_init_args` was told.
+    """Merge the arguments of `record_tp_model_init_args` into a configuration.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the configuration contradicts them.
     """
     if _arguments_for_next_model:
         _merge_into_config(config_dict, _arguments_for_next_model.pop())
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Nothing: what cuts a model is said by its configuration."""
+    """Do nothing: the configuration determines whether a model is sharded."""
 
 
 def config_with_tp_arguments(model: nn.Module, source: Any) -> Any:
-    """The configuration of `initialize`, with what was asked for `model` besides. The source itself where that is
-    nothing.
+    """Return the configuration with the arguments stored for `model` merged in, or the source itself if there are none.
 
     Raises:
-        ConfigError: they say different things.
+        ConfigError: the configuration contradicts the arguments.
     """
     asked = _arguments_by_model.get(model)
     if asked is None and _arguments_for_next_model:
@@ -86,30 +88,32 @@ def config_with_tp_arguments(model: nn.Module, source: Any) -> Any:
 
 
 def count_batch_by_data_ranks(source: Any) -> Any:
-    """A configuration whose `train_batch_size` counts ranks that read samples.
+    """Return a configuration whose `train_batch_size` counts data-loading ranks only.
 
-    DeepSpeed's AutoTP counts all ranks, those too that share matrices and so samples: what a script has there is as
-    many times more.
+    DeepSpeed's AutoTP counts all ranks, including those that share matrices and therefore samples. A script's value is
+    thus larger by the factor `autotp_size`.
     """
     data = source if isinstance(source, dict) else read_source(source).data
     section, train = data.get("tensor_parallel"), data.get("train_batch_size")
     size = section.get("autotp_size") if isinstance(section, dict) else None
     if not (isinstance(size, int) and isinstance(train, int)) or size < 2 or train % size:
         return source
-    logger.info("train_batch_size: %d samples of %d, since %d ranks share each of them", train // size, train, size)
+    logger.info(
+        "train_batch_size: %d samples instead of %d, because %d ranks share each sample", train // size, train, size
+    )
     return {**data, "train_batch_size": train // size}
 
 
 def _checked_arguments(size: int, dtype: torch.dtype | None, group: Any) -> _TpModelInitArguments:
     if size < 1:
-        raise ConfigError(f"tp_size = {size}; a matrix is cut over at least 1 rank")
+        raise ConfigError(f"tp_size = {size}; a matrix is sharded over at least 1 rank")
     if group is not None:
         ranks = dist.get_process_group_ranks(group)
         first = dist.get_rank() // size * size
         if ranks != list(range(first, first + size)):
             raise ConfigError(
                 f"tp_group has the ranks {ranks}, and tp_size = {size} neighbours of rank {dist.get_rank()} are "
-                f"{list(range(first, first + size))}: make the group of these, or leave it out"
+                f"{list(range(first, first + size))}: use a group of these ranks, or none"
             )
     return _TpModelInitArguments(size, dtype, group)
 
@@ -120,13 +124,14 @@ def _merge_into_config(data: dict[str, Any], arguments: _TpModelInitArguments) -
     for key, size in said.items():
         if size is not None and size != arguments.size:
             raise ConfigError(
-                f"tensor_parallel.{key} is {size}, and tp_model_init was called with tp_size {arguments.size}; make them "
-                "equal"
+                f"tensor_parallel.{key} is {size}, and tp_model_init was called with tp_size {arguments.size}; make "
+                "them equal"
             )
     section["autotp_size"] = arguments.size
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         enabled = isinstance(data.get(name), dict) and data[name].get("enabled") is True
         if enabled and arguments.dtype not in (None, dtype):
             raise ConfigError(
-                f"{name}.enabled, and tp_model_init was called with {arguments.dtype}; pass {dtype}, or set that to false"
+                f"{name}.enabled is true, but tp_model_init was called with {arguments.dtype}; pass {dtype}, or set it "
+                "to false"
             )

@@ -1,4 +1,4 @@
-"""`deepspeed.zero.unwrap_model_for_generation`."""
+"""Function `deepspeed.zero.unwrap_model_for_generation`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.zero import GatheredParameters
 
 @contextmanager
 def unwrap_model_for_generation(model: DeepSpeedEngine) -> Iterator[nn.Module]:
-    """The plain module with whole parameters, for `generate` and the like. Collective."""
+    """Yield the plain module with all parameters gathered, for `generate` and similar calls. Collective."""
     offload = getattr(model.optimizer, "parameter_offload", model.optimizer)
     with GatheredParameters(model.module.parameters()):
         if not isinstance(offload, ParameterOffload):  # below stage 3

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.timer`: named timers that wait for the device, and samples a second."""
+"""Module `deepspeed.utils.timer`: named timers that synchronize with the device, and samples per second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _synchronized_time() -> float:
 
 
 class Timer:
-    """One named timer. Times are in milliseconds."""
+    """Named timer, in milliseconds."""
 
     def __init__(self, name: str) -> None:
         self.name_, self.started_ = name, False
@@ -36,33 +36,33 @@ class Timer:
         self._records: list[float] = []
 
     def start(self) -> None:
-        """Begin.
+        """Start the timer.
 
         Raises:
-            AssertionError: it runs already.
+            AssertionError: the timer is already running.
         """
         assert not self.started_, f"timer {self.name_!r} is started twice; stop it first"
         self._started_at, self.started_ = _synchronized_time(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """End, and keep what it took; with `reset` only this.
+        """Stop the timer and record the elapsed time; `reset` deletes earlier records.
 
         Raises:
-            AssertionError: it does not run.
+            AssertionError: the timer is not running.
         """
-        assert self.started_, f"timer {self.name_!r} is stopped and was not started"
+        assert self.started_, f"timer {self.name_!r} is stopped but was not started"
         if reset:
             self._records.clear()
         self._records.append(1000 * (_synchronized_time() - self._started_at))
         self.started_ = False
 
     def reset(self) -> None:
-        """Forget everything, also that it runs."""
+        """Delete all records, and stop without recording."""
         self.started_ = False
         self._records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """What all runs took together; a timer that runs goes on from now."""
+        """Return the total of all records, including a running interval. A running timer is restarted."""
         running = self.started_
         if running:
             self.stop()
@@ -74,7 +74,7 @@ class Timer:
         return total
 
     def mean(self) -> float:
-        """What a run took, without the slowest and the fastest tenth."""
+        """Return the mean record, without the slowest and fastest tenth."""
         self.elapsed(reset=False)
         return trim_mean(self._records, 0.1)
 
@@ -83,7 +83,7 @@ _Timer = Timer
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name: `timers("forward").start()`."""
+    """Collection of timers by name: `timers("forward").start()`."""
 
     Timer = Timer
 
@@ -94,12 +94,12 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, _Timer(name))
 
     def get_timers(self) -> dict[str, _Timer]:
-        """All of them by name."""
+        """Return all timers by name."""
         return self.timers
 
     @staticmethod
     def memory_usage() -> str:
-        """What the device's memory holds, in one line."""
+        """Return the device's memory use as one line."""
         device = get_accelerator()
         figures = {
             "mem_allocated": device.memory_allocated(),
@@ -117,7 +117,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Print what these timers took, each divided by `normalizer`, on rank 0 or on `ranks`.
+        """Print the elapsed times of these timers, divided by `normalizer`, on rank 0 or on `ranks`.
 
         Raises:
             AssertionError: `normalizer` is not positive.
@@ -129,7 +129,7 @@ class SynchronizedWallClockTimer:
         print_dist(line, ranks=ranks or [0])
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """What a run of each took, in milliseconds, divided by `normalizer`.
+        """Return each timer's mean record in milliseconds, divided by `normalizer`.
 
         Raises:
             AssertionError: `normalizer` is not positive.
@@ -142,10 +142,10 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """Timers that measure nothing."""
+    """Collection of timers that measure nothing."""
 
     class Timer:
-        """Never runs."""
+        """Timer that never runs."""
 
         def start(self) -> None: ...
 
@@ -175,13 +175,13 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples a second, the first steps left out.
+    """Timer of samples per second, excluding the first steps.
 
     Args:
-        config: has `enabled` and `synchronized`.
-        batch_size: samples of a step, all ranks together.
-        start_step: steps that are not counted.
-        steps_per_output: report every so many steps; None: never.
+        config: object with `enabled` and `synchronized`.
+        batch_size: samples of a step over all ranks.
+        start_step: number of initial steps to exclude.
+        steps_per_output: number of steps between reports; None: never report.
     """
 
     def __init__(
@@ -199,23 +199,23 @@ class ThroughputTimer:
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
         self.started = self.initialized = False
-        self.start_time = self.end_time = 0.0  # of the last micro-batch that counts
+        self.start_time = self.end_time = 0.0  # of the last micro-batch that is counted
         self._started_at: float | None = None
 
     def update_epoch_count(self) -> None:
-        """An epoch is over: micro-batches are counted from 0 again."""
+        """Advance the epoch count, and reset the micro-batch count."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A micro-batch begins."""
+        """Record the start of a micro-batch."""
         if self.config.enabled:
             self.started = self.initialized = True
             self._started_at = self._now() if self.global_step_count >= self.start_step else None
             self.start_time = self._started_at or 0.0
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """It ends, and with `global_step` the step too."""
+        """Record the end of a micro-batch, and with `global_step` the end of a step."""
         if not self.config.enabled or not self.started:
             return
         self.started = False
@@ -233,7 +233,7 @@ class ThroughputTimer:
             self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Over all steps that count; -inf before there is one."""
+        """Return samples per second over all counted steps; -inf before the first."""
         steps = self.global_step_count - self.start_step
         return (
             self.batch_size * steps / self.total_elapsed_time
@@ -256,7 +256,7 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the smallest and largest `trim_percent` (0 to 1) each; 0 of nothing.
+    """Return the mean without the smallest and largest fraction `trim_percent` (0 to 1); 0 for no data.
 
     Raises:
         AssertionError: `trim_percent` is out of range.

@@ -1,4 +1,4 @@
-"""Leaf modules of stage 3: marks that scripts set and ask for. windlass gathers what runs, and needs none."""
+"""Leaf-module marks of stage 3, which scripts set and read. windlass gathers modules as they run without them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from windlass.base.log import logger
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked."""
+    """Return True if a module is marked as a leaf."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether a parameter says that it belongs to a marked module."""
+    """Return True if a parameter has the attribute `ds_z3_leaf_module`."""
     return hasattr(model, "ds_z3_leaf_module")
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules of a model."""
+    """Return the marked modules of a model."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark."""
+    """Mark or unmark one module."""
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark every module of these classes, which may be given by name, with their module's or without.
+    """Mark every module of these classes, given as classes or as plain or module-qualified names.
 
     Raises:
-        ValueError: there is none, and `raise_if_not_found`.
-        AssertionError: something is neither a class nor a name.
+        ValueError: no module matches, and `raise_if_not_found` is set.
+        AssertionError: an item is neither a class nor a string.
     """
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -45,10 +45,10 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark from every module of these classes.
+    """Unmark every module of these classes.
 
     Raises:
-        ValueError, AssertionError: as `set_z3_leaf_modules`.
+        ValueError, AssertionError: see `set_z3_leaf_modules`.
     """
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
@@ -56,10 +56,10 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their names in `named_modules`: those found, and the names that are nobody's.
+    """Mark modules by their names in `named_modules`. Return the modules found and the names not found.
 
     Raises:
-        ValueError: a name is nobody's, and `raise_if_not_found`.
+        ValueError: a name is not found, and `raise_if_not_found` is set.
     """
     by_name = dict(model.named_modules())
     missing = [name for name in module_names if name not in by_name]
@@ -70,10 +70,10 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by how their names in `named_modules` end: those found, and the endings that are nobody's.
+    """Mark modules by suffixes of their names in `named_modules`. Return the modules found and the suffixes not found.
 
     Raises:
-        ValueError: an ending is nobody's, and `raise_if_not_found`.
+        ValueError: a suffix is not found, and `raise_if_not_found` is set.
     """
     by_name = dict(model.named_modules())
     missing = [suffix for suffix in module_name_suffixes if not any(name.endswith(suffix) for name in by_name)]
@@ -88,9 +88,9 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Module]:
-    """Mark the modules that a section `leaf_module` names by class, name or suffix, and return them.
+    """Mark the modules that a section `leaf_module` lists by class, name or suffix, and return them.
 
-    Names that fit no module are logged where the section differs from the default.
+    Names and suffixes that match no module are logged; classes that match none are not.
     """
     if leaf_cfg is None:
         return []
@@ -98,13 +98,13 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Mo
     by_name, unknown = set_z3_leaf_modules_by_name(model, leaf_cfg.names, raise_if_not_found=False)
     by_suffix, unmatched = set_z3_leaf_modules_by_suffix(model, leaf_cfg.name_suffixes, raise_if_not_found=False)
     if unknown or unmatched:
-        logger.warning("zero_optimization.leaf_module: no module fits %s", ", ".join([*unknown, *unmatched]))
+        logger.warning("zero_optimization.leaf_module: no module matches %s", ", ".join([*unknown, *unmatched]))
     return list({id(module): module for module in [*found, *by_name, *by_suffix]}.values())
 
 
 def _mark_classes(model: nn.Module, classes: Sequence[type | str], flag: bool, strict: bool) -> list[nn.Module]:
     wrong = [entry for entry in classes if not isinstance(entry, type | str)]
-    assert not wrong, f"leaf_module_classes holds {wrong[0]!r}; write classes, or their names"
+    assert not wrong, f"leaf_module_classes holds {wrong[0]!r}; use classes, or their names"
     kinds = tuple(entry for entry in classes if isinstance(entry, type))
     names = {entry for entry in classes if isinstance(entry, str)}
     found = []

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.utils`: the error that scripts catch, and small questions about values."""
+"""Module `deepspeed.runtime.zero.utils`: an exception that scripts catch, and predicates on values."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch.distributed as dist
 
 
 class ZeRORuntimeException(Exception):
-    """What DeepSpeed raises where ZeRO cannot do what was asked; windlass raises its own errors, which say why."""
+    """Exception that DeepSpeed raises for unsupported uses of ZeRO. windlass raises its own errors instead."""
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Whether it can be sharded: any of torch's kind can."""
+    """Return True for every torch optimizer: windlass can shard them all."""
     return isinstance(optimizer, torch.optim.Optimizer)
 
 
 def is_builtin_type(obj: Any) -> bool:
-    """Whether its class is one of Python's own."""
+    """Return True if the object's class is a Python builtin."""
     return type(obj).__module__ in ("builtins", "__builtin__")
 
 
 def isinstance_namedtuple(obj: object) -> bool:
-    """Whether it is a tuple with named fields."""
+    """Return True for a named tuple."""
     return isinstance(obj, tuple) and hasattr(obj, "_asdict") and hasattr(obj, "_fields")
 
 
 def apply_to_tensors_only(function: Callable[[Any], Any], value: Any, warning_msg_fn: Any = None) -> Any:
-    """`value`, with `function` of each tensor in nested tuples, lists and dicts; a `Parameter` stays as it is."""
+    """Apply `function` to each tensor in nested tuples, lists and dicts. A `Parameter` is returned unchanged."""
     if isinstance(value, torch.Tensor):
         return value if isinstance(value, torch.nn.Parameter) else function(value)
     if isinstance(value, dict):
@@ -42,7 +42,7 @@ def apply_to_tensors_only(function: Callable[[Any], Any], value: Any, warning_ms
 
 
 def get_lst_from_rank0(lst: list[int]) -> list[int]:
-    """Rank 0's list, on every rank. Collective."""
+    """Return rank 0's list on every rank. Collective."""
     told = [lst]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(told, src=0)

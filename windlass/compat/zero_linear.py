@@ -1,7 +1,7 @@
-"""`deepspeed.runtime.zero.linear`: the linear function that DeepSpeed puts in place of torch's at stage 3.
+"""Module `deepspeed.runtime.zero.linear`: the linear function that DeepSpeed substitutes for torch's at stage 3.
 
-windlass leaves `torch.nn.functional.linear` alone: a released weight is never saved by autograd there. The function is
-kept for scripts that call it.
+windlass does not replace `torch.nn.functional.linear`, because autograd never saves a sharded weight there. The
+function exists for scripts that call it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ autocast_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=get_ac
 
 
 class LinearFunctionForZeroStage3(torch.autograd.Function):
-    """`input @ weight.T + bias`, whose backward runs under the autocast state of its forward."""
+    """Autograd function `input @ weight.T + bias`, whose backward runs under the autocast state of its forward."""
 
     generate_vmap_rule = True
 
@@ -63,13 +63,13 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
 
 
 def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `input @ weight.T + bias` by `LinearFunctionForZeroStage3`."""
+    """Return `input @ weight.T + bias`, computed by `LinearFunctionForZeroStage3`."""
     output: Tensor = LinearFunctionForZeroStage3.apply(input, weight, bias)
     return output
 
 
 class LinearModuleForZeroStage3(nn.Module):
-    """`nn.Linear` by `LinearFunctionForZeroStage3`."""
+    """Module like `nn.Linear`, computed by `LinearFunctionForZeroStage3`."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class LinearModuleForZeroStage3(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias as `nn.Linear` does."""
+        """Initialize weight and bias as `nn.Linear` does."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features)
@@ -91,5 +91,5 @@ class LinearModuleForZeroStage3(nn.Module):
         return zero3_linear_wrap(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Describe the sizes."""
+        """Return the sizes as text."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,4 +1,4 @@
-"""Where the values of a parameter are, and what sort it is, in DeepSpeed's words."""
+"""DeepSpeed's enums of a parameter's sharding status and type."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import enum
 
 
 class ZeroParamStatus(enum.Enum):
-    """Where the values of a parameter are."""
+    """Availability of a parameter's values."""
 
-    AVAILABLE = 1  # whole, on this rank
-    NOT_AVAILABLE = 2  # spread over the ranks
+    AVAILABLE = 1  # full parameter on this rank
+    NOT_AVAILABLE = 2  # sharded over the ranks
     INFLIGHT = 3  # being gathered
 
 
 class ZeroParamType(enum.Enum):
-    """What sort of parameter it is."""
+    """Type of a parameter."""
 
     NORMAL = 1
     PARTITIONED = 2

@@ -1,4 +1,4 @@
-"""`python -m deepspeed.utils.zero_to_torch`."""
+"""Command `python -m deepspeed.utils.zero_to_torch`."""
 
 from windlass.checkpoint.consolidated import (
     convert_zero_checkpoint_to_state_dict as convert_zero_checkpoint_to_state_dict,

@@ -1,9 +1,10 @@
-"""The configuration: one schema in the words of `ds_config.json`, read strictly and checked as a whole.
+"""Configuration: one schema with the keys of `ds_config.json`, parsed strictly and checked as a whole.
 
-Files in reading order: `verdict` (what becomes of a key), `section` (the base of the schema), one file a section
-(`batch`, `precision`, `zero`, `parallel`, `pipeline`, `optimizer`, ...), `axes` (ranks along each), `composition`
-(what works with what), `refusals`, `root` (the whole schema), `source`, `normalise`, `contradictions`, `loading` (from
-a file to a `Config`), `table` (every key and its verdict), `editor_schema` (JSON Schema).
+Reading order: `key_status` (statuses of keys), `config_section` (base of the schema), one file per section
+(`precision_section`, `zero_section`, `parallel_section`, `pipeline_section`, `optimizer_section`, ...), `batch_sizes`,
+`axis_sizes` (ranks along each axis), `feature_matrix` (features that work together), `config_refusals`, `root_config`
+(the whole schema), `config_source`, `key_normalization`, `contradictions`, `config_loading` (from a file to a
+`Config`), `key_table` (all keys with their status), `editor_schema` (JSON Schema).
 """
 
 from windlass.config.axis_sizes import Axes

@@ -1,4 +1,4 @@
-"""Recomputing activations instead of keeping them."""
+"""The `activation_checkpointing` section: recomputation of activations in the backward."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from windlass.config.key_status import honoured
 
 
 class ActivationCheckpointing(ConfigSection):
-    """How `windlass.checkpointing.checkpoint` keeps its inputs; a model that uses torch's function is not touched."""
+    """Options of `windlass.checkpointing.checkpoint`. They do not affect models that call torch's own function."""
 
     partition_activations: bool = honoured(False)
-    """Cut what is kept over the ranks of the model-parallel group; a group of one rank has nothing to cut."""
+    """Shard saved inputs over the ranks of the model-parallel group. No effect if the group has one rank."""
     number_checkpoints: Positive | None = honoured(None)
-    """For how many checkpointed calls the buffer of contiguous_memory_optimization is."""
+    """Number of checkpointed calls for which contiguous_memory_optimization allocates its buffer."""
     contiguous_memory_optimization: bool = honoured(False)
-    """Keep it in one buffer."""
+    """Keep saved inputs in one contiguous buffer."""
     synchronize_checkpoint_boundary: bool = honoured(False)
-    """Wait for the device before and after each checkpointed call."""
+    """Synchronize the device before and after each checkpointed call."""
     profile: bool = honoured(False)
-    """Log once a backward how long checkpointed calls and their recomputation took."""
+    """Log after each backward the time of checkpointed calls and of their recomputation."""
     cpu_checkpointing: bool = honoured(False)
-    """Keep it in host memory."""
+    """Keep saved inputs in host memory."""
     nvme_path: Names = honoured(list, windlass_only=True)
-    """Keep it in files in these folders, over which blocks go round."""
+    """Folders for files of saved inputs. Blocks are distributed over the folders round-robin."""

@@ -1,4 +1,4 @@
-"""Values that transformers' Trainer and accelerate write where a configuration says "auto"."""
+"""Values that transformers' Trainer and accelerate fill in for "auto"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.config.root_config import Config
 
 
 class Client(StrEnum):
-    """The program that reads the file before `initialize` does."""
+    """Program that fills in "auto" values before `initialize` reads the configuration."""
 
     TRAINER = "trainer"
     ACCELERATE = "accelerate"
@@ -22,15 +22,15 @@ class Client(StrEnum):
 
 @dataclass(frozen=True)
 class AutoValues:
-    """The keys at "auto" by what becomes of them under one client."""
+    """The keys at "auto", classified by what one client does with them."""
 
     client: Client
     filled: Mapping[str, str]
-    """Dotted key: the value that the client writes there, in words."""
+    """Dotted key: description of the value that the client writes there."""
     defaulted: tuple[str, ...]
-    """Keys that nobody fills in and whose default holds."""
+    """Keys that the client leaves alone and that have a default."""
     refused: tuple[ConfigRefusal, ...]
-    """Keys that nobody fills in and that have no default, or at which the client itself fails."""
+    """Keys that the client leaves alone and that have no default, or for which the client itself raises."""
 
     @property
     def fill_batch(self) -> bool:
@@ -86,13 +86,13 @@ VALUES_BY_CLIENT: dict[Client, dict[str, str]] = {
     },
     Client.NONE: {},
 }
-"""What each client fills in, by dotted key. An "auto" elsewhere stays."""
+"""Descriptions of the values that each client fills in, by dotted key. It leaves "auto" at all other keys."""
 _MIN_AUTO_KEYS = 3
-"""So many keys at "auto" are a file that was written for a client."""
+"""From this number of keys at "auto" on, a file is taken to be written for a client."""
 
 
 def auto_keys_of(config: Config) -> list[str]:
-    """Every dotted key at "auto", parameters of optimizer and schedule included, in alphabetical order."""
+    """Return all dotted keys at "auto" in alphabetical order, including parameters of optimizer and schedule."""
     found = set(config.auto_keys)
     for name in ("optimizer", "scheduler"):
         section = getattr(config, name)
@@ -102,8 +102,10 @@ def auto_keys_of(config: Config) -> list[str]:
 
 
 def guess_client(auto_keys: Collection[str]) -> Client:
-    """The client that a file was written for, by its keys at "auto": one key alone says nothing, unless nobody but a
-    client can fill it in."""
+    """Guess the client that a file was written for from its keys at "auto".
+
+    One or two such keys do not suffice, unless only a client can fill one of them in.
+    """
     needed = any(".params." in key or key in REQUIRED_AUTO_KEYS for key in auto_keys)
     if len(auto_keys) < _MIN_AUTO_KEYS and not needed:
         return Client.NONE
@@ -112,7 +114,7 @@ def guess_client(auto_keys: Collection[str]) -> Client:
 
 
 def classify_auto_keys(config: Config, client: Client) -> AutoValues:
-    """Sort the keys at "auto" in `config` by what becomes of them under `client`."""
+    """Classify the keys at "auto" in `config` by what `client` does with them."""
     table = VALUES_BY_CLIENT[client]
     autos = auto_keys_of(config)
     refused = list(_refused_keys(config, autos, client))
@@ -123,7 +125,7 @@ def classify_auto_keys(config: Config, client: Client) -> AutoValues:
 
 def _refused_keys(config: Config, auto_keys: Collection[str], client: Client) -> Iterator[ConfigRefusal]:
     table = VALUES_BY_CLIENT[client]
-    if client is Client.ACCELERATE:  # it raises ValueError at every "auto" that it has no value for
+    if client is Client.ACCELERATE:  # accelerate raises ValueError for every "auto" that it has no value for
         because = "accelerate fails here: it has no value for this key; write one, or delete the key"
         yield from (ConfigRefusal(key, "auto", because) for key in auto_keys if key not in table)
         return

@@ -1,4 +1,4 @@
-"""Search for the fastest configuration."""
+"""The `autotuning` section: search for the fastest configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.config.key_status import refused
 
 
 class ModelInfo(ConfigSection):
-    """What is known of the model beforehand."""
+    """Properties of the model that are known in advance."""
 
     profile: bool = refused(False, "")
     num_params: Count | None = refused(None, "")
@@ -18,7 +18,7 @@ class ModelInfo(ConfigSection):
 
 
 class Autotuning(ConfigSection):
-    """Options of the tuner."""
+    """Options of the autotuner."""
 
     refusal = "not yet built: the tuner; write false"
     enable_key = "enabled"

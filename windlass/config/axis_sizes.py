@@ -1,4 +1,4 @@
-"""How many ranks lie along each axis: from every key that says so, and the number of ranks."""
+"""Number of ranks along each mesh axis, resolved from all keys that set sizes and from the world size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from windlass.config.root_config import Config
 
 OtherAxisSizes = Mapping[str, Mapping[str, int]]
-"""Sizes of axes that something besides the configuration says (an `mpu`, a pipeline module), by its name."""
+"""Axis sizes from other sources than the configuration (an `mpu`, a pipeline module), by the name of the source."""
 
-_DECLARED_AXES = ("pp", "ep", "sp", "tp")  # not the data axes: what is left is theirs
+_DECLARED_AXES = ("pp", "ep", "sp", "tp")  # without the data axes, whose sizes follow from the remaining ranks
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Ranks along each axis, outermost first; `regather` is the number of ranks from which backward gathers stage-3
-    parameters again, or None for all that cut them."""
+    """Number of ranks along each axis, outermost first.
+
+    `secondary_size` is the number of ranks over which the backward all-gathers stage-3 parameters again, or None if it
+    uses all ranks that shard them.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -33,27 +36,27 @@ class Axes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By axis, outermost first: what `comm.grid.Grid` takes."""
+        """Sizes by axis, outermost first, as `comm.mesh_shape.MeshShape` takes them."""
         return {axis: getattr(self, axis) for axis in ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")}
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return math.prod(self.sizes.values())
 
     @property
     def data_loading_size(self) -> int:
-        """Ranks that read samples of their own."""
+        """Number of data-loading ranks: ranks that read samples of their own."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def dense_data_size(self) -> int:
-        """Ranks over which a parameter that is no expert's is reduced."""
+        """Number of ranks over which the gradients of dense (non-expert) parameters are reduced."""
         return self.data_loading_size * self.sp
 
     @property
     def dense_shard_size(self) -> int:
-        """Ranks over which state of a parameter that is no expert's is cut."""
+        """Number of ranks over which the states of dense (non-expert) parameters are sharded."""
         return self.dp_shard * self.ep * self.sp
 
     def __str__(self) -> str:
@@ -62,20 +65,20 @@ class Axes:
 
 @dataclass(frozen=True)
 class _DeclaredSize:
-    """A size, and the key that says it."""
+    """An axis size and the key that sets it."""
 
     size: int
     key: str
 
 
 def axis_size(config: Config, axis: str) -> int:
-    """Ranks along pp, ep, sp or tp as the configuration has them."""
+    """Return the size of axis pp, ep, sp or tp that the configuration sets; 1 by default."""
     said = _declared_sizes(config)[axis]
     return said[0].size if said else 1
 
 
 def conflicting_sizes(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for each axis of which two keys say different sizes."""
+    """Yield (key, sentence) for each axis for which two keys set different sizes."""
     for axis, said in _declared_sizes(config).items():
         for other in said[1:]:
             if other.size != said[0].size:
@@ -87,7 +90,7 @@ def conflicting_sizes(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _declared_sizes(config: Config) -> dict[str, list[_DeclaredSize]]:
-    """What keys say of each axis. DeepSpeed's keys say nothing by the values that they have when they are absent."""
+    """Return the sizes that keys set for each axis. A DeepSpeed key at its default value sets none."""
     own, tensor = config.parallel, config.tensor_parallel
     found = {
         axis: [_DeclaredSize(getattr(own, axis), f"parallel.{axis}")]
@@ -109,11 +112,11 @@ def _declared_sizes(config: Config) -> dict[str, list[_DeclaredSize]]:
 
 
 def resolve_axes(config: Config, world_size: int, world_size_source: str, other_sizes: OtherAxisSizes) -> Axes:
-    """The axes on `world` ranks.
+    """Resolve the size of every axis for `world_size` ranks.
 
     Raises:
-        ConfigError: two say different sizes of one axis, or sizes don't multiply to the world; the text has all the
-            numbers, and what would fit.
+        ConfigError: two sources set different sizes of one axis, or the sizes do not multiply to the world size. The
+            message has all the numbers, and sizes that would fit.
     """
     sizes = _model_axis_sizes(config, world_size, world_size_source, other_sizes)
     model = sizes["pp"] * sizes["tp"]
@@ -132,8 +135,8 @@ def resolve_axes(config: Config, world_size: int, world_size_source: str, other_
     readers = config.data_parallel_size
     if config.sequence_parallel_size is not None and readers is not None and readers != axes.data_loading_size:
         raise ConfigError(
-            f"data_parallel_size = {readers}, but of the world size {world_size} ({world_size_source}) the axes {axes} leave "
-            f"{axes.data_loading_size} ranks that read samples of their own; write {axes.data_loading_size}, or delete the key"
+            f"data_parallel_size = {readers}, but of the world size {world_size} ({world_size_source}) the axes {axes} "
+            f"leave {axes.data_loading_size} data-loading ranks; write {axes.data_loading_size}, or delete the key"
         )
     degree = config.parallel.ulysses_size(axes.sp)
     if degree is not None and axes.sp % degree:
@@ -145,24 +148,24 @@ def resolve_axes(config: Config, world_size: int, world_size_source: str, other_
 
 
 def data_loading_size_of(config: Config, world_size: int, world_size_source: str) -> int:
-    """Of `world` ranks, those that read samples of their own, however the data ranks are arranged.
+    """Return the number of data-loading ranks among `world_size` ranks, without resolving the data axes.
 
     Raises:
-        ConfigError: as `axes_of`, of the sizes alone.
+        ConfigError: as in `resolve_axes`, for the sizes of pp, ep, sp and tp alone.
     """
     sizes = _model_axis_sizes(config, world_size, world_size_source, {})
     return world_size // (sizes["pp"] * sizes["sp"] * sizes["tp"])
 
 
 def axes_from_data_loading_size(config: Config, data_loading_size: int) -> Axes:
-    """The axes that leave so many readers, which are in no groups but those of `parallel.dp_replicate`."""
+    """Return the axes that leave `data_loading_size` data-loading ranks, in `parallel.dp_replicate` replica groups."""
     sizes = {axis: axis_size(config, axis) for axis in _DECLARED_AXES}
     replicate = config.parallel.dp_replicate
     return Axes(dp_replicate=replicate, dp_shard=data_loading_size // (replicate * sizes["ep"]), **sizes)
 
 
 def _model_axis_sizes(config: Config, world: int, source: str, other_sizes: OtherAxisSizes) -> dict[str, int]:
-    """Ranks along pp, ep, sp and tp, which leave a whole number of others."""
+    """Return the sizes of pp, ep, sp and tp, checked to divide the world size."""
     if world < 1:
         raise ConfigError(f"the world size {world} is not positive; it is the number of ranks, at least 1")
     sizes = {axis: _agreed_size(axis, said, other_sizes) for axis, said in _declared_sizes(config).items()}
@@ -185,7 +188,7 @@ def _agreed_size(axis: str, declared: list[_DeclaredSize], other_sizes: OtherAxi
 
 
 def _require_divisor_of_world(sizes: Mapping[str, int], world: int, source: str) -> None:
-    """Raise unless the axes with given sizes leave a whole number of ranks for dp_shard."""
+    """Raise unless the given sizes divide the world size, so that dp_shard is a whole number."""
     fixed = math.prod(sizes.values())
     if world % fixed == 0:
         return
@@ -198,12 +201,12 @@ def _require_divisor_of_world(sizes: Mapping[str, int], world: int, source: str)
             ways.append(f"{axis} {_join_with_or(_nearest_divisors(size, left))} with the others as they are")
     raise ConfigError(
         f"the axes do not multiply to the world: {product} = {fixed} ranks do not divide the world size {world} "
-        f"({source}), so nothing whole is left for dp_shard; what would fit: {'; '.join(ways)}"
+        f"({source}), so dp_shard would not be a whole number; what would fit: {'; '.join(ways)}"
     )
 
 
 def _replicate_size(config: Config, data_size: int, inner_size: int, where: str) -> int:
-    """dp_replicate, which `mics_shard_size` may say too: everything is cut over so many of the data ranks."""
+    """Return the size of dp_replicate: the key's own value, or the number of data ranks / `mics_shard_size`."""
     mics, given = config.zero_optimization.mics_shard_size, config.parallel.dp_replicate
     if mics == -1:
         return given
@@ -211,13 +214,14 @@ def _replicate_size(config: Config, data_size: int, inner_size: int, where: str)
         raise _not_a_divisor("mics_shard_size", mics, data_size, where)
     if mics % inner_size:
         raise ConfigError(
-            f"zero_optimization.mics_shard_size = {mics} is no multiple of ep x sp = {inner_size}, whose ranks cut state "
-            f"too; write one of {_join_with_or([n for n in _divisors(data_size) if n % inner_size == 0])}, or delete the key"
+            f"zero_optimization.mics_shard_size = {mics} is not a multiple of ep x sp = {inner_size}, whose ranks "
+            f"shard states; write one of {_join_with_or([n for n in _divisors(data_size) if n % inner_size == 0])}, or "
+            "delete the key"
         )
     if "dp_replicate" in config.parallel.model_fields_set and given != data_size // mics:
         raise ConfigError(
-            f"zero_optimization.mics_shard_size = {mics} makes {data_size // mics} groups of the {data_size} data ranks, but "
-            f"parallel.dp_replicate = {given} says how many groups there are; delete one"
+            f"zero_optimization.mics_shard_size = {mics} makes {data_size // mics} groups of the {data_size} data "
+            f"ranks, but parallel.dp_replicate = {given} sets the number of groups; delete one"
         )
     return data_size // mics
 
@@ -235,7 +239,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nearest_divisors(size: int, left: int) -> list[int]:
-    """The divisors of `left` next to `size`, below and above."""
+    """Return the divisors of `left` nearest to `size`, below and above."""
     near = [max((n for n in _divisors(left) if n < size), default=None)]
     near.append(min((n for n in _divisors(left) if n > size), default=None))
     return [n for n in near if n is not None]

@@ -1,4 +1,4 @@
-"""The batch triangle: train = micro x accumulation x readers, solved from what is given or refused with all of it."""
+"""Batch sizes: train = micro-batch x accumulation x data-loading ranks. Missing numbers are derived, never rounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = (TRAIN, MICRO, ACCUMULATION)
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """A solved triangle: `train == micro * accumulation * readers`, all positive, in samples."""
+    """The three batch sizes, all positive: `train == micro * accumulation * data-loading ranks`, in samples."""
 
     train: int
     micro: int
@@ -24,7 +24,7 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class GivenBatchSize:
-    """One of the three numbers: its value, or None; where that comes from; and the place where it can be changed."""
+    """One of the three numbers: its value or None, its origin for messages, and the place where it can be changed."""
 
     value: int | None
     origin: str
@@ -33,7 +33,7 @@ class GivenBatchSize:
 
 @dataclass(frozen=True)
 class DataLoadingRanks:
-    """Ranks that read samples of their own: how many, what an error calls them, and where the number is from."""
+    """Number of data-loading ranks, its name in messages, and its origin."""
 
     count: int
     name: str
@@ -41,11 +41,11 @@ class DataLoadingRanks:
 
 
 def solve_batch_sizes(given: Mapping[str, GivenBatchSize], data_ranks: DataLoadingRanks) -> BatchSizes:
-    """Complete the three numbers for ranks that read samples of their own; nothing is ever rounded.
+    """Derive the missing batch sizes for the given number of data-loading ranks. Nothing is ever rounded.
 
     Raises:
-        ConfigError: too little is given, a number does not divide, the product is wrong, or a size is not positive.
-            The text shows each number, where it came from, the ranks and their source, and what to change.
+        ConfigError: too few numbers are given, a number does not divide, the product is wrong, or a size is not
+            positive. The message has each number with its origin, the ranks with theirs, and the change to make.
     """
     world_size = data_ranks.count
 

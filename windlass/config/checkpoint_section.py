@@ -1,4 +1,4 @@
-"""How checkpoints are written."""
+"""The `checkpoint` section: how checkpoints are written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WriterRanks = Annotated[Literal["REPLICA", "SOCKET", "MACHINE"], BeforeValidator
 
 
 class CheckpointWriterConfig(ConfigSection):
-    """DeepSpeed's choice among its checkpoint writers."""
+    """Choice among DeepSpeed's checkpoint writers."""
 
     type: WriterType = accepted("FAST", _WRITER_REASON)
     decoupled: bool = accepted(False, _WRITER_REASON)
@@ -34,29 +34,31 @@ class CheckpointWriterConfig(ConfigSection):
 
 
 class ParallelWrite(ConfigSection):
-    """Which ranks write."""
+    """Choice of the ranks that write."""
 
-    pipeline_stage: bool = accepted(False, "every rank writes its own cut, so stages of a pipeline would too")
+    pipeline_stage: bool = accepted(False, "every rank writes its own shard, so pipeline stages do so too")
 
 
 class CheckpointConfig(ConfigSection):
-    """Saving and loading."""
+    """Options of saving and loading checkpoints."""
 
     format: Literal["windlass", "deepspeed"] = honoured("windlass", windlass_only=True)
-    """`deepspeed`: beside its own files a save writes those that DeepSpeed writes, for tools that read them."""
+    """`deepspeed`: write DeepSpeed's checkpoint files beside windlass's own, for tools that read them."""
     async_save: bool = honoured(False, windlass_only=True)
-    """`save_checkpoint` returns as soon as a copy is taken and writes while training goes on, unless the
-    call says `blocking=True`."""
+    """`save_checkpoint` returns after copying the state, and a thread writes the files during training, unless the
+    call has `blocking=True`."""
     tag_validation: TagValidation = honoured("WARN")
-    """Of ranks that save under different tags: `WARN` takes rank 0's and says so, `IGNORE` takes it, `FAIL` raises."""
+    """Reaction to ranks that save under different tags: `WARN` uses rank 0's tag and logs a warning, `IGNORE` uses it
+    silently, `FAIL` raises."""
     load_universal: bool = honoured(False)
-    """Load the tag that `latest_universal` names, where there is such a file: what `ds_to_universal` made."""
+    """Load the tag that the file `latest_universal` names, if the file exists; `ds_to_universal` writes it."""
     use_node_local_storage: bool = honoured(False)
-    """Nodes may have disks of their own: the directory of each node gets the whole checkpoint, so that every node can
+    """Each node may have a local disk: write the whole checkpoint to the directory of each node, so that every node can
     load it. Nodes that share the directory write it once."""
     parallel_write: ParallelWrite = honoured(ParallelWrite)
-    """Which ranks write."""
+    """Choice of the ranks that write."""
     keep_last: Positive | None = honoured(None, windlass_only=True)
-    """How many finished checkpoints to keep: older ones that this run wrote, or named global_stepN, go after a save."""
+    """Number of finished checkpoints to keep. A save deletes older ones that this run wrote or that are named
+    global_stepN."""
     checkpoint_serialization: bool = accepted(True, _WRITER_REASON)
     writer: CheckpointWriterConfig | None = accepted(None, _WRITER_REASON)

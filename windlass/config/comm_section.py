@@ -1,4 +1,4 @@
-"""How ranks talk to each other, and the log of what they said."""
+"""The `comm` and `comms_logger` sections: transport of the collectives, and their log."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from windlass.config.key_status import honoured
 
 
 class CommConfig(ConfigSection):
-    """The transport of the core's collectives."""
+    """Transport of windlass's own collectives."""
 
     transport: Literal["auto", "shm", "gloo", "nccl"] = honoured("auto", windlass_only=True)
-    """shm: CPU ranks of one host through shared memory; gloo; nccl; auto picks the fastest that works everywhere.
-    The environment variable WINDLASS_TRANSPORT overrides it."""
+    """shm: shared memory between CPU ranks of one host; gloo; nccl; auto: the fastest that works on all ranks. The
+    environment variable WINDLASS_TRANSPORT overrides the key."""
 
 
 class CommsLoggerConfig(ConfigSection):
-    """A log of the collectives that a script calls through `deepspeed.comm` or `windlass.compat.collectives`, and of how much
-    the engines moved; `log_summary()` shows it."""
+    """Log of the collectives that a script calls through `deepspeed.comm` or `windlass.compat.collectives`, and of the
+    bytes that the engines move. `log_summary()` prints it."""
 
     enabled: bool = honoured(False)
-    """Off, nothing is recorded, whatever the other keys say."""
+    """Record collectives. If false, nothing is recorded, whatever the other keys say."""
     prof_all: bool = honoured(True)
-    """Record every collective; else those in `prof_ops` and calls with `prof=True`."""
+    """Record every collective; false: only those in `prof_ops` and calls with `prof=True`."""
     prof_ops: Names = honoured(list)
-    """Names of collectives, or the `log_name` of calls."""
+    """Names of collectives, or `log_name` values of calls, to record."""
     verbose: bool = honoured(False)
-    """A line for each of them as it ends."""
+    """Log a line for each recorded collective when it ends."""
     debug: bool = honoured(False)
-    """Tell calls apart by the function that called."""
+    """Record calls separately by the calling function."""

@@ -1,4 +1,4 @@
-"""Compilation of the engine (the `compile` section)."""
+"""The `compile` section: compilation of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making a model smaller: quantization, pruning, layer reduction."""
+"""Sections for model compression: quantization, pruning, layer reduction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.config.key_status import refused
 
 
 class LayerReduction(ConfigSection):
-    """A student with fewer layers."""
+    """Distillation to a student with fewer layers."""
 
     enable_key = "enabled"
 
@@ -21,14 +21,14 @@ class LayerReduction(ConfigSection):
 
 
 class MixedQuantize(ConfigSection):
-    """A gradual change from fp16 to quantized weights."""
+    """Gradual change from fp16 to quantized weights."""
 
     enabled: bool = refused(False, "")
     quantize_change_ratio: Float = refused(0.001, "")
 
 
 class CompressionSharedParams(ConfigSection):
-    """What all groups of a technique share."""
+    """Options common to all groups of a technique."""
 
     enable_key = "enabled"
 
@@ -37,7 +37,7 @@ class CompressionSharedParams(ConfigSection):
 
 
 class WeightQuantizationShared(CompressionSharedParams):
-    """Shared options of weight quantization."""
+    """Common options of weight quantization."""
 
     quantizer_kernel: bool = refused(False, "")
     schedule_offset: Count = refused(0, "")
@@ -50,20 +50,20 @@ class WeightQuantizationShared(CompressionSharedParams):
 
 
 class ActivationQuantizationShared(CompressionSharedParams):
-    """Shared options of activation quantization."""
+    """Common options of activation quantization."""
 
     quantization_type: Literal["symmetric", "asymmetric"] = refused("symmetric", "")
     range_calibration: Literal["dynamic", "static"] = refused("dynamic", "")
 
 
 class PruningShared(CompressionSharedParams):
-    """Shared options of pruning."""
+    """Common options of pruning."""
 
     method: str = refused("l1", "")
 
 
 class SparsePruningShared(PruningShared):
-    """Shared options of sparse pruning."""
+    """Common options of sparse pruning."""
 
     schedule_offset_end: Count = refused(1000, "")
     schedule_offset_stride: Positive = refused(1, "")
@@ -73,7 +73,7 @@ class SparsePruningShared(PruningShared):
 
 
 class HeadPruningShared(PruningShared):
-    """Shared options of head pruning."""
+    """Common options of head pruning."""
 
     method: str = refused("topk", "")
     num_heads: Positive | None = refused(None, "")
@@ -90,7 +90,7 @@ class GroupParams(ConfigSection):
 
 
 class CompressionGroup(ConfigSection):
-    """A group of modules that are treated alike."""
+    """Group of modules with the same options."""
 
     params: GroupParams = refused(GroupParams, "")
     modules: Names = refused(["*"], "")
@@ -98,7 +98,7 @@ class CompressionGroup(ConfigSection):
 
 
 class CompressionTechnique(ConfigSection):
-    """A technique: shared options, and groups by free names."""
+    """Technique with common options and named groups of modules."""
 
     enable_key = "shared_parameters.enabled"
 
@@ -107,43 +107,43 @@ class CompressionTechnique(ConfigSection):
 
 
 class WeightQuantizationTraining(CompressionTechnique):
-    """Quantization-aware weights."""
+    """Quantization-aware training of weights."""
 
     shared_parameters: WeightQuantizationShared = refused(WeightQuantizationShared, "")
 
 
 class ActivationQuantization(CompressionTechnique):
-    """Quantized activations."""
+    """Quantization of activations."""
 
     shared_parameters: ActivationQuantizationShared = refused(ActivationQuantizationShared, "")
 
 
 class SparsePruning(CompressionTechnique):
-    """Single weights set to zero."""
+    """Pruning of single weights."""
 
     shared_parameters: SparsePruningShared = refused(SparsePruningShared, "")
 
 
 class RowPruning(CompressionTechnique):
-    """Rows of matrices removed."""
+    """Pruning of rows of matrices."""
 
     shared_parameters: PruningShared = refused(PruningShared, "")
 
 
 class HeadPruning(CompressionTechnique):
-    """Attention heads removed."""
+    """Pruning of attention heads."""
 
     shared_parameters: HeadPruningShared = refused(HeadPruningShared, "")
 
 
 class ChannelPruning(CompressionTechnique):
-    """Channels of convolutions removed."""
+    """Pruning of channels of convolutions."""
 
     shared_parameters: PruningShared = refused(PruningShared, "")
 
 
 class CompressionTraining(ConfigSection):
-    """Compression while training."""
+    """Compression during training."""
 
     refusal = "not yet built: compression; write false"
 
@@ -157,7 +157,7 @@ class CompressionTraining(ConfigSection):
 
 
 class WeightQuantization(ConfigSection):
-    """Weights stored quantized for inference."""
+    """Quantized weights for inference."""
 
     refusal = "not yet built: quantized weights; delete the section"
 
@@ -175,7 +175,7 @@ class WeightQuantization(ConfigSection):
 
 
 class Eigenvalue(ConfigSection):
-    """Curvature estimates that steer quantization."""
+    """Curvature estimates that control quantization."""
 
     refusal = "not yet built: eigenvalue estimation; write false"
     enable_key = "enabled"

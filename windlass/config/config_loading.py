@@ -1,4 +1,4 @@
-"""From a source to a configuration, or to every reason at once why it cannot be read."""
+"""Loading of a configuration: returns a `Config`, or reports all problems at once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from windlass.config.root_config import Config
 from windlass.config.type_descriptions import describe_field
 
 _MAX_PASSES = 8
-"""Faulty keys are taken out and the rest is read again; a missing key may only show once its neighbours are right."""
+"""Bound on validation passes. Each pass removes faulty keys and validates the rest again, because a missing key may
+only show after other errors are removed."""
 
 MAX_HINTS = 50
-"""Unknown keys for which the nearest known one is looked up: comparing names takes about a millisecond a key."""
+"""Number of unknown keys for which the nearest known key is looked up; a lookup takes about a millisecond."""
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What `examine` found: the configuration with faulty keys left out, and everything that is wrong with it."""
+    """Result of `validate_config`: the configuration without its faulty keys, and all problems."""
 
     source: ConfigSource
     config: Config
@@ -38,12 +39,13 @@ class ValidationResult:
 
 
 def load_config(source: object) -> Config:
-    """Read a configuration from a dict, a path, or url-safe base64 of JSON.
+    """Load a configuration from a dict, a path, or url-safe base64 of JSON.
 
-    A key that is understood but not supported does not fail here: see `Config.refusals`.
+    Keys that are known but not supported do not fail here: see `Config.refusals`.
 
     Raises:
-        ConfigError: the source cannot be read, or has unknown keys, wrong types or contradictions; the text lists all.
+        ConfigError: the source cannot be read, or has unknown keys, wrong types or contradictions. The message lists
+            all of them.
     """
     found = validate_config(source)
     if found.problems:
@@ -53,7 +55,7 @@ def load_config(source: object) -> Config:
 
 
 def validate_config(source: object) -> ValidationResult:
-    """Read a configuration and list every unknown key, wrong type and contradiction in it.
+    """Load a configuration and list every unknown key, wrong type and contradiction in it.
 
     Raises:
         ConfigError: the source cannot be read at all.
@@ -89,7 +91,7 @@ def _validate(data: dict[str, Any]) -> tuple[Config, list[ConfigProblem]]:
             return Config.model_validate(remaining), problems
         except ValidationError as error:
             faults = {_path_in_data(fault["loc"], remaining): fault for fault in reversed(error.errors())}
-            if () in faults:  # not of one key: nothing can be taken out
+            if () in faults:  # a fault of the whole object: there is no key to remove
                 problems.append(ConfigProblem(ProblemKind.TYPE, "", str(faults[()]["msg"])))
                 break
             for loc, fault in reversed(faults.items()):
@@ -100,7 +102,7 @@ def _validate(data: dict[str, Any]) -> tuple[Config, list[ConfigProblem]]:
 
 
 def _path_in_data(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
-    """The part of pydantic's location that is a path into the data; the rest names members of unions."""
+    """Return the prefix of pydantic's error location that is a path into the data; the rest names members of unions."""
     path: list[Any] = []
     for step in loc:
         inside = (isinstance(data, dict) and step in data) or (
@@ -114,7 +116,7 @@ def _path_in_data(loc: tuple[Any, ...], data: Any) -> tuple[Any, ...]:
 
 
 def _remove_at(loc: tuple[Any, ...], data: Any) -> None:
-    """Remove what stands at `loc`; where nothing does (a missing key), remove what should have held it."""
+    """Remove the value at `loc`. Clear the whole list for an element, and the whole section for a missing key."""
     for step in loc[:-1]:
         data = data[step]
         if isinstance(data, list):
@@ -139,7 +141,7 @@ def _make_problem(loc: tuple[Any, ...], fault: Any, hint: bool) -> ConfigProblem
 
 
 def dotted_path(loc: tuple[Any, ...]) -> str:
-    """A location as a dotted path: `a.b[0].c`."""
+    """Format a location as a dotted path: `a.b[0].c`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")
 
 
@@ -172,12 +174,12 @@ def _hint(loc: tuple[Any, ...]) -> str:
     if near:
         return f"nearest is {prefix}.{near}".replace("is .", "is ")
     elsewhere = _first_paths().get(name)
-    return f"it belongs at {elsewhere}" if elsewhere else "nothing is like it; delete it"
+    return f"it belongs at {elsewhere}" if elsewhere else "no known key is similar; delete it"
 
 
 @cache
 def _first_paths() -> dict[str, str]:
-    """The first path of each key name."""
+    """Return the first path of each key name."""
     places: dict[str, str] = {}
     for path in _all_keys(Config, ""):
         places.setdefault(path.split(".")[-1], path)

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as sentences that name the key, the value and the fix."""
+"""Problems of a configuration, as sentences with the key, the value and the fix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from windlass.base.text import one_line
 
 MAX_LISTED = 100
-"""Longest list of problems that is printed; the rest is counted."""
+"""Maximum number of problems that are printed; the others are counted."""
 
 
 class ProblemKind(StrEnum):
-    """The sorts of problems, in the order in which they are reported."""
+    """Kinds of problems, in the order of the report."""
 
     UNKNOWN = "unknown key"
     TYPE = "wrong type or value"
@@ -24,7 +24,7 @@ class ProblemKind(StrEnum):
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing that keeps a configuration from being read."""
+    """One error in a configuration."""
 
     kind: ProblemKind
     path: str
@@ -38,7 +38,7 @@ class ConfigProblem:
 
 @dataclass(frozen=True)
 class ConfigRefusal:
-    """A key that was read and understood, and asks for something that is not done here."""
+    """A key that is valid but asks for an unsupported feature."""
 
     path: str
     value: Any
@@ -49,7 +49,7 @@ class ConfigRefusal:
 
 
 def format_value(value: Any) -> str:
-    """A value as JSON would spell it, cut to a readable length."""
+    """Format a value as JSON, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -1,4 +1,4 @@
-"""What a configuration asks for that is not done here: one list of sentences, gathered from the whole schema."""
+"""Unsupported settings of a configuration, collected over the whole schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUIRED_AUTO_KEYS = ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled")
 
 
 def find_refusals(config: Config) -> list[ConfigRefusal]:
-    """Every refusal in `config`, in the order of the schema."""
+    """List every refusal in `config`, in the order of the schema."""
     found = list(_walk_section(config, ""))
     if config.optimizer:
         found += optimizer_section.find_parameter_refusals(config.optimizer)
@@ -25,7 +25,7 @@ def find_refusals(config: Config) -> list[ConfigRefusal]:
         found += scheduler_section.find_parameter_refusals(config.scheduler)
     for key in REQUIRED_AUTO_KEYS:
         if key in config.auto_keys:
-            found.append(ConfigRefusal(key, "auto", "nobody filled it in; write true or false"))
+            found.append(ConfigRefusal(key, "auto", "no program filled it in; write true or false"))
     for pair in feature_matrix.unsupported_pairs(feature_matrix.describe_features(config)):
         axes, values = zip(pair.first, pair.second, strict=True)
         found.append(ConfigRefusal(" with ".join(axes), " with ".join(values), pair.reason))

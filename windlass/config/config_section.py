@@ -1,4 +1,4 @@
-"""The base of every section of the schema, and the scalar types that sections are made of."""
+"""Base class of all sections of the schema, and the scalar types of their fields."""
 
 from __future__ import annotations
 
@@ -34,43 +34,44 @@ def _dtype_name(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(_refuse_bool)
-"""Keeps `true` from counting as 1; it stands after the bounds, so that these reach the JSON Schema."""
+"""Validator that rejects booleans, so that `true` does not count as 1. Its place is after the bounds of a type, so that
+the bounds reach the JSON Schema."""
 Int = Annotated[int, NUMBER]
-"""An integer; `5e8` and `"2"` count as integers, as they do in the files that circulate, `980.1` and `true` do not."""
+"""Integer. `5e8` and `"2"` are accepted as integers, because common files have them; `980.1` and `true` are not."""
 Count = Annotated[int, Field(ge=0), NUMBER]
 Positive = Annotated[int, Field(gt=0), NUMBER]
 Float = Annotated[float, Field(allow_inf_nan=False), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NUMBER]
 Names = Annotated[list[str], BeforeValidator(_to_list)]
-"""A list of names; a bare string is a list of one."""
+"""List of names; a bare string is a list of one."""
 DtypeName = Annotated[
     Literal["fp32", "bf16", "fp16"],
     BeforeValidator(_dtype_name),
     WithJsonSchema({"type": "string", "enum": [*_DTYPES, *(f"torch.{name}" for name in _DTYPES)]}),
 ]
-"""A dtype by its short name; the long forms (`"bfloat16"`, `"torch.float16"`) are turned into the short one."""
+"""Dtype by its short name; the long forms (`"bfloat16"`, `"torch.float16"`) are converted to it."""
 
 
 class ConfigSection(BaseModel):
-    """A part of the configuration: unknown keys are errors, values are fixed once read."""
+    """Section of the configuration. Unknown keys are errors; values are immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), hide_input_in_errors=True
     )
 
     refusal: ClassVar[str] = ""
-    """Why this whole section is refused once it is turned on; empty where the fields answer for themselves."""
+    """Reason why the section is refused if it is enabled; empty if each field has a status of its own."""
     enable_key: ClassVar[str] = ""
-    """The dotted key that turns the section on; off, it asks for nothing. Empty: any value but a default does."""
+    """Dotted key that enables the section. Empty: any value other than a default enables it."""
 
     def requested_key(self) -> str | None:
-        """The dotted key under this section that asks for something, or None while every such value is its default."""
+        """Return the dotted key under this section that enables it, or None if the section is not enabled."""
         if self.enable_key:
             return self.enable_key if self._is_enabled() else None
         return next((key for key, _ in self._non_default_values()), None)
 
     def value_at(self, dotted: str) -> Any:
-        """The value under a dotted key; the section itself for the empty key."""
+        """Return the value at a dotted key; the section itself for the empty key."""
         value: Any = self
         for part in dotted.split(".") if dotted else ():
             value = getattr(value, part)
@@ -91,14 +92,14 @@ class ConfigSection(BaseModel):
 
 
 class NestedSection(NamedTuple):
-    """A section inside an annotation, and whether it stands there alone, in a list, or under free keys."""
+    """A section inside an annotation, and its position: alone, in a list, or under free keys."""
 
     section: type[ConfigSection]
     shape: Literal["alone", "list", "free keys"]
 
 
 def nested_section(annotation: Any, shape: Literal["alone", "list", "free keys"] = "alone") -> NestedSection | None:
-    """The section that `annotation` (`S`, `S | None`, `list[S]`, `dict[str, S]`, ...) holds, or None."""
+    """Return the section in `annotation` (`S`, `S | None`, `list[S]`, `dict[str, S]`, ...), or None."""
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return NestedSection(annotation, shape) if issubclass(annotation, ConfigSection) else None
     origin = get_origin(annotation)

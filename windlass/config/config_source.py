@@ -1,4 +1,4 @@
-"""Getting at a configuration: a dict, a file of (relaxed) JSON, or base64 of JSON."""
+"""Sources of a configuration: a dict, a file of strict or relaxed JSON, or base64 of JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from windlass.config.key_lines import find_key_lines
 
 _MAX_BYTES = 16 * 2**20
 _MAX_RELAXED_BYTES = 64 * 2**10
-"""The reader of relaxed JSON takes a time that grows with the square of the text in bad cases."""
+"""Size limit for relaxed JSON, whose parser takes quadratic time in bad cases."""
 
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A configuration as it was handed over: its data, a name for messages, and the lines of its dotted keys.
+    """Data of a configuration, its name in messages, and the line of each dotted key.
 
-    `not_strict` says why `json.load` would refuse the text; it is empty for strict JSON and for a dict.
+    `not_strict_reason` is the reason why `json.load` would refuse the text; empty for strict JSON and for a dict.
     """
 
     data: dict[str, Any]
@@ -38,12 +38,12 @@ class ConfigSource:
 
 
 def read_source(source: object) -> ConfigSource:
-    """Read `source`: a dict (kept as it is, never written to), a path, or url-safe base64 of a JSON object.
+    """Read `source`: a dict (never modified), a path, or url-safe base64 of a JSON object.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, it is not JSON even by the relaxed rules (comments,
-            trailing and missing commas), a key is written twice, it does not hold an object, or it exceeds a limit
-            (of bytes, of nesting, of the digits of a number).
+        ConfigError: the file does not exist or cannot be read, it is not JSON even by the relaxed rules (comments,
+            trailing and missing commas), a key is written twice, it is not an object, or it exceeds a limit (of bytes,
+            of nesting, of the digits of a number).
     """
     found = _read_any(source)
     _check_keys(found.data, found.name)
@@ -68,7 +68,7 @@ def _read_any(source: object) -> ConfigSource:
 def _is_file(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # too long for a file name, or holds a zero byte: it can only be base64
+    except (OSError, ValueError):  # too long for a file name, or with a zero byte: such a string can only be base64
         return False
 
 
@@ -121,7 +121,7 @@ def _parse(text: str, name: str) -> ConfigSource:
 
 
 class _RelaxedDecoder(hjson.HjsonDecoder):
-    """hjson's decoder without multi-line strings, which it scans back to the line's begin for each of them."""
+    """hjson's decoder without multi-line strings, for each of which it searches back to the start of the line."""
 
     def __init__(self, pairs: Any) -> None:
         super().__init__(object_pairs_hook=pairs)
@@ -163,7 +163,7 @@ def _check_keys(data: Any, name: str) -> None:
 
 
 def _is_encodable(text: str) -> bool:
-    """Return False for text with a lone surrogate, which no encoding has."""
+    """Return False for text with a lone surrogate, which no encoding can represent."""
     try:
         text.encode()
     except UnicodeEncodeError:

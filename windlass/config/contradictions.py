@@ -1,4 +1,4 @@
-"""Pairs of keys that cannot both be meant: every cross-section rule, in one place."""
+"""Contradictions between keys: all rules that span several sections."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from windlass.config.offload_section import OffloadOptimizer, is_offloaded
 from windlass.config.root_config import Config
 
 ContradictionRule = Callable[[Config], Iterator[tuple[str, str]]]
-"""A rule yields (key, sentence) for everything it finds."""
+"""Rule that yields (key, sentence) for each contradiction."""
 
 
 def find_contradictions(config: Config) -> list[ConfigProblem]:
-    """Every rule that `config` breaks."""
+    """Return a problem for every rule that `config` breaks."""
     return [
         ConfigProblem(ProblemKind.CONTRADICTION, key, sentence)
         for rule in CONTRADICTION_RULES
@@ -42,8 +42,8 @@ def _buffer_dtype(config: Config) -> Iterator[tuple[str, str]]:
     if config.data_types.buffer_dtype and not (config.fp16.enabled or config.bf16.enabled):
         yield (
             "data_types.buffer_dtype",
-            f'"{config.data_types.buffer_dtype}", but neither fp16 nor bf16 is enabled, and only beside those are '
-            "buffers cast; delete it, or cast the model's buffers yourself",
+            f'"{config.data_types.buffer_dtype}", but buffers are cast only if fp16 or bf16 is enabled; delete it, or '
+            "cast the model's buffers yourself",
         )
 
 
@@ -80,8 +80,8 @@ def _sum_reduction(config: Config) -> Iterator[tuple[str, str]]:
         if getattr(config, key) != default:
             yield (
                 key,
-                f"{format_value(getattr(config, key))} says where the mean over ranks is divided, but gradient_allreduce_op is "
-                '"sum"; delete one',
+                f"{format_value(getattr(config, key))} sets when gradients are divided for the mean over ranks, but "
+                'gradient_allreduce_op is "sum"; delete one',
             )
 
 
@@ -98,7 +98,7 @@ def _offload(config: Config) -> Iterator[tuple[str, str]]:
     if is_offloaded(zero.offload_param) and zero.stage < 3:
         yield (
             "zero_optimization.offload_param",
-            f"parameters are released, and so can live elsewhere, only at stage 3, not {zero.stage}; "
+            f"parameters are sharded, and can be offloaded, only at stage 3, not {zero.stage}; "
             'write stage 3 or "device": "none"',
         )
     for name in ("offload_param", "offload_optimizer"):
@@ -108,7 +108,7 @@ def _offload(config: Config) -> Iterator[tuple[str, str]]:
     yield from _delayed_update(zero.offload_optimizer)
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if getattr(zero, old) is not None and getattr(zero, new) is not None:
-            yield f"zero_optimization.{old}", f"the older spelling of {new}, which is there too; delete {old}"
+            yield f"zero_optimization.{old}", f"the older spelling of {new}, which is given too; delete {old}"
 
 
 def _delayed_update(section: OffloadOptimizer | None) -> Iterator[tuple[str, str]]:
@@ -125,7 +125,7 @@ def _delayed_update(section: OffloadOptimizer | None) -> Iterator[tuple[str, str
     if section.device == "none":
         yield (
             f"{key}.delayed_update",
-            'true, but "device" is "none": a step on the device has nothing to hide behind; write "cpu" or "nvme"',
+            'true, but "device" is "none": only a step on the host can be delayed; write "cpu" or "nvme"',
         )
     if section.ratio != 1.0:
         yield (
@@ -141,13 +141,13 @@ def _two_shard_groups(config: Config) -> Iterator[tuple[str, str]]:
         yield (
             "zero_optimization.mics_shard_size",
             f"{zero.mics_shard_size} and zero_hpz_partition_size {zero.zero_hpz_partition_size} both choose the ranks "
-            "from which parameters are gathered; delete one",
+            "over which parameters are all-gathered; delete one",
         )
     if config.parallel.dp_replicate > 1 and zero.zero_hpz_partition_size > 1:
         yield (
             "parallel.dp_replicate",
             f"{config.parallel.dp_replicate} and zero_optimization.zero_hpz_partition_size "
-            f"{zero.zero_hpz_partition_size} both choose the ranks from which parameters are gathered; delete one",
+            f"{zero.zero_hpz_partition_size} both choose the ranks over which parameters are all-gathered; delete one",
         )
 
 
@@ -163,7 +163,7 @@ def _ulysses(config: Config) -> Iterator[tuple[str, str]]:
     elif section.ulysses_degree is not None:
         yield (
             "parallel.ulysses_degree",
-            f'{section.ulysses_degree}, but "sp_mode" is "{section.sp_mode}", which has no second size; delete '
+            f'{section.ulysses_degree}, but "sp_mode" is "{section.sp_mode}", which has only one size; delete '
             'it, or write "ulysses+ring"',
         )
 
@@ -173,14 +173,14 @@ def _activation_tier(config: Config) -> Iterator[tuple[str, str]]:
     if section.activation_tier != "device" and not section.recompute:
         yield (
             "parallel.activation_tier",
-            f'"{section.activation_tier}", but parallel.recompute is false, so no inputs of layers are kept that could '
-            'wait there; write true, or "device"',
+            f'"{section.activation_tier}", but parallel.recompute is false, so no layer inputs are saved; write true '
+            'there, or "device" here',
         )
     if section.tp_sequence_norms and section.tiled_mlp:
         yield (
             "parallel.tiled_mlp",
-            f"{section.tiled_mlp}, but tp_sequence_norms is true, under which MLPs see parts of unequal lengths; write "
-            "false in one of them",
+            f"{section.tiled_mlp}, but tp_sequence_norms is true, with which MLPs receive parts of unequal lengths; "
+            "write false in one of them",
         )
 
 
@@ -189,8 +189,8 @@ def _deepspeed_checkpoint_format(config: Config) -> Iterator[tuple[str, str]]:
     if config.checkpoint.format == "deepspeed" and cut:
         yield (
             "checkpoint.format",
-            f'"deepspeed", whose files hold whole parameters of every data rank, with {", ".join(cut)}; write '
-            '"windlass" (`windlass export` writes whole weights)',
+            f'"deepspeed", whose files contain full parameters of every data rank, with {", ".join(cut)}; write '
+            '"windlass" (`windlass export` writes full weights)',
         )
 
 
@@ -209,13 +209,13 @@ def _pipeline_schedule(config: Config) -> Iterator[tuple[str, str]]:
         if section.schedule == "interleaved" and section.virtual_stages == 1:
             yield (
                 "pipeline.virtual_stages",
-                '1, but the schedule is "interleaved", which needs several a rank; write 2, or "1f1b"',
+                '1, but the schedule is "interleaved", which needs several per rank; write 2, or "1f1b"',
             )
         if section.schedule in ("1f1b", "gpipe") and section.virtual_stages > 1:
             yield (
                 "pipeline.virtual_stages",
-                f'{section.virtual_stages}, but the schedule "{section.schedule}" passes each rank once; delete it, or write '
-                '"interleaved"',
+                f'{section.virtual_stages}, but the schedule "{section.schedule}" has one part per rank; delete it, or '
+                'write "interleaved"',
             )
     accumulation = config.gradient_accumulation_steps
     if None not in (section.micro_batches, accumulation) and section.micro_batches != accumulation:
@@ -244,7 +244,8 @@ def _learning_rate(config: Config) -> Iterator[tuple[str, str]]:
     if base != peak:
         yield (
             "scheduler.params.warmup_max_lr",
-            f"{format_value(peak)} and optimizer.params.lr {format_value(base)} are two learning rates; delete one, or make them equal",
+            f"{format_value(peak)} and optimizer.params.lr {format_value(base)} are two learning rates; delete one, or "
+            "make them equal",
         )
 
 
@@ -284,7 +285,7 @@ def _watchdog(config: Config) -> Iterator[tuple[str, str]]:
         yield (
             "watchdog.timeout_s",
             f"{section.timeout_s:g} is less than watchdog.report_after_s {section.report_after_s:g}, so a run would "
-            "end before it is reported why; exchange them",
+            "end before the report of its hang; exchange them",
         )
 
 

@@ -1,4 +1,4 @@
-"""Choosing what a model sees, and when: curricula, dynamic batches, dropped tokens."""
+"""Sections for data efficiency: curricula, dynamic batches, dropped tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.config.key_status import refused
 
 
 class CurriculumSchedule(ConfigSection):
-    """How difficulty grows with the steps."""
+    """Growth of difficulty with the steps."""
 
     total_curriculum_step: Positive | None = refused(None, "")
     difficulty_step: Positive | None = refused(None, "")
@@ -19,7 +19,7 @@ class CurriculumSchedule(ConfigSection):
 
 
 class CurriculumLearning(ConfigSection):
-    """The older curriculum on sequence length."""
+    """Legacy curriculum on the sequence length."""
 
     refusal = "not yet built: curriculum learning; write false"
     enable_key = "enabled"
@@ -33,7 +33,7 @@ class CurriculumLearning(ConfigSection):
 
 
 class CurriculumMetric(ConfigSection):
-    """One measure of difficulty."""
+    """Measure of difficulty."""
 
     index_to_sample_path: str | None = refused(None, "")
     index_to_metric_path: str | None = refused(None, "")
@@ -46,7 +46,7 @@ class CurriculumMetric(ConfigSection):
 
 
 class SamplingCurriculum(ConfigSection):
-    """A curriculum over measured samples."""
+    """Curriculum over samples with measured difficulty."""
 
     enabled: bool = refused(False, "")
     data_cluster_path: str | None = refused(None, "")
@@ -54,7 +54,7 @@ class SamplingCurriculum(ConfigSection):
 
 
 class DynamicBatching(ConfigSection):
-    """Batches of about equally many tokens."""
+    """Batches with about equal numbers of tokens."""
 
     enabled: bool = refused(False, "")
     metrics_path: str | None = refused(None, "")
@@ -67,7 +67,7 @@ class DynamicBatching(ConfigSection):
 
 
 class DataSampling(ConfigSection):
-    """Which samples come when."""
+    """Order in which samples are drawn."""
 
     enabled: bool = refused(False, "")
     num_epochs: Positive = refused(1000, "")
@@ -85,7 +85,7 @@ class RandomLtdScheduleConfig(ConfigSection):
 
 
 class RandomLtdSchedule(ConfigSection):
-    """How many tokens the middle layers see."""
+    """Number of tokens that the middle layers process."""
 
     min_value: Positive | None = refused(None, "")
     max_value: Positive | None = refused(None, "")
@@ -94,7 +94,7 @@ class RandomLtdSchedule(ConfigSection):
 
 
 class LayerTokenLrSchedule(ConfigSection):
-    """A learning rate that follows the tokens seen."""
+    """Learning rate as a function of the tokens seen."""
 
     enabled: bool = refused(False, "")
     total_layer_tokens: Count | None = refused(None, "")
@@ -117,14 +117,14 @@ class RandomLtd(ConfigSection):
 
 
 class DataRouting(ConfigSection):
-    """Which tokens go through which layers."""
+    """Choice of the tokens that pass through each layer."""
 
     enabled: bool = refused(False, "")
     random_ltd: RandomLtd = refused(RandomLtd, "")
 
 
 class DataEfficiency(ConfigSection):
-    """Sampling and routing of data together."""
+    """Sampling and routing of data."""
 
     refusal = "not yet built: data efficiency; write false"
     enable_key = "enabled"
@@ -136,7 +136,7 @@ class DataEfficiency(ConfigSection):
 
 
 class ProgressiveLayerDrop(ConfigSection):
-    """Layers skipped at random, more of them as training goes on."""
+    """Random skipping of layers, increasing during training."""
 
     refusal = "not yet built: progressive layer drop; write false"
     enable_key = "enabled"

@@ -1,4 +1,4 @@
-"""The JSON Schema by which editors complete and check a configuration."""
+"""JSON Schema with which editors complete and check a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AUTO = {"const": "auto"}
 
 
 def build_editor_schema() -> dict[str, Any]:
-    """The schema of `ds_config.json`: every key in all its spellings, "auto" where it is read, and each status."""
+    """Build the schema of `ds_config.json`: every key in all spellings, with "auto" where accepted, and its status."""
     schema = Config.model_json_schema()
     for definition in schema["$defs"].values():
         _rewrite_properties(definition, auto=None)
@@ -23,7 +23,7 @@ def build_editor_schema() -> dict[str, Any]:
 
 
 def _rewrite_properties(definition: dict[str, Any], auto: tuple[str, ...] | None) -> None:
-    """Turn what the field makers left in each property into schema words; `auto` None means: on every plain value."""
+    """Convert the facts of each field to schema keywords. `auto`: keys that take "auto"; None: every plain value."""
     properties: dict[str, Any] = {}
     for name, original in definition.get("properties", {}).items():
         facts = original.get("windlass", {})
@@ -44,7 +44,7 @@ def _is_nested(schema: dict[str, Any]) -> bool:
 
 
 def _any_of(schema: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`schema` or `other`; what describes the key stays outside."""
+    """Return a schema for `schema` or `other`, with description, default and status outside the alternatives."""
     outside: dict[str, Any] = {key: schema[key] for key in ("description", "default", "x-status") if key in schema}
     inside = {key: value for key, value in schema.items() if key not in outside}
     branches = inside["anyOf"] if set(inside) == {"anyOf"} else [inside]

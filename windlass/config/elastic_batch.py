@@ -1,4 +1,4 @@
-"""The batch of a run whose number of ranks may change: one size that many numbers of ranks can share evenly."""
+"""Batch size for a run whose number of ranks may change: one size that divides evenly for many numbers of ranks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _MANY_DIVISORS = (
 
 @dataclass(frozen=True)
 class ElasticBatch:
-    """A batch size and the numbers of ranks, in order, on which it is `micro x accumulation x ranks` exactly."""
+    """A batch size, and the sorted numbers of ranks for which it equals `micro x accumulation x ranks`."""
 
     train: int
     rank_counts: tuple[int, ...]
 
 
 def find_elastic_batch(section: Elasticity) -> ElasticBatch:
-    """The batch that fits most numbers of ranks.
+    """Find the batch size that fits the most numbers of ranks.
 
-    Candidates are each micro-batch size, and the least common multiple of all, times the largest highly composite
-    number that keeps them below the bound.
+    Candidates: each micro-batch size, and their least common multiple, times the largest highly composite number for
+    which the product does not exceed max_train_batch_size.
 
     Raises:
-        ConfigError: a micro-batch is larger than the bound, or no number of ranks between the two bounds fits.
+        ConfigError: a micro-batch is larger than max_train_batch_size, or no number of ranks from min_gpus to max_gpus
+            fits.
     """
     sizes, bound = sorted(set(section.micro_batch_sizes)), section.max_train_batch_size
     if sizes[-1] > bound:
@@ -52,10 +53,10 @@ def find_elastic_batch(section: Elasticity) -> ElasticBatch:
 
 
 def solve_elastic_batch(section: Elasticity, world_size: int) -> BatchSizes:
-    """The three batch numbers on `world_size` ranks.
+    """Return the three batch sizes for `world_size` ranks.
 
     Raises:
-        ConfigError: that number of ranks does not fit; the text has the nearest that do.
+        ConfigError: this number of ranks does not fit; the message has the nearest that do.
     """
     best = find_elastic_batch(section)
     if world_size not in best.rank_counts:
@@ -72,7 +73,7 @@ def solve_elastic_batch(section: Elasticity, world_size: int) -> BatchSizes:
 
 
 def _valid_rank_counts(train: int, sizes: list[int], section: Elasticity) -> tuple[int, ...]:
-    """Numbers of ranks that can share `train` samples in micro-batches of one of `sizes`."""
+    """Return the numbers of ranks that can share `train` samples in micro-batches of one of `sizes`."""
     found: set[int] = set()
     for size in sizes:
         if train % size == 0:

@@ -1,4 +1,4 @@
-"""DeepSpeed's `expert_parallel` section: experts of a mixture-of-experts model spread over ranks."""
+"""DeepSpeed's `expert_parallel` section: experts of a mixture-of-experts model, distributed over ranks."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Literal
 from windlass.config.config_section import ConfigSection, Count, Float, Positive
 from windlass.config.key_status import accepted, honoured, refused
 
-_FOUND = "experts and routers are found by the model's own classes; delete it"
-_ROUTER = "the model's own router and its configuration say so; delete it"
-_SPEED = "how it is computed; values are the same"
+_FOUND = "experts and routers are found by the classes of the model; delete it"
+_ROUTER = "the model's own router and configuration determine it; delete it"
+_SPEED = "it affects only speed; values are the same"
 _DEEPEP = "read only with comm_backend deepep, itself refused"
 
 
 class ExpertParallel(ConfigSection):
-    """Experts of a mixture-of-experts model spread over ranks."""
+    """Distribution of the experts of a mixture-of-experts model over ranks."""
 
     enable_key = "enabled"
 
     enabled: bool = honoured(False)
-    """Spread experts over autoep_size ranks."""
+    """Distribute experts over autoep_size ranks."""
     autoep_size: Positive = honoured(1)
-    """As parallel.ep, read where `enabled` is true."""
+    """Same as parallel.ep; read if `enabled` is true."""
     preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = accepted(
-        None, "experts and routers are found by the model's own classes"
+        None, "experts and routers are found by the classes of the model"
     )
-    validate_folding_routing: bool = accepted(False, "where ranks are is checked in any case")
+    validate_folding_routing: bool = accepted(False, "the placement of ranks is always checked")
     async_split_plan: bool = accepted(False, _SPEED)
     use_grouped_mm: bool = accepted(True, _SPEED)
     disable_triton_grouped_mm: bool = accepted(False, _SPEED)
@@ -36,7 +36,7 @@ class ExpertParallel(ConfigSection):
     comm_qp_margin: Count = accepted(4, _DEEPEP)
     comm_max_tokens_per_rank: Count = accepted(0, _DEEPEP)
 
-    expert_tensor_parallel_size: Positive = refused(1, "DeepSpeed takes only 1 too; write that")
+    expert_tensor_parallel_size: Positive = refused(1, "DeepSpeed accepts only 1 too; write 1")
     comm_backend: Literal["comm", "deepep"] = refused("comm", 'not built: DeepEP; write "comm"')
     moe_layer_pattern: str | None = refused(None, _FOUND)
     expert_pattern: str | None = refused(None, _FOUND)
@@ -58,4 +58,4 @@ class ExpertParallel(ConfigSection):
     score_func: Literal["auto", "softmax", "sigmoid"] = refused("auto", _ROUTER)
     top_k: Positive | Literal["auto"] = refused("auto", _ROUTER)
     routed_scaling_factor: Float | Literal["auto"] = refused("auto", _ROUTER)
-    load_balance_coeff: None = refused(None, "DeepSpeed takes only null too; delete it")
+    load_balance_coeff: None = refused(None, "DeepSpeed accepts only null too; delete it")

@@ -1,4 +1,4 @@
-"""The composition matrix: which features work together. This file is the only place that says so."""
+"""Matrix of features and the pairs of them that work together. All rules about combinations are in this file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from windlass.config.root_config import Config
 
 FeatureChoice = tuple[str, str]
-"""An axis and one of its values, such as `("precision", "bf16")`."""
+"""An axis of the matrix and one of its values, such as `("precision", "bf16")`."""
 
 
 @dataclass(frozen=True)
 class FeatureValue:
-    """A value of an axis: what it means, why it is not offered (empty: it is), and what a test of it needs."""
+    """Value of an axis: its meaning, the reason if it is not built (empty: it is), and what a test of it requires."""
 
     meaning: str
     not_built_reason: str = ""
@@ -28,7 +28,7 @@ class FeatureValue:
 
 @dataclass(frozen=True)
 class FeaturePair:
-    """Two choices on different axes, and whether they work together; `because` says why not."""
+    """Two choices on different axes, and whether they work together; `reason` is empty if they do."""
 
     first: FeatureChoice
     second: FeatureChoice
@@ -39,23 +39,23 @@ class FeaturePair:
 
 FEATURES: dict[str, dict[str, FeatureValue]] = {
     "stage": {
-        "0": FeatureValue("nothing is cut over the ranks"),
-        "1": FeatureValue("optimizer states and master weights are cut"),
-        "2": FeatureValue("gradients are cut too"),
-        "3": FeatureValue("parameters are cut too"),
+        "0": FeatureValue("nothing is sharded over ranks"),
+        "1": FeatureValue("optimizer states and master weights are sharded"),
+        "2": FeatureValue("gradients are sharded too"),
+        "3": FeatureValue("parameters are sharded too"),
     },
     "param_tier": {
-        "device": FeatureValue("parameters at rest stay on the device"),
-        "host": FeatureValue("parameters at rest are in host memory"),
-        "nvme": FeatureValue("parameters at rest are in files"),
+        "device": FeatureValue("sharded parameters stay on the device"),
+        "host": FeatureValue("sharded parameters are in host memory"),
+        "nvme": FeatureValue("sharded parameters are in files"),
     },
     "state_tier": {
         "device": FeatureValue("master weights and optimizer states stay on the device"),
-        "host": FeatureValue("they are in host memory, and the step runs there"),
-        "nvme": FeatureValue("they are in files"),
+        "host": FeatureValue("master weights and optimizer states are in host memory, and the step runs there"),
+        "nvme": FeatureValue("master weights and optimizer states are in files"),
     },
     "optimizer": {
-        "elementwise": FeatureValue("every element is updated from itself alone: Adam, AdamW, SGD, Adagrad, Lion, ..."),
+        "elementwise": FeatureValue("each element is updated independently: Adam, AdamW, SGD, Adagrad, Lion, ..."),
         "whole_parameter": FeatureValue(
             "a parameter is updated as a whole: Lamb, Muon, and every optimizer not known elementwise"
         ),
@@ -73,35 +73,35 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
     },
     "parallel": {
         "data": FeatureValue("one group of data-parallel ranks"),
-        "mics": FeatureValue("cuts inside groups of data ranks (dp_replicate, mics_shard_size), replicas between them"),
-        "hpz": FeatureValue("backward gathers from groups of zero_hpz_partition_size ranks"),
+        "mics": FeatureValue("shards in groups of data ranks (dp_replicate, mics_shard_size), replicas between groups"),
+        "hpz": FeatureValue("backward all-gathers from groups of zero_hpz_partition_size ranks"),
     },
     "pp": {
         "one": FeatureValue("every rank has all layers"),
-        "many": FeatureValue("layers are spread over the stages of a pipeline", requirement="transformer"),
+        "many": FeatureValue("layers are distributed over pipeline stages", requirement="transformer"),
     },
     "tp": {
-        "one": FeatureValue("every rank has whole matrices"),
-        "many": FeatureValue("matrices are cut over ranks", requirement="transformer"),
+        "one": FeatureValue("every rank has full matrices"),
+        "many": FeatureValue("matrices are sharded over ranks", requirement="transformer"),
     },
     "sp": {
-        "one": FeatureValue("every rank has whole sequences"),
-        "many": FeatureValue("sequences are cut over ranks", requirement="transformer"),
+        "one": FeatureValue("every rank has full sequences"),
+        "many": FeatureValue("sequences are sharded over ranks", requirement="transformer"),
     },
     "ep": {
         "one": FeatureValue("every rank has all experts"),
-        "many": FeatureValue("experts are spread over ranks", requirement="transformer"),
+        "many": FeatureValue("experts are distributed over ranks", requirement="transformer"),
     },
     "checkpointing": {
         "none": FeatureValue("all activations are kept"),
         "reentrant": FeatureValue("torch's reentrant activation checkpointing"),
         "nonreentrant": FeatureValue("torch's non-reentrant activation checkpointing"),
-        "host": FeatureValue("windlass.checkpointing.checkpoint keeps its inputs in host memory"),
-        "nvme": FeatureValue("windlass.checkpointing.checkpoint keeps its inputs in files"),
+        "host": FeatureValue("windlass.checkpointing.checkpoint saves inputs in host memory"),
+        "nvme": FeatureValue("windlass.checkpointing.checkpoint saves inputs in files"),
     },
     "adapters": {
         "none": FeatureValue("all parameters train"),
-        "frozen base": FeatureValue("frozen base weights with trainable adapters beside them, as LoRA has"),
+        "frozen base": FeatureValue("frozen base weights with trainable adapters, as in LoRA"),
     },
     "transport": {
         "shm": FeatureValue("CPU ranks of one host through shared memory"),
@@ -117,32 +117,30 @@ FEATURES: dict[str, dict[str, FeatureValue]] = {
         "on": FeatureValue("communication while computing"),
     },
     "update": {
-        "at once": FeatureValue("the next forward computes with what a step made"),
-        "delayed": FeatureValue("a step runs on the host while the next forward and backward do"),
+        "at once": FeatureValue("the next forward uses the updated parameters"),
+        "delayed": FeatureValue("a step runs on the host during the next forward and backward"),
     },
 }
 
 INCOMPATIBLE_PAIRS: dict[frozenset[FeatureChoice], str] = {
-    frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 cuts nothing, so there is nothing to cut inside groups",
-    frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
-    frozenset({("stage", "1"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
-    frozenset({("stage", "2"), ("parallel", "hpz")}): "only stage 3 releases parameters and gathers them again",
-    frozenset({("parallel", "hpz"), ("param_tier", "host")}): "a second copy on the device would undo the offload",
-    frozenset({("parallel", "hpz"), ("param_tier", "nvme")}): "a second copy on the device would undo the offload",
-    frozenset({("stage", "0"), ("param_tier", "host")}): "only stage 3 releases parameters",
-    frozenset({("stage", "1"), ("param_tier", "host")}): "only stage 3 releases parameters",
-    frozenset({("stage", "2"), ("param_tier", "host")}): "only stage 3 releases parameters",
-    frozenset({("stage", "0"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
-    frozenset({("stage", "1"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
-    frozenset({("stage", "2"), ("param_tier", "nvme")}): "only stage 3 releases parameters",
+    frozenset({("stage", "0"), ("parallel", "mics")}): "stage 0 shards nothing, so there is nothing to shard in groups",
+    frozenset({("stage", "0"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
+    frozenset({("stage", "1"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
+    frozenset({("stage", "2"), ("parallel", "hpz")}): "only stage 3 reshards and unshards parameters",
+    frozenset({("parallel", "hpz"), ("param_tier", "host")}): "secondary shards on the device would undo the offload",
+    frozenset({("parallel", "hpz"), ("param_tier", "nvme")}): "secondary shards on the device would undo the offload",
+    frozenset({("stage", "0"), ("param_tier", "host")}): "only stage 3 shards parameters",
+    frozenset({("stage", "1"), ("param_tier", "host")}): "only stage 3 shards parameters",
+    frozenset({("stage", "2"), ("param_tier", "host")}): "only stage 3 shards parameters",
+    frozenset({("stage", "0"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
+    frozenset({("stage", "1"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
+    frozenset({("stage", "2"), ("param_tier", "nvme")}): "only stage 3 shards parameters",
     frozenset({("stage", "0"), ("update", "delayed")}): "stage 0 keeps all states on every rank; use stage 1 or more",
-    frozenset({("state_tier", "device"), ("update", "delayed")}): "a step on the device has nothing to hide behind",
-    frozenset(
-        {("optimizer", "whole_parameter"), ("update", "delayed")}
-    ): "whole parameters need other ranks amid an update",
-    frozenset({("backward", "plain"), ("pp", "many")}): "a pipeline runs its backwards itself, in engine.train_batch",
+    frozenset({("state_tier", "device"), ("update", "delayed")}): "only a step on the host can be delayed",
+    frozenset({("optimizer", "whole_parameter"), ("update", "delayed")}): "updates of full parameters need other ranks",
+    frozenset({("backward", "plain"), ("pp", "many")}): "engine.train_batch runs the backwards of a pipeline",
 }
-"""Pairs that do not work although both halves might; every pair of offered values that is not here works."""
+"""Pairs of built features that do not work together. Every pair of built features that is not listed works."""
 
 ELEMENTWISE_OPTIMIZERS = frozenset(
     (
@@ -168,10 +166,10 @@ ONE_BIT_OPTIMIZERS = frozenset(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"))
 
 
 def check_pair(first: FeatureChoice, second: FeatureChoice) -> FeaturePair:
-    """Whether two choices work together.
+    """Check whether two choices work together.
 
     Raises:
-        KeyError: an axis or value that the matrix does not have.
+        KeyError: the matrix does not have this axis or value.
     """
     values = (FEATURES[first[0]][first[1]], FEATURES[second[0]][second[1]])
     unbuilt = "; ".join(sorted({value.not_built_reason for value in values if value.not_built_reason}))
@@ -182,22 +180,22 @@ def check_pair(first: FeatureChoice, second: FeatureChoice) -> FeaturePair:
 
 
 def all_pairs() -> list[FeaturePair]:
-    """The verdict of every pair of choices on different axes."""
+    """Check every pair of choices on different axes."""
     choices = {axis: [(axis, value) for value in values] for axis, values in FEATURES.items()}
     return [check_pair(a, b) for x, y in combinations(FEATURES, 2) for a in choices[x] for b in choices[y]]
 
 
 def supported_pairs(available: Iterable[str] = ()) -> list[FeaturePair]:
-    """The pairs that work and need nothing but what is `available` (such as `"gpu"`)."""
+    """List the pairs that work and require nothing beyond `available` (such as `"gpu"`)."""
     at_hand = frozenset(available)
     return [pair for pair in all_pairs() if pair.is_supported and pair.requirements <= at_hand]
 
 
 def uncovered_pairs(cases: Iterable[Mapping[str, str]], available: Iterable[str] = ()) -> list[FeaturePair]:
-    """The working pairs that none of `cases` (descriptions, as from `describe`) reaches.
+    """List the supported pairs that none of `cases` covers. Each case is a dict as from `describe_features`.
 
     Raises:
-        KeyError: a case names an axis or value that the matrix does not have.
+        KeyError: a case has an axis or value that the matrix does not have.
     """
     reached: set[frozenset[FeatureChoice]] = set()
     for case in cases:
@@ -208,14 +206,14 @@ def uncovered_pairs(cases: Iterable[Mapping[str, str]], available: Iterable[str]
 
 
 def unsupported_pairs(case: Mapping[str, str]) -> list[FeaturePair]:
-    """The pairs of a description that do not work although each half is offered."""
+    """List the pairs of a case that do not work together although each feature is built."""
     offered = [choice for choice in case.items() if not FEATURES[choice[0]][choice[1]].not_built_reason]
     found = (check_pair(first, second) for first, second in combinations(offered, 2))
     return [pair for pair in found if not pair.is_supported]
 
 
 def describe_features(config: Config, **facts: str) -> dict[str, str]:
-    """The value of every axis under `config`; `facts` (axis=value) say what a configuration does not tell."""
+    """Return the value of every axis under `config`. `facts` (axis=value) set axes that no key determines."""
     zero = config.zero_optimization
     case = {
         "stage": str(zero.stage),

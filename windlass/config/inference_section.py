@@ -1,4 +1,4 @@
-"""Serving: the hybrid engine, and the two configurations of inference engines."""
+"""Sections for inference: the hybrid engine, and the configurations of two inference engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOT_BUILT = "not yet built: the inference engine"
 
 
 class HybridEngine(ConfigSection):
-    """Training and generation in turns."""
+    """Alternation of training and generation."""
 
     refusal = "not yet built: the hybrid engine; write false"
     enable_key = "enabled"
@@ -26,7 +26,7 @@ class HybridEngine(ConfigSection):
 
 
 class InferenceTensorParallel(ConfigSection):
-    """The tensor-parallel axis of an inference engine."""
+    """Tensor-parallel axis of an inference engine."""
 
     enabled: bool = refused(True, "")
     tp_size: Positive = refused(1, "")
@@ -77,7 +77,7 @@ class InferenceQuant(ConfigSection):
 
 
 class InferenceCheckpoint(ConfigSection):
-    """Where an inference engine reads weights."""
+    """Source of an inference engine's weights."""
 
     checkpoint_dir: str | None = refused(None, "")
     save_mp_checkpoint_path: str | None = refused(None, "")
@@ -85,7 +85,7 @@ class InferenceCheckpoint(ConfigSection):
 
 
 class InitInference(ConfigSection):
-    """The configuration of `init_inference`."""
+    """Configuration of `init_inference`."""
 
     refusal = _NOT_BUILT
 
@@ -131,7 +131,7 @@ class KvMemory(ConfigSection):
 
 
 class StateManager(ConfigSection):
-    """Limits of a continuously batching engine."""
+    """Limits of an engine with continuous batching."""
 
     max_tracked_sequences: Positive = refused(2048, "")
     max_ragged_batch_size: Positive = refused(768, "")
@@ -142,19 +142,19 @@ class StateManager(ConfigSection):
 
 
 class RaggedQuantization(ConfigSection):
-    """Quantization of a continuously batching engine."""
+    """Quantization in an engine with continuous batching."""
 
     quantization_mode: Literal["wf6af16"] | None = refused(None, "")
 
 
 class RaggedTensorParallel(ConfigSection):
-    """The tensor-parallel axis of a continuously batching engine."""
+    """Tensor-parallel axis of an engine with continuous batching."""
 
     tp_size: Positive = refused(1, "")
 
 
 class RaggedInference(ConfigSection):
-    """The configuration of a continuously batching engine."""
+    """Configuration of an engine with continuous batching."""
 
     refusal = _NOT_BUILT
 

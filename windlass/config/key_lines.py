@@ -1,12 +1,12 @@
-"""Line numbers of the keys in relaxed JSON, so that a message can point at the line to change."""
+"""Line numbers of the keys in relaxed JSON, for messages that name the line to change."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 
-# Each alternative matches in one pass, so that the time is linear in the text: what is not closed ends with its line
-# (a string) or with the text (a comment).
+# Each alternative matches in one pass, so that the time is linear in the text: an unclosed string ends with its line,
+# an unclosed comment with the text.
 _TOKEN = re.compile(
     r"""(?P<space>\s+|,)
       | (?P<comment>//[^\n]*|\#[^\n]*|/\*(?:.*?\*/|.*))
@@ -23,10 +23,10 @@ _LONGEST_PATH = 300
 
 
 def find_key_lines(text: str) -> dict[str, list[int]]:
-    """Lines (from 1) on which each dotted key stands; a key with two lines is written twice.
+    """Return the lines (from 1) on which each dotted key occurs. A key with two lines is written twice.
 
-    A best effort: it follows brackets, strings and comments, and never fails. Elements of lists have no path, nor have
-    keys whose path is longer than 300 characters.
+    Best effort: the scan follows brackets, strings and comments, and never fails. Elements of lists, and keys whose
+    path is longer than 300 characters, have no path and are left out.
     """
     lines: dict[str, list[int]] = defaultdict(list)
     scopes: list[str | None] = []

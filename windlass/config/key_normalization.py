@@ -1,4 +1,4 @@
-"""One spelling for every key: older names become today's, "auto" becomes "absent", and comments are left out."""
+"""Normalization of raw data: aliases become canonical keys; keys at "auto" and comments are removed and recorded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ TOP_LEVEL_AUTO_KEYS = (*KEYS, "gradient_clipping")
 
 
 class KeyNormalizer:
-    """A walk over raw data beside the schema; collects the keys left at "auto", the keys spelled twice and the keys
-    that are comments."""
+    """Walk over raw data along the schema. Collects the keys at "auto", keys in two spellings, and comment keys."""
 
     def __init__(self) -> None:
         self.auto_keys: set[str] = set()
@@ -24,7 +23,7 @@ class KeyNormalizer:
         self.problems: list[ConfigProblem] = []
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
-        """A deep enough copy of `data` with one spelling for every key; `data` itself is not written to."""
+        """Return a copy of `data` with canonical keys. `data` itself is not modified."""
         data = _expand_cpu_offload(_expand_boolean_zero(data))
         return self._section(data, Config, "")
 
@@ -53,7 +52,7 @@ class KeyNormalizer:
         return self._nested(value, nested, path)
 
     def _drop_comments(self, value: dict[str, Any], path: str) -> dict[str, Any]:
-        """Leave comments out of an object whose keys are the user's, such as an optimizer's parameters."""
+        """Remove comments from an object with free keys, such as an optimizer's parameters."""
         self.comments += [f"{path}.{key}" for key in value if is_comment(key)]
         return {key: item for key, item in value.items() if not is_comment(key)}
 
@@ -70,13 +69,13 @@ class KeyNormalizer:
 
 
 def is_comment(key: str) -> bool:
-    """Return True for keys that hold remarks, which JSON lacks: `_comment`, `_anything`, `//`, `comment`, `$schema`."""
+    """Return True for keys that serve as comments: `_comment`, `_anything`, `//`, `comment`, `$schema`."""
     return key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "$schema")
 
 
 @cache
 def canonical_names(section: type[ConfigSection]) -> dict[str, str]:
-    """Every spelling that `section` knows, and the name of its field."""
+    """Map every spelling of a key in `section` to the name of its field."""
     names = {name: name for name in section.model_fields}
     for name, field in section.model_fields.items():
         names.update(dict.fromkeys(key_facts(field)["aliases"], name))
@@ -94,8 +93,8 @@ def _expand_boolean_zero(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand_cpu_offload(data: dict[str, Any]) -> dict[str, Any]:
-    """`cpu_offload: true` is how `offload_optimizer: {"device": "cpu"}` was written once. Both together stay, to be
-    told of."""
+    """Replace `cpu_offload: true`, an old spelling, by `offload_optimizer: {"device": "cpu"}`. If both are given, they
+    stay and are reported as a contradiction."""
     zero = data.get("zero_optimization")
     if not isinstance(zero, dict):
         return data

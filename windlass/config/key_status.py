@@ -1,4 +1,4 @@
-"""What becomes of a key: honoured, accepted without effect, or refused; and the field makers that record it."""
+"""Status of a key (honoured, accepted without effect, refused), and the functions that declare fields with one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 
 class KeyStatus(StrEnum):
-    """The three answers to "what does this key do here?"."""
+    """Effect of a key: it works, it is accepted without effect, or it is refused."""
 
     HONOURED = "honoured"
     ACCEPTED = "accepted"
@@ -21,17 +21,17 @@ class KeyStatus(StrEnum):
 def honoured(
     default: Any = ..., *, aliases: Sequence[str] = (), windlass_only: bool = False, **constraints: Any
 ) -> Any:
-    """A field that does what it says. `aliases`: other spellings; `windlass_only`: a key that DeepSpeed does not have."""
+    """Declare a field that takes effect. `aliases`: other spellings; `windlass_only`: DeepSpeed lacks the key."""
     return _make_field(default, KeyStatus.HONOURED, "", aliases, windlass_only, constraints)
 
 
 def accepted(default: Any, reason: str, *, aliases: Sequence[str] = (), **constraints: Any) -> Any:
-    """A field whose type is checked and whose value changes nothing here; `reason` says why that is right."""
+    """Declare a field whose type is checked and whose value has no effect; `reason` says why that is correct."""
     return _make_field(default, KeyStatus.ACCEPTED, reason, aliases, False, constraints)
 
 
 def refused(default: Any, reason: str, *, aliases: Sequence[str] = (), **constraints: Any) -> Any:
-    """A field that loads, and is refused by name as soon as its value is not `default`; `reason` says why."""
+    """Declare a field that is refused if its value is not `default`; `reason` says why."""
     return _make_field(default, KeyStatus.REFUSED, reason, aliases, False, constraints)
 
 
@@ -52,7 +52,7 @@ def _make_field(
 
 
 def key_facts(field: FieldInfo) -> dict[str, Any]:
-    """The status, reason, aliases and `windlass_only` that a field maker wrote into `field`."""
+    """Return the status, reason, aliases and `windlass_only` with which `field` was declared."""
     extra = field.json_schema_extra
     if not isinstance(extra, dict) or "windlass" not in extra:
         raise TypeError(f"field {field!r} carries no status; declare it with honoured(), accepted() or refused()")

@@ -1,4 +1,4 @@
-"""Every key that there is, and what becomes of it: drawn from the schema, so that it cannot differ from it."""
+"""All configuration keys with their status, generated from the schema."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CONFIG_ROOTS: dict[str, type[ConfigSection]] = {
     "init_inference": InitInference,
     "RaggedInferenceEngineConfig": RaggedInference,
 }
-"""The configuration objects that hold keys; all but the first belong to serving."""
+"""Configuration objects, by name. All but the first are for inference."""
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key: where it stands, what may stand there, and what becomes of it.
+    """A key: its path, type, default and status.
 
-    `owner` is the optimizer or schedule that reads the key, where several share its name.
+    `owner` is the optimizer or schedule that reads the parameter, because several have parameters of the same name.
     """
 
     root: str
@@ -48,7 +48,7 @@ class ConfigKey:
 
 @cache
 def config_keys() -> tuple[ConfigKey, ...]:
-    """Every key, in the order of the schema."""
+    """Return all keys, in the order of the schema."""
     found = [row for root, section in CONFIG_ROOTS.items() for row in _section_keys(root, section, "", section.refusal)]
     found += _parameter_keys("optimizer", optimizer_section.OPTIMIZER_PARAMETERS)
     found += _parameter_keys("scheduler", scheduler_section.SCHEDULER_PARAMETERS)
@@ -60,16 +60,16 @@ EXTRA_KEYS = (
     ConfigKey(TRAINING_CONFIG, "amp.<key>", KeyStatus.REFUSED, Amp.refusal, "any value", "null"),
     ConfigKey(
         TRAINING_CONFIG, '"zero_optimization.reduce_bucket_size"', KeyStatus.REFUSED,
-        "a dotted name at the top level is no path; put the key inside its section", "any value", "null",
+        "a dotted name at the top level is not a path; put the key inside its section", "any value", "null",
     ),
 )  # fmt: skip
-"""Keys with free names, for which the schema has no field."""
+"""Keys for which the schema has no field."""
 
 
 def find_key(root: str, path: str, owner: str = "") -> ConfigKey | None:
-    """The row of a key in any of its spellings; a path segment in angle brackets stands for every name.
+    """Return the entry of a key in any of its spellings, or None. A segment in angle brackets matches every name.
 
-    `owner` may be a phrase: the first optimizer or schedule in it that has the key is meant.
+    `owner` may be a phrase; the first optimizer or schedule in it that has the key is used.
     """
     if owner:
         kinds = re.findall(r"\w+", owner)
@@ -126,13 +126,13 @@ def _describe_default(field: Any) -> str:
 
 
 def _path_segments(path: str) -> tuple[str, ...]:
-    """The steps of a dotted path; a name in angle brackets or quotes is one step, and so is `[]`."""
+    """Split a dotted path into segments; a name in angle brackets or quotes is one segment, and so is `[]`."""
     return tuple(re.findall(r'<[^>]*>|"[^"]*"|\[\]|[^.\[\]]+', path))
 
 
 @cache
 def _keys_by_path(root: str) -> dict[tuple[str, ...], ConfigKey]:
-    """The rows of a root by their steps, each step in each of its spellings."""
+    """Index the keys of a root by their segments, with each segment in each of its spellings."""
     own = [row for row in config_keys() if row.root == root and not row.owner]
     also = {_path_segments(row.path): row.aliases for row in own if row.aliases}
     index: dict[tuple[str, ...], ConfigKey] = {}

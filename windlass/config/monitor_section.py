@@ -1,4 +1,4 @@
-"""Where a run's numbers go: TensorBoard, CSV, Weights & Biases, Comet; timers and the FLOP profiler."""
+"""Sections for metrics (TensorBoard, CSV, Weights & Biases, Comet), timers, and the FLOP profiler."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from windlass.config.key_status import accepted, honoured, refused
 
 
 class TensorBoard(ConfigSection):
-    """Event files for TensorBoard (needs the `monitor` extra)."""
+    """Event files for TensorBoard. Needs the `monitor` extra."""
 
     enabled: bool = honoured(False)
     """Write events on rank 0."""
     output_path: str = honoured("")
     """Folder of the event files; empty: `runs`."""
     job_name: str = honoured("DeepSpeedJobName")
-    """Sub-folder of this run."""
+    """Subfolder of this run."""
 
 
 class CsvMonitor(ConfigSection):
-    """One CSV file a quantity."""
+    """One CSV file per metric."""
 
     enabled: bool = honoured(False)
     """Write rows on rank 0."""
     output_path: str = honoured("")
     """Folder of the files; empty: `csv_monitor`."""
     job_name: str = honoured("DeepSpeedJobName")
-    """Sub-folder of this run."""
+    """Subfolder of this run."""
 
 
 class Wandb(ConfigSection):
-    """Weights & Biases (needs the `monitor` extra)."""
+    """Logging to Weights & Biases. Needs the `monitor` extra."""
 
     enabled: bool = honoured(False)
     """Log on rank 0."""
@@ -44,30 +44,31 @@ class Wandb(ConfigSection):
 
 
 class Comet(ConfigSection):
-    """Comet (needs the `comet` extra). What is null is read from Comet's own configuration file and variables."""
+    """Logging to Comet. Needs the `comet` extra. For keys at null, Comet's own configuration file and variables
+    apply."""
 
     enabled: bool = honoured(False)
     """Log on rank 0."""
     samples_log_interval: Positive = honoured(100)
-    """Log a quantity again once so many samples have passed since it was last logged."""
+    """Number of samples after which a metric is logged again."""
     project: str | None = honoured(None)
     """Project of the experiment."""
     workspace: str | None = honoured(None)
     """Workspace of the project."""
     api_key: str | None = honoured(None)
-    """Key of the account; a file that others read should leave it to the variable COMET_API_KEY."""
+    """API key of the account. In a file that others can read, leave it out and set the variable COMET_API_KEY."""
     experiment_name: str | None = honoured(None)
     """Name of the experiment."""
     experiment_key: str | None = honoured(None)
     """Key of the experiment, 32 to 50 letters and digits."""
     online: bool | None = honoured(None)
-    """false: an offline experiment, in files."""
+    """false: offline experiment, written to files."""
     mode: Literal["get", "create", "get_or_create"] | None = honoured(None)
-    """`get`: go on with the experiment of experiment_key; `create`: a new one; `get_or_create`: either."""
+    """`get`: continue the experiment of experiment_key; `create`: start a new one; `get_or_create`: either."""
 
 
 class ThroughputTimerConfig(ConfigSection):
-    """The samples-per-second timer."""
+    """Timer of samples per second."""
 
     enabled: bool = accepted(
         True, "the engine prints no samples per second; `windlass train` shows tokens per second at every step"
@@ -79,11 +80,11 @@ class TimersConfig(ConfigSection):
     """Timers that can be set one by one."""
 
     throughput: ThroughputTimerConfig = honoured(ThroughputTimerConfig)
-    """The samples-per-second timer."""
+    """Timer of samples per second."""
 
 
 class FlopsProfiler(ConfigSection):
-    """Counts floating-point operations of one step."""
+    """Counter of the floating-point operations of one step."""
 
     refusal = "not yet built: the FLOP profiler; write false"
     enable_key = "enabled"

@@ -1,4 +1,4 @@
-"""The `optimizer` section: which update rule, and with which parameters."""
+"""The `optimizer` section: type of the optimizer and its parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LR = {"lr": ParameterSpec("float", 1e-3, minimum=0)}
 _BETAS = {"betas": ParameterSpec("floats", [0.9, 0.999], minimum=0, less_than=1)}
 _EPS = {"eps": ParameterSpec("float", 1e-8, minimum=0)}
 _DECAY = {"weight_decay": ParameterSpec("float", 0.0, minimum=0)}
-_GRADS = {"set_grad_none": accepted_parameter("bool", True, "gradients are always released, never filled with zeros")}
+_GRADS = {"set_grad_none": accepted_parameter("bool", True, "gradients are always freed, never filled with zeros")}
 _TORCH_STEP = {
     "foreach": ParameterSpec("bool", None),
     "fused": ParameterSpec("bool", None),
@@ -38,7 +38,7 @@ _ADAM = {
     "amsgrad": ParameterSpec("bool", False),
     "capturable": ParameterSpec("bool", False),
     "bias_correction": refused_parameter("bool", True, "not yet built: Adam without bias correction; write true"),
-    "torch_adam": accepted_parameter("bool", False, "Adam is torch's own in any case, fused where torch has a fused step"),
+    "torch_adam": accepted_parameter("bool", False, "Adam is always torch's own, fused where torch has a fused step"),
     "fp32_optimizer_states": refused_parameter("bool", True, "not yet built: optimizer states are fp32; write true"),
 }  # fmt: skip
 _ALWAYS_DECOUPLED = refused_parameter("bool", True, 'AdamW decouples its decay; for coupled decay write type "Adam"')
@@ -61,7 +61,7 @@ _LAMB = {
     "max_coeff": ParameterSpec("float", 10.0, minimum=0),
     "min_coeff": ParameterSpec("float", 0.01, minimum=0),
     "eps_inside_sqrt": ParameterSpec("bool", False),
-    "max_grad_norm": refused_parameter("float", 0.0, "a norm of all gradients; write gradient_clipping at the top level"),
+    "max_grad_norm": refused_parameter("float", 0.0, "write gradient_clipping at the top level instead"),
 }  # fmt: skip
 _SGD = {
     **_LR, **_DECAY, **_TORCH_STEP,
@@ -69,7 +69,8 @@ _SGD = {
     "dampening": ParameterSpec("float", 0.0),
     "nesterov": ParameterSpec("bool", False),
 }  # fmt: skip
-_MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}  # the class that steps groups scaled by width
+# the optimizer class that updates the groups with width-scaled learning rates
+_MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}
 _ONE_BIT = {**_LAMB, **_GRADS, **_ONE_BIT_ONLY}
 
 OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
@@ -104,9 +105,9 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
             "str", "gram", KeyStatus.ACCEPTED, "two orders of the same matrix products; the result is the same",
             choices=("gram", "standard"),
         ),
-        "per_head_muon": refused_parameter("bool", False, "not yet built: one orthogonalization a head; write false"),
+        "per_head_muon": refused_parameter("bool", False, "not yet built: one orthogonalization per head; write false"),
         "bias_correction": refused_parameter("bool", True, "not yet built: AdamW without bias correction; write true"),
-        "torch_adam": accepted_parameter("bool", False, "AdamW is torch's own arithmetic in any case"),
+        "torch_adam": accepted_parameter("bool", False, "AdamW always uses torch's own arithmetic"),
         "adam_w_mode": _ALWAYS_DECOUPLED,
     },
     "OneBitAdam": _ONE_BIT,
@@ -116,33 +117,33 @@ OPTIMIZER_PARAMETERS: dict[str, ParameterTable] = {
     "MuAdamW": _ADAM,
     "MuSGD": _SGD,
 }  # fmt: skip
-"""Per optimizer, the parameters known without importing torch: DeepSpeed's words, and what every torch has."""
+"""Parameters by optimizer, known without importing torch: DeepSpeed's names, and those that every torch version has."""
 
 _ONE_BIT_TYPES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 UNSUPPORTED_OPTIMIZERS = {
     **dict.fromkeys(_ONE_BIT_TYPES, "not yet built: 1-bit optimizers; write AdamW or Lamb"),
-    "LBFGS": "it evaluates the model again inside step() through a closure, which engine.step() has not; write AdamW",
+    "LBFGS": "it calls the model again inside step() through a closure, which engine.step() does not take; write AdamW",
     "SparseAdam": "it takes only sparse gradients, and gradients are reduced dense; write Adam",
 }
-"""Optimizers that are known and refused, and why."""
+"""Known optimizers that are refused, with the reason."""
 _FROM_TORCH = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 class ResolvedOptimizer(NamedTuple):
-    """The class to build (in `torch.optim`, or windlass's Lion, Lamb or Muon) and its keyword arguments."""
+    """Class to construct (of `torch.optim`, or windlass's Lion, Lamb or Muon), and its keyword arguments."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class OptimizerConfig(ConfigSection):
-    """Which optimizer the engine builds when the caller gives none."""
+    """Optimizer that the engine constructs if the caller passes none."""
 
     type: str = honoured(...)
-    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD (in any case of letters), or a class of
+    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD (case-insensitive), or a class of
     torch.optim."""
     params: dict[str, Any] = honoured(dict)
-    """Its parameters; what is absent has torch's default."""
+    """Parameters of the optimizer. Absent ones have torch's default."""
     legacy_fusion: bool = accepted(False, "chooses among DeepSpeed's fp16 wrappers; there is one path here")
 
     @field_validator("type")
@@ -158,9 +159,9 @@ class OptimizerConfig(ConfigSection):
         return parameter_tables.convert_integers(value, OPTIMIZER_PARAMETERS.get(info.data.get("type", ""), {}))
 
     def resolve(self) -> ResolvedOptimizer:
-        """The class and the arguments that remain once DeepSpeed's own words are spelled out.
+        """Return the class and its arguments, with DeepSpeed's own parameters converted.
 
-        `Adam` decays weights apart from the gradient (it is AdamW) unless `adam_w_mode` is false, as in DeepSpeed.
+        As in DeepSpeed, `Adam` has decoupled weight decay (it is AdamW) unless `adam_w_mode` is false.
         """
         table = OPTIMIZER_PARAMETERS.get(self.type, {})
         kept = {
@@ -174,9 +175,9 @@ class OptimizerConfig(ConfigSection):
 
 
 def find_parameter_problems(optimizer: OptimizerConfig) -> Iterator[ConfigProblem]:
-    """An unknown type, unknown parameter names, values of the wrong shape or range, and values that exclude each other.
+    """Yield a problem for an unknown type, unknown parameters, values of a wrong type or range, and conflicting values.
 
-    `windlass check` and `initialize` both ask here, so that what one accepts the other does not refuse.
+    `windlass check` and `initialize` both call this function, so that they accept the same configurations.
     """
     table = _parameter_table(optimizer)
     if table is None:
@@ -200,7 +201,7 @@ def find_parameter_problems(optimizer: OptimizerConfig) -> Iterator[ConfigProble
 
 
 def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTable) -> Iterator[tuple[str, str]]:
-    """(parameter, sentence) for values of several parameters that exclude each other."""
+    """Yield (parameter, sentence) for values of several parameters that exclude each other."""
 
     def value(name: str) -> Any:
         given = params.get(name, table[name].default) if name in table else None
@@ -217,9 +218,10 @@ def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTa
 
 
 def build_trial_optimizer(kind: str, params: Mapping[str, Any]) -> Any:
-    """An optimizer of torch of that type over one small matrix, or one with the defaults of windlass's own types.
+    """Construct an optimizer over one small matrix, to try parameters or a schedule.
 
-    Imports torch. Raises whatever the class raises for these parameters.
+    A type in `OPTIMIZER_PARAMETERS` gives a base `Optimizer` with its defaults, any other type the class of torch.
+    Imports torch. Raises the exception that the class raises for these parameters.
     """
     import torch
 
@@ -231,7 +233,7 @@ def build_trial_optimizer(kind: str, params: Mapping[str, Any]) -> Any:
 
 
 def find_parameter_refusals(optimizer: OptimizerConfig) -> Iterator[ConfigRefusal]:
-    """A type that is not built, parameters that are not built, and parameters left at "auto"."""
+    """Yield a refusal for an unsupported type, unsupported parameters, and parameters left at "auto"."""
     if optimizer.type in UNSUPPORTED_OPTIMIZERS:
         yield ConfigRefusal("optimizer.type", optimizer.type, UNSUPPORTED_OPTIMIZERS[optimizer.type])
         return
@@ -255,7 +257,7 @@ def _torch_class(kind: str) -> type:
 
 @cache
 def _torch_classes() -> dict[str, type]:
-    """Every optimizer of the installed torch; imports torch, so it is asked last."""
+    """Return every optimizer class of the installed torch. Imports torch, so it is called last."""
     import torch
 
     return {
@@ -266,7 +268,7 @@ def _torch_classes() -> dict[str, type]:
 
 
 def table_from_signature(owner: type, skip: int) -> ParameterTable:
-    """The parameters in the signature of a class, without the first `skip`; shapes are those of the defaults."""
+    """Return the parameters in a class's signature, without the first `skip`; value types follow from the defaults."""
     names = list(inspect.signature(owner).parameters.values())[skip:]
     return {
         one.name: ParameterSpec(shape_of_default(one.default), ... if one.default is one.empty else one.default)

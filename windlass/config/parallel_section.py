@@ -1,4 +1,4 @@
-"""The `parallel` section: over which axes the ranks are spread, and how matrices and sequences are cut."""
+"""The `parallel` section: number of ranks along each axis, and sharding of matrices and sequences."""
 
 from __future__ import annotations
 
@@ -26,51 +26,57 @@ ShardingStyle = Annotated[str, AfterValidator(_check_sharding_style)]
 
 
 class ParallelConfig(ConfigSection):
-    """Ranks along each axis; the data ranks that are left cut what the ZeRO stage cuts.
+    """Number of ranks along each axis. The remaining data ranks (dp_shard) shard what the ZeRO stage shards.
 
-    The world is pp x dp_replicate x dp_shard x ep x sp x tp, and ranks count along these axes like digits, tp fastest.
+    The world size is pp x dp_replicate x dp_shard x ep x sp x tp. Ranks are numbered row-major over these axes: tp
+    varies fastest.
     """
 
     pp: Positive = honoured(1, windlass_only=True)
-    """Stages of a pipeline, each with some of the layers. Only activations cross a cut, so it may lie between nodes."""
+    """Number of pipeline stages, each with some of the layers. Stages exchange only activations and their gradients, so
+    they may be on different nodes."""
     dp_replicate: Positive = honoured(1, windlass_only=True)
-    """Groups of data ranks with copies of all state; what is cut is cut inside a group (HSDP, MiCS)."""
+    """Number of groups of data ranks with copies of all states; states are sharded inside a group (HSDP, MiCS)."""
     ep: Positive = honoured(1, windlass_only=True)
-    """Data ranks over which the experts of each layer are spread; all else is reduced over them as over others."""
+    """Number of data ranks over which the experts of each layer are distributed. Dense parameters are reduced over
+    these ranks as over other data ranks."""
     expert_bias_update_rate: Rate = honoured(0.0, windlass_only=True)
-    """How far a step moves the biases with which routers of transformers' mixtures balance experts without a loss
-    (`e_score_correction_bias`), against each expert's load; DeepSeek-V3 took 0.001. 0: they stay."""
+    """Step size with which the biases of transformers' mixture routers (`e_score_correction_bias`), which balance
+    experts without a loss, are moved against each expert's load; DeepSeek-V3 used 0.001. 0: no change."""
     sp: Positive = honoured(1, windlass_only=True)
-    """Ranks that have different parts of the same sequences."""
+    """Number of ranks that process different parts of the same sequences."""
     tp: Positive = honoured(1, windlass_only=True)
-    """Ranks over which matrices are cut: inside a node, since they talk in every layer."""
+    """Number of ranks over which matrices are sharded. They communicate in every layer, so keep them inside a node."""
     tp_overlap_chunks: Positive = honoured(1, windlass_only=True)
-    """In so many parts the output of a row-parallel layer is reduced, each while the next is computed."""
+    """Number of parts in which the output of a row-parallel layer is all-reduced, each while the next is computed."""
     tp_sequence_norms: bool = honoured(False, windlass_only=True)
-    """Between layers that are cut over tp hidden states are cut along the sequence: less is kept for backward."""
+    """Shard hidden states along the sequence between tensor-parallel layers, which saves activation memory."""
     tensor_table: dict[Pattern, ShardingStyle] | None = honoured(None, windlass_only=True)
-    """By a regular expression for the whole name of a module: how it is cut (column, row, vocabulary, partial,
-    replicated). The last line that fits counts, and goes before the model's own plan."""
+    """Sharding style (column, row, vocabulary, partial, replicated) by a regular expression for full names of modules.
+    The last entry that matches is used. Entries override the model's own plan."""
     sp_mode: Literal["ulysses", "ring", "ulysses+ring"] = honoured("ulysses", windlass_only=True)
-    """How attention sees the whole sequence: all-to-all to whole sequences of some heads, keys and values passed round,
-    or both."""
+    """How attention accesses the whole sequence. ulysses: all-to-all to whole sequences of some heads; ring: keys and
+    values are passed around; ulysses+ring: both."""
     ulysses_degree: Positive | None = honoured(None, windlass_only=True)
-    """ulysses+ring: how many neighbours along sp exchange heads, and rings join those groups; null: as many as the
-    heads of keys can be dealt out to."""
+    """ulysses+ring: number of neighbours along sp that exchange heads, while rings connect these groups; null: as many
+    as the key heads can be divided among."""
 
     tiled_mlp: bool | Positive = honoured(False, windlass_only=True)
-    """Compute MLPs for so many tokens at a time, and again in the backward; true: as many as a token has features."""
+    """Compute MLPs for this many tokens at a time, and recompute them in the backward; true: as many tokens as the
+    hidden size."""
     tiled_loss: bool | Positive = honoured(False, windlass_only=True)
-    """Compute logits and their loss for so many tokens at a time where the model is given labels, which leaves its
-    outputs without logits; true: 256 MiB of logits."""
+    """Compute logits and their loss for this many tokens at a time if the model receives labels. Its outputs then have
+    no logits. true: 256 MiB of logits at a time."""
     recompute: bool = honoured(False, windlass_only=True)
-    """Keep only the inputs of each layer, and compute the layer again in the backward."""
+    """Save only the inputs of each layer, and recompute the layer in the backward."""
     activation_tier: Literal["device", "cpu", "nvme"] = honoured("device", windlass_only=True)
-    """Where these inputs wait for their backward."""
+    """Tier of the saved layer inputs until their backward."""
 
     def ulysses_size(self, sp_size: int) -> int | None:
-        """Of `sp` ranks along the axis of sequences, how many exchange heads (rings are `sp` divided by that long), or
-        None where that is up to the model."""
+        """Return the number of ranks along sp that exchange heads, or None if it depends on the model.
+
+        The number of ranks of a ring is `sp_size` divided by it.
+        """
         if self.sp_mode == "ulysses+ring":
             return self.ulysses_degree
         return sp_size if self.sp_mode == "ulysses" else 1

@@ -1,4 +1,4 @@
-"""Free-form parameters of optimizers and schedules: which names there are, and which values fit."""
+"""Tables of the parameters of optimizers and schedules: their names, and the values that are valid."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from windlass.config.key_status import KeyStatus
 
 ValueShape = Literal["float", "int", "bool", "str", "floats", "float or floats", "any"]
 MAX_PARAMETER_HINTS = 20
-"""Unknown parameters for which the nearest known one is looked up."""
+"""Number of unknown parameters for which the nearest known one is looked up."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A named parameter: the shape and range of its values, its default, and its verdict.
+    """Type and range of a parameter's values, its default, and its status.
 
-    `least` is the smallest number that fits, `above` and `below` are bounds that do not fit themselves; of a list they
-    bound each number. `choices` are the values that fit besides None where None is the default.
+    `minimum` is an inclusive bound, `greater_than` and `less_than` are exclusive; for a list they bound each number.
+    `choices` are the valid values; None is valid too if it is the default.
     """
 
     shape: ValueShape
@@ -38,17 +38,17 @@ ParameterTable = Mapping[str, ParameterSpec]
 
 
 def accepted_parameter(shape: ValueShape, default: Any, reason: str) -> ParameterSpec:
-    """A parameter whose shape is checked and whose value changes nothing."""
+    """Declare a parameter whose type is checked and whose value has no effect."""
     return ParameterSpec(shape, default, KeyStatus.ACCEPTED, reason)
 
 
 def refused_parameter(shape: ValueShape, default: Any, reason: str) -> ParameterSpec:
-    """A parameter that is refused when its value is not `default`."""
+    """Declare a parameter that is refused if its value is not `default`."""
     return ParameterSpec(shape, default, KeyStatus.REFUSED, reason)
 
 
 def convert_integers(params: Mapping[str, Any], table: ParameterTable) -> dict[str, Any]:
-    """`params` with whole-numbered floats (`1e3`) turned into integers where the table asks for integers."""
+    """Return `params` with whole-numbered floats (`1e3`) converted to integers where the table requires integers."""
 
     def whole(name: str, value: Any) -> Any:
         wants_int = name in table and table[name].shape == "int"
@@ -58,14 +58,14 @@ def convert_integers(params: Mapping[str, Any], table: ParameterTable) -> dict[s
 
 
 def unknown_type_problem(path: str, kind: str, given: str, known: Collection[str]) -> ConfigProblem:
-    """There is no `kind` of that name: the nearest that there is, or all."""
+    """Return the problem that no `kind` has the given name, with the nearest known name, or all."""
     near = nearest_name(given, known)
     hint = f"nearest is {near}" if near else f"known are {', '.join(sorted(set(known)))}"
     return ConfigProblem(ProblemKind.TYPE, path, f"there is no {kind} {format_value(given)}; {hint}")
 
 
 def table_problems(path: str, params: Mapping[str, Any], table: ParameterTable, owner: str) -> Iterator[ConfigProblem]:
-    """Every parameter under `path` that `owner` does not have, or whose value has the wrong shape or range."""
+    """Yield a problem for every parameter that `owner` does not have, or whose value has the wrong type or range."""
     unknown = 0
     for name, value in params.items():
         if name not in table:
@@ -81,29 +81,30 @@ def table_problems(path: str, params: Mapping[str, Any], table: ParameterTable, 
 
 
 def table_refusals(path: str, params: Mapping[str, Any], table: ParameterTable) -> Iterator[ConfigRefusal]:
-    """Every parameter under `path` that asks for something not built, or was left at "auto"."""
+    """Yield a refusal for every parameter that is not supported, or was left at "auto"."""
     for name, value in params.items():
         parameter = table.get(name)
         if value == "auto":
-            yield ConfigRefusal(f"{path}.{name}", value, "nobody filled it in; write a value or delete the key")
+            yield ConfigRefusal(f"{path}.{name}", value, "no program filled it in; write a value or delete the key")
         elif parameter and parameter.status is KeyStatus.REFUSED and value != parameter.default:
             yield ConfigRefusal(f"{path}.{name}", value, parameter.reason)
 
 
 def try_construct(path: str, owner: str, construct: Callable[[], Any]) -> Iterator[ConfigProblem]:
-    """Construct a class of torch whose ranges are not in a table, and report its own complaint."""
+    """Construct a torch class whose ranges are in no table, and yield the error that it raises as a problem."""
     try:
         construct()
-    except Exception as error:  # a foreign constructor: whatever it raises here it would raise in `initialize`
+    except Exception as error:  # a foreign constructor may raise anything, and would raise the same in `initialize`
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         yield ConfigProblem(ProblemKind.TYPE, path, f"{owner} refuses these values: {reason}")
 
 
 def shape_of_default(default: Any) -> ValueShape:
-    """The shape of values beside a default in a signature; "any" where the default does not say."""
+    """Return the type of values that a default in a signature implies; "any" if it implies none."""
     if isinstance(default, bool):
         return "bool"
-    if isinstance(default, int | float):  # torch writes 0 where it takes 0.9 (RMSprop's momentum)
+    # torch writes 0 as the default of parameters that take 0.9 (RMSprop's momentum)
+    if isinstance(default, int | float):
         return "float"
     if isinstance(default, str):
         return "str"
@@ -112,7 +113,7 @@ def shape_of_default(default: Any) -> ValueShape:
 
 
 def fits(value: Any, parameter: ParameterSpec) -> bool:
-    """Return True if `value` has the shape and the range of `parameter`."""
+    """Return True if `value` has the type and the range of `parameter`."""
     if value is None and parameter.default is None:
         return True
     if not _has_shape(value, parameter.shape, parameter.default):
@@ -137,7 +138,7 @@ def _is_number(value: Any) -> bool:
 def _is_finite(value: Any) -> bool:
     try:
         return _is_number(value) and math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer beyond the range of float
         return False
 
 

@@ -1,4 +1,4 @@
-"""The `pipeline` section: how layers become stages, and in which order micro-batches pass them."""
+"""The `pipeline` section: partition of layers into stages, and the schedule of micro-batches."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ def _check_partition(value: str) -> str:
 
 
 class PipelineConfig(ConfigSection):
-    """Layers spread over the ranks along pp."""
+    """Distribution of layers over the ranks along pp."""
 
     stages: Positive | Literal["auto"] = honoured("auto")
-    """As parallel.pp; "auto": what that says."""
+    """Same as parallel.pp; "auto": the value of parallel.pp."""
     partition: Annotated[str, AfterValidator(_check_partition)] = honoured("best")
-    """What stages have alike: "parameters" ("best" is that), layers ("uniform"), measured "time", or the layers whose
-    class matches ("type:REGEX")."""
+    """Quantity that is balanced between stages: parameters ("parameters" or "best"), layers ("uniform"), measured time
+    ("time"), or layers whose class matches ("type:REGEX")."""
     activation_checkpoint_interval: Count = honoured(0)
-    """Keep only the inputs of every so many layers and compute the rest again; 0 keeps all."""
+    """Save only the inputs of every group of this many layers and recompute the group in the backward; 0: save all."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = honoured("1f1b", windlass_only=True)
-    """The order of forwards and backwards: one and one in turn, all forwards first, several parts of the model a rank,
-    or weight gradients where a rank would wait."""
+    """Order of forwards and backwards. 1f1b: one forward, one backward; gpipe: all forwards first; interleaved: several
+    parts of the model on each rank; zero-bubble: weight gradients are computed while a rank would wait."""
     micro_batches: Positive | None = honoured(None, windlass_only=True)
-    """Micro-batches that pass the stages in one step: another name of gradient_accumulation_steps."""
+    """Number of micro-batches in one step: another name of gradient_accumulation_steps."""
     virtual_stages: Positive | None = honoured(None, windlass_only=True)
-    """Parts of the model that each rank has; null is 2 where the schedule is interleaved, else 1."""
+    """Number of model parts on each rank; null: 2 if the schedule is interleaved, else 1."""
     unshard_per: Literal["step", "micro-batch"] = honoured("step", windlass_only=True)
-    """Under ZeRO: parameters are gathered and gradients reduced once a step, or once a micro-batch with less memory."""
+    """With ZeRO: unshard parameters and reduce gradients once a step, or once a micro-batch, which saves memory."""
 
-    seed_layers: bool = accepted(False, "DeepSpeed itself reads it nowhere; PipelineModule has an argument of the name")
+    seed_layers: bool = accepted(
+        False, "DeepSpeed itself does not read it; PipelineModule has an argument of this name"
+    )
     pipe_partitioned: bool = accepted(
-        True, "each rank along tp sends what it has, whole, to its like in the next stage"
+        True, "each rank along tp sends its full tensor to the same tp rank of the next stage"
     )
     grad_partitioned: bool = accepted(
-        True, "each rank along tp sends what it has, whole, to its like in the next stage"
+        True, "each rank along tp sends its full tensor to the same tp rank of the next stage"
     )
-    use_reentrant: bool = accepted(True, "layers are computed again to the same values in either way")
+    use_reentrant: bool = accepted(True, "both ways recompute layers to the same values")
 
     @property
     def resolved_virtual_stages(self) -> int:
@@ -60,5 +62,5 @@ class PipelineConfig(ConfigSection):
 
     @property
     def partition_method(self) -> str:
-        """`partition` in one spelling."""
+        """`partition` with "best" replaced by "parameters"."""
         return "parameters" if self.partition == "best" else self.partition

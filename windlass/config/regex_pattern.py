@@ -1,4 +1,4 @@
-"""Regular expressions among the values, checked when they are read."""
+"""Validation of regular expressions when a configuration is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 
 def check_pattern(pattern: str) -> str:
-    """`pattern`, if it is a regular expression."""
+    """Return `pattern` if it is a valid regular expression; raise a validation error otherwise."""
     try:
         re.compile(pattern)
     except re.error as error:

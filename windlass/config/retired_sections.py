@@ -1,4 +1,4 @@
-"""Sections that DeepSpeed gave up or never read, known here so that they can be refused by name."""
+"""Sections that DeepSpeed removed or never read. The schema has them so that messages can name them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Nebula(ConfigSection):
 
 
 class Amp(ConfigSection):
-    """Apex mixed precision; other keys were passed on to `apex.amp.initialize`."""
+    """Apex mixed precision; DeepSpeed passed other keys on to `apex.amp.initialize`."""
 
     model_config = ConfigDict(extra="allow")
     refusal = "retired: apex mixed precision; use torch_autocast, bf16 or fp16, and write false"
@@ -35,7 +35,7 @@ class Amp(ConfigSection):
 
 
 class MsAmp(ConfigSection):
-    """Microsoft's fp8 training, as accelerate writes it."""
+    """Microsoft's fp8 training, in the form that accelerate writes."""
 
     model_config = ConfigDict(extra="allow")
     refusal = "retired: MS-AMP; use bf16, and write false"
@@ -45,7 +45,7 @@ class MsAmp(ConfigSection):
 
 
 class QuantizeTraining(ConfigSection):
-    """Mixture of quantization; turned on by its presence, unless `enabled` is false."""
+    """Mixture of quantization. The section's presence enables it, unless `enabled` is false."""
 
     model_config = ConfigDict(extra="allow")
     refusal = "not yet built: quantization while training; delete the section"
@@ -57,7 +57,7 @@ class QuantizeTraining(ConfigSection):
 
 
 class InferenceInTrainingConfig(ConfigSection):
-    """What transformers reads from a training configuration about serving."""
+    """Inference options that transformers reads from a training configuration."""
 
     model_config = ConfigDict(extra="allow")
     refusal = "not yet built: serving from a training configuration; delete the section"

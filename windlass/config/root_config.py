@@ -1,4 +1,4 @@
-"""The whole configuration: every section, and the numbers that follow from several of them together."""
+"""Root of the configuration: all sections, and values that follow from several of them."""
 
 from __future__ import annotations
 
@@ -59,99 +59,99 @@ GradientReduction = Annotated[Literal["mean", "sum"], BeforeValidator(_to_lower)
 
 
 class Config(ConfigSection):
-    """A training configuration in the words of `ds_config.json`."""
+    """Training configuration with the keys of `ds_config.json`."""
 
     train_batch_size: Positive | None = honoured(None)
-    """Samples in one optimizer step, over all ranks and micro-batches."""
+    """Number of samples in one optimizer step, over all ranks and micro-batches."""
     train_micro_batch_size_per_gpu: Positive | None = honoured(None)
-    """Samples in one forward pass on one rank."""
+    """Number of samples in one forward on one rank."""
     gradient_accumulation_steps: Positive | None = honoured(None)
-    """Micro-batches in one optimizer step; 1 when it does not follow from the others."""
+    """Number of micro-batches in one optimizer step; 1 if it does not follow from the other batch sizes."""
     gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_norm)] = honoured(1.0)
-    """Largest norm of the whole gradient; 0 turns clipping off. `true` is 1.0, as DeepSpeed takes it, `false` is 0."""
+    """Maximum norm of the whole gradient; 0 turns clipping off. As in DeepSpeed, `true` is 1.0 and `false` is 0."""
     steps_per_print: Annotated[float, Field(gt=0), NUMBER] | None = honoured(None)
-    """Log a line every so many steps; null or infinity is never."""
+    """Number of steps between log lines; null or infinity: never."""
     wall_clock_breakdown: bool = honoured(False)
     """Log the time of forward, backward and step."""
     memory_breakdown: bool = honoured(False)
     """Log memory beside the times."""
     fingerprint_interval: Count = honoured(0, windlass_only=True)
-    """Log the fingerprint of parameters and optimizer states every so many steps; 0 is never."""
+    """Number of steps between logged fingerprints of parameters and optimizer states; 0: never."""
     dump_state: bool = honoured(False)
-    """Log the configuration as it was understood."""
+    """Log the resolved configuration."""
     log_level: LogLevel | None = honoured(None)
-    """Log nothing below this level; the variable WINDLASS_LOG_LEVEL goes before it."""
+    """Minimum level of log records; the variable WINDLASS_LOG_LEVEL overrides it."""
     disable_python_gc: bool = honoured(False)
-    """Keep Python's garbage collector off in this process until `engine.destroy()`."""
+    """Disable Python's garbage collector in this process until `engine.destroy()`."""
     dataloader_drop_last: bool = honoured(False)
-    """Leave out a last batch that is not full."""
+    """Drop the last batch if it is not full."""
     prescale_gradients: bool = honoured(False)
-    """Divide gradients by the world size before they are summed, not after."""
+    """Divide gradients by the world size before the reduction instead of after it."""
     gradient_predivide_factor: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = honoured(1.0)
-    """Divide gradients by this before they are summed and by the rest of the world size after."""
+    """Divide gradients by this factor before the reduction, and by the rest of the world size after it."""
     communication_data_type: DtypeName | None = honoured(None)
-    """Dtype in which gradients travel; the accumulation dtype when absent."""
+    """Dtype in which gradients are reduced; the accumulation dtype when absent."""
     allgather_size: Count = honoured(500_000_000)
     """Older name of zero_optimization.allgather_bucket_size, read only beside `"zero_optimization": true`."""
     sequence_parallel_size: Positive | None = honoured(None)
-    """As parallel.sp."""
+    """Same as parallel.sp."""
     data_parallel_size: Positive | None = honoured(None)
-    """Ranks that read samples of their own, held against what the axes leave; read only beside
+    """Number of data-loading ranks, which must equal the number that the axes leave. Read only beside
     sequence_parallel_size."""
 
     managed_gradient_accumulation: bool = honoured(True)
-    """false: every `engine.step()` ends a step, after however many backwards; each is still divided by
+    """false: every `engine.step()` updates parameters, after any number of backwards; each loss is still divided by
     gradient_accumulation_steps."""
     gradient_allreduce_op: GradientReduction = honoured("mean")
-    """`sum`: gradients are summed over the ranks that read samples of their own, at every stage; `mean`: averaged."""
+    """`sum`: gradients are summed over the data-loading ranks, at every stage; `mean`: averaged."""
     seq_parallel_communication_data_type: DtypeName = accepted(
-        "fp32", "gradients travel along sp as along the data axes, in communication_data_type"
+        "fp32", "gradients are reduced along sp as along the data axes, in communication_data_type"
     )
     use_data_before_expert_parallelism: bool = refused(
-        False, "ranks along ep are always neighbours, whose tokens stay inside a node; write false"
+        False, "ranks along ep are always adjacent, so that tokens stay inside a node; write false"
     )
     sparse_gradients: bool = accepted(
         False, "gradients of embeddings, sparse=True included, are added into one flat buffer; the sums are the same"
     )
     graph_harvesting: bool = refused(False, "retired: CUDA graphs of the step; write false")
     datastates_ckpt: Any = refused(False, "retired: the DataStates checkpoint service; delete the key")
-    vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns when it is no multiple of 8")
-    disable_allgather: bool = accepted(False, "DeepSpeed itself reads it nowhere")
+    vocabulary_size: Int | None = accepted(None, "DeepSpeed only warns if it is not a multiple of 8")
+    disable_allgather: bool = accepted(False, "DeepSpeed itself does not read it")
     zero_allow_untested_optimizer: bool = accepted(False, "every optimizer is allowed; there is no list to override")
-    zero_force_ds_cpu_optimizer: bool = accepted(True, "there is no separate class of CPU optimizers to insist on")
+    zero_force_ds_cpu_optimizer: bool = accepted(True, "there is no separate class of CPU optimizers to force")
 
     optimizer: OptimizerConfig | None = honoured(None)
-    """Which optimizer the engine builds when the caller gives none."""
+    """Optimizer that the engine constructs if the caller passes none."""
     scheduler: SchedulerConfig | None = honoured(None)
-    """Which schedule the engine builds when the caller gives none."""
+    """Learning-rate schedule that the engine constructs if the caller passes none."""
     fp16: Fp16 = honoured(Fp16)
     """fp16 with a loss scale."""
     bf16: Bf16 = honoured(Bf16, aliases=("bfloat16",))
     """bf16 with fp32 master weights."""
     torch_autocast: TorchAutocast = honoured(TorchAutocast)
-    """`torch.autocast` around the forward pass."""
+    """`torch.autocast` around the forward."""
     data_types: DataTypes = honoured(DataTypes)
     """Dtypes that do not follow from the sections above."""
     zero_optimization: ZeroConfig = honoured(ZeroConfig)
-    """What is cut over the ranks; `true` is an older spelling of stage 1."""
+    """Stage of ZeRO and its options; `true` is an older spelling of stage 1."""
     parallel: ParallelConfig = honoured(ParallelConfig, windlass_only=True)
-    """Ranks along each axis besides those that read data."""
+    """Number of ranks along each axis besides data-parallel sharding."""
     pipeline: PipelineConfig = honoured(PipelineConfig)
-    """Layers spread over ranks."""
+    """Distribution of layers over ranks."""
     tensor_parallel: TensorParallelConfig = honoured(TensorParallelConfig)
-    """DeepSpeed's keys for matrices that are cut over ranks."""
+    """DeepSpeed's keys for tensor parallelism."""
     expert_parallel: ExpertParallel = honoured(ExpertParallel)
-    """DeepSpeed's keys for experts that are spread over ranks."""
+    """DeepSpeed's keys for expert parallelism."""
     comm: CommConfig = honoured(CommConfig, windlass_only=True)
-    """The transport of the collectives."""
+    """Transport of the collectives."""
     elasticity: Elasticity = honoured(Elasticity)
-    """A batch that fits many numbers of ranks."""
+    """One batch size for many numbers of ranks."""
     watchdog: WatchdogConfig = honoured(WatchdogConfig, windlass_only=True)
-    """Reports of hangs."""
+    """Detection and reports of hangs."""
     tensorboard: TensorBoard = honoured(TensorBoard)
-    """Event files."""
+    """TensorBoard event files."""
     csv_monitor: CsvMonitor = honoured(CsvMonitor)
-    """CSV files."""
+    """CSV files of metrics."""
     wandb: Wandb = honoured(Wandb)
     """Weights & Biases."""
     comet: Comet = honoured(Comet)
@@ -159,14 +159,14 @@ class Config(ConfigSection):
     timers: TimersConfig = honoured(TimersConfig)
     """Timers that can be set one by one."""
     checkpoint: CheckpointConfig = honoured(CheckpointConfig)
-    """Saving and loading."""
+    """Saving and loading of checkpoints."""
     activation_checkpointing: ActivationCheckpointing = honoured(ActivationCheckpointing)
-    """Options of recomputation."""
+    """Options of activation recomputation."""
     aio: AioConfig = honoured(AioConfig)
     """Tuning of file I/O."""
 
     comms_logger: CommsLoggerConfig = honoured(CommsLoggerConfig)
-    """A log of collectives."""
+    """Log of collectives."""
     flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
     compile: CompileConfig = refused(CompileConfig, "")
     hybrid_engine: HybridEngine = refused(HybridEngine, "")
@@ -192,12 +192,12 @@ class Config(ConfigSection):
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The caller's own dict, or what was parsed from the caller's file."""
+        """The caller's own dict, or the data parsed from the caller's file."""
         return self._raw
 
     @property
     def name(self) -> str:
-        """The file that was read; `config` for a dict."""
+        """Path of the file that was read; `config` for a dict."""
         return self._name
 
     def set_origin(
@@ -208,8 +208,8 @@ class Config(ConfigSection):
         auto_keys: frozenset[str],
         comments: tuple[str, ...] = (),
     ) -> None:
-        """Keep where this came from: raw input, its name, lines by dotted key, the keys left at "auto", and those that
-        are comments."""
+        """Record the origin of this configuration: raw input, its name, lines by dotted key, the keys at "auto", and
+        the comment keys."""
         self._raw, self._name, self._lines, self._auto_keys, self._comments = (
             raw,
             name,
@@ -221,27 +221,28 @@ class Config(ConfigSection):
     def axes(
         self, world_size: int, world_size_source: str = "torch.distributed", other_sizes: OtherAxisSizes | None = None
     ) -> Axes:
-        """How many ranks lie along each axis, of `world_size`.
+        """Resolve the number of ranks along each axis for `world_size` ranks.
 
         Args:
-            others: sizes that something else says too, by its name: `{"mpu": {"tp": 2}}`.
+            other_sizes: axis sizes from other sources, by the name of the source: `{"mpu": {"tp": 2}}`.
 
         Raises:
-            ConfigError: two say different sizes of one axis, or sizes don't multiply to the world; the text has every
-                number and what would fit.
+            ConfigError: two sources set different sizes of one axis, or the sizes do not multiply to the world size.
+                The message has every number, and sizes that would fit.
         """
         return resolve_axes(self, world_size, world_size_source, other_sizes or {})
 
     def resolve_batch(
         self, world_size: int, world_size_source: str = "torch.distributed", axes: Axes | None = None
     ) -> BatchSizes:
-        """The three batch numbers on `world_size` ranks, of which those along pp, sp and tp read the same samples.
+        """Resolve the three batch sizes for `world_size` ranks. Ranks along pp, sp and tp read the same samples.
 
         Args:
-            axes: of these ranks; by default what the configuration alone makes of them.
+            axes: resolved axes of these ranks; by default those of the configuration alone.
 
         Raises:
-            ConfigError: they do not fit together; the text has every number, its origin and the line to change.
+            ConfigError: the batch sizes are inconsistent. The message has every number, its origin and the line to
+                change.
         """
         count = (
             axes.data_loading_size if axes is not None else data_loading_size_of(self, world_size, world_size_source)
@@ -264,7 +265,7 @@ class Config(ConfigSection):
         return GivenBatchSize(value, origin, place)
 
     def dtype_table(self, model_dtype: str = "fp32") -> DtypeTable:
-        """The dtype of everything, by short name, for a model whose parameters arrive as `model_dtype`."""
+        """Return the dtypes, by short name, for a model whose parameters have `model_dtype`."""
         parameter = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else model_dtype
         autocast = (self.torch_autocast.dtype or "bf16") if self.torch_autocast.enabled else parameter
         master = (
@@ -285,41 +286,42 @@ class Config(ConfigSection):
         )
 
     def tensor_table(self, names: Iterable[str], model_type: str | None = None) -> dict[str, str]:
-        """How the user wants matrices cut, by regular expressions of whole names; the last that fits counts.
+        """Return the user's sharding style of modules, by regular expressions of full names. The last match applies.
 
         Args:
-            names: of the model's linear layers, for DeepSpeed's `partition_config`, which says it by names of weights.
-            model_type: of a model of transformers; what is said of others is left out.
+            names: names of the model's linear layers, for DeepSpeed's `partition_config`, which matches names of
+                weights.
+            model_type: type of a transformers model; rules for other types are left out.
         """
         return merge_tensor_tables(self.parallel.tensor_table, self.tensor_parallel, names, model_type)
 
     @property
     def tp_overlap_chunks(self) -> int:
-        """In how many parts the output of a row-parallel layer is reduced."""
+        """Number of parts in which the output of a row-parallel layer is all-reduced."""
         if self.tensor_parallel.tp_overlap_comm and "tp_overlap_chunks" not in self.parallel.model_fields_set:
             return 2
         return self.parallel.tp_overlap_chunks
 
     def refusals(self) -> list[ConfigRefusal]:
-        """Everything this configuration asks for that is not done here; empty means that it can be trained.
+        """List every unsupported setting of this configuration; empty means that it can be trained.
 
-        Reading a configuration and being able to do what it says are kept apart: `load` fails on what cannot be
-        understood, `initialize` and `windlass check` fail on what is listed here.
+        Loading and support are separate: `load_config` raises for an invalid configuration; `initialize` and
+        `windlass check` report the refusals listed here.
         """
         return find_refusals(self)
 
     def ensure_supported(self) -> None:
-        """Raise one ConfigError that lists every refusal; nothing happens where there is none."""
+        """Raise one ConfigError that lists every refusal, if there is any."""
         found = self.refusals()
         if found:
-            raise ConfigError(f"{self._name} asks for what is not supported:\n{numbered_list(found)}")
+            raise ConfigError(f"{self._name} has unsupported settings:\n{numbered_list(found)}")
 
     @property
     def comments(self) -> tuple[str, ...]:
-        """Dotted keys that were left out because they are comments."""
+        """Dotted keys that were ignored because they are comments."""
         return self._comments
 
     @property
     def auto_keys(self) -> frozenset[str]:
-        """Dotted keys that the caller left at "auto"."""
+        """Dotted keys at "auto"."""
         return self._auto_keys

@@ -1,4 +1,4 @@
-"""The `scheduler` section: how the learning rate moves with the steps."""
+"""The `scheduler` section: the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SCHEDULER_PARAMETERS: dict[str, ParameterTable] = {
         **_WARMUP,
     },
 }
-"""DeepSpeed's schedules and their parameters; a default of `...` means that the parameter must be given."""
+"""DeepSpeed's schedules and their parameters. A default of `...` means that the parameter is required."""
 
 _NEEDS_CODE = "it needs Python objects, which JSON cannot hold; pass a schedule to initialize(lr_scheduler=...)"
 UNSUPPORTED_SCHEDULES = {
@@ -68,16 +68,16 @@ UNSUPPORTED_SCHEDULES = {
     "LRScheduler": "it is the base class of torch's schedules; name one of them",
     "ReduceLROnPlateau": "it needs a metric at every step; call it yourself after each evaluation",
 }
-"""Schedules that are known and refused, and why."""
+"""Known schedules that are refused, with the reason."""
 
 
 class SchedulerConfig(ConfigSection):
-    """Which schedule the engine builds when the caller gives none."""
+    """Learning-rate schedule that the engine constructs if the caller passes none."""
 
     type: str = honoured(...)
     """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler."""
     params: dict[str, Any] = honoured(dict)
-    """Its parameters."""
+    """Parameters of the schedule."""
 
     @field_validator("type")
     @classmethod
@@ -95,12 +95,12 @@ class SchedulerConfig(ConfigSection):
 def find_parameter_problems(
     scheduler: SchedulerConfig, optimizer: OptimizerConfig | None = None
 ) -> Iterator[ConfigProblem]:
-    """An unknown type, unknown or missing parameters, and values of the wrong shape or range.
+    """Yield a problem for an unknown type, unknown or missing parameters, and values of the wrong type or range.
 
-    `windlass check` and `initialize` both ask here, so that what one accepts the other does not refuse.
+    `windlass check` and `initialize` both call this function, so that they accept the same configurations.
 
     Args:
-        optimizer: the section beside it, whose optimizer a schedule of torch is tried on; without one it is not tried.
+        optimizer: the optimizer section, with which a torch schedule is constructed on trial; None skips the trial.
     """
     table = _parameter_table(scheduler)
     if table is None:
@@ -128,7 +128,7 @@ def find_parameter_problems(
 
 
 def find_parameter_refusals(scheduler: SchedulerConfig) -> Iterator[ConfigRefusal]:
-    """A type that is not built, and parameters left at "auto"."""
+    """Yield a refusal for an unsupported type, and for parameters left at "auto"."""
     if scheduler.type in UNSUPPORTED_SCHEDULES:
         yield ConfigRefusal("scheduler.type", scheduler.type, UNSUPPORTED_SCHEDULES[scheduler.type])
         return
@@ -150,7 +150,7 @@ def _torch_class(kind: str) -> type:
 
 @cache
 def _torch_classes() -> dict[str, type]:
-    """Every schedule of the installed torch; imports torch, so it is asked last."""
+    """Return every schedule class of the installed torch. Imports torch, so it is called last."""
     from torch.optim import lr_scheduler
 
     return {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__}

@@ -1,4 +1,4 @@
-"""Block-sparse attention."""
+"""The `sparse_attention` section: block-sparse attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from windlass.config.key_status import refused
 
 
 class SparseAttention(ConfigSection):
-    """Which blocks of the attention matrix are computed; turned on by its presence, unless the mode is dense."""
+    """Choice of the blocks of the attention matrix that are computed. The section's presence enables it, unless the
+    mode is dense."""
 
     refusal = 'not yet built: block-sparse attention; write "dense" or delete the section'
 

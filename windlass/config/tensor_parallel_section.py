@@ -1,4 +1,4 @@
-"""DeepSpeed's `tensor_parallel` section, and the user's rules of cutting, however they are written."""
+"""DeepSpeed's `tensor_parallel` section, and its merger with `parallel.tensor_table`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.config.config_section import ConfigSection, Count, Int, Names, Pos
 from windlass.config.key_status import accepted, honoured, refused
 from windlass.config.regex_pattern import check_pattern
 
-_OWN_PLAN_REASON = "the model's own plan says how it is cut"
+_OWN_PLAN_REASON = "the model's own plan determines its sharding"
 
 
 def _check_patterns(patterns: list[str]) -> list[str]:
@@ -23,61 +23,61 @@ class TensorParallelGroupConfig(ConfigSection):
     """Size and group of the tensor-parallel axis."""
 
     tp_size: Positive = honoured(1)
-    """As parallel.tp; 1 says nothing."""
-    tp_grain_size: Positive = accepted(1, "which rank has which rows changes no value")
-    mpu: Any = refused(None, "groups come from the axes' sizes; pass an mpu to initialize, or delete the key")
-    tp_group: Any = refused(None, "groups come from the axes' sizes; write parallel.tp, and delete the key")
+    """Same as parallel.tp; 1 has no effect."""
+    tp_grain_size: Positive = accepted(1, "the assignment of rows to ranks changes no value")
+    mpu: Any = refused(None, "groups follow from the axis sizes; pass an mpu to initialize, or delete the key")
+    tp_group: Any = refused(None, "groups follow from the axis sizes; write parallel.tp, and delete the key")
 
 
 class TensorParallelLayerSpec(ConfigSection):
-    """How the layers that match some patterns are cut."""
+    """Sharding of the layers that match some patterns."""
 
     patterns: Annotated[Names, AfterValidator(_check_patterns)] = honoured(list)
     """Regular expressions for the start of a weight's name."""
     partition_type: Literal["row", "column", "skip"] = honoured("column")
-    """column: outputs are cut; row: inputs; skip: each rank has all."""
+    """column: shard the outputs; row: shard the inputs; skip: replicate the layer."""
     model_types: Names | None = honoured(None)
-    """The rule is of these alone (`config.model_type` of a model of transformers)."""
-    shape: list[Any] | None = refused(None, "the parts of a fused matrix are found by the model's own plan; delete it")
-    partition_dim: Int | None = refused(None, "partition_type says which; delete it")
-    gather_output: bool = refused(False, "not built: outputs that are gathered again; write false")
-    grad_allreduce: bool = refused(False, "gradients are added up wherever they are parts; write false")
+    """Model types to which the rule is limited (`config.model_type` of a transformers model)."""
+    shape: list[Any] | None = refused(None, "the model's own plan determines the parts of a fused matrix; delete it")
+    partition_dim: Int | None = refused(None, "partition_type determines it; delete it")
+    gather_output: bool = refused(False, "not built: all-gather of outputs; write false")
+    grad_allreduce: bool = refused(False, "partial gradients are always all-reduced; write false")
 
 
 class TensorParallelPartitionConfig(ConfigSection):
-    """The user's own rules of cutting."""
+    """The user's own sharding rules."""
 
     use_default_specs: bool = honoured(True)
-    """What no rule matches is cut by the model's own plan; false: each rank has all of it."""
+    """Shard layers that no rule matches by the model's own plan; false: replicate them."""
     layer_specs: list[TensorParallelLayerSpec] = honoured(list)
-    """The first that matches counts; lines of parallel.tensor_table go before."""
+    """Sharding rules. The first that matches a layer applies; entries of parallel.tensor_table override it."""
 
 
 class TensorParallelConfig(ConfigSection):
-    """Matrices cut over ranks."""
+    """Sharding of matrices over ranks."""
 
     autotp_size: Count = honoured(0)
-    """As parallel.tp; 0 and 1 say nothing."""
+    """Same as parallel.tp; 0 and 1 have no effect."""
     tp: TensorParallelGroupConfig = honoured(TensorParallelGroupConfig, aliases=("tensor_parallel",))
     """Another place for the size."""
     tp_overlap_comm: bool = honoured(False)
-    """As parallel.tp_overlap_chunks 2, where that is absent."""
+    """Same as parallel.tp_overlap_chunks 2, if that key is absent."""
     partition_config: TensorParallelPartitionConfig | None = honoured(None)
-    """How single layers are cut."""
+    """Sharding of single layers."""
 
     dtype: Any = accepted("torch.float16", "dtypes follow from the sections fp16 and bf16")
     vocab_parallel_lm_head: bool | None = accepted(
-        None, "cut like the embedding wherever it can be; losses are the same"
+        None, "sharded like the embedding where possible; losses are the same"
     )
     vocab_parallel_ce_backend: Literal["torch", "liger"] = accepted(
-        "torch", "one way computes the loss of a vocabulary that is cut"
+        "torch", "there is one implementation of the loss of a sharded vocabulary"
     )
     preset_model: Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"] | None = accepted(
         None, _OWN_PLAN_REASON
     )
-    keep_module_on_host: bool = accepted(False, "where parameters rest is said by zero_optimization.offload_param")
+    keep_module_on_host: bool = accepted(False, "zero_optimization.offload_param sets the tier of parameters")
     injection_policy_tuple: list[Any] | None = refused(
-        None, "write parallel.tensor_table, which goes by names of modules"
+        None, "write parallel.tensor_table, which matches names of modules"
     )
     kernel_inject: bool = refused(
         False, "retired: replaced modules; write false", aliases=("replace_with_kernel_inject",)
@@ -93,12 +93,13 @@ def merge_tensor_tables(
     names: Iterable[str],
     model_type: str | None = None,
 ) -> dict[str, str]:
-    """The user's lines of cutting in one table, of which the last that fits counts: DeepSpeed's specs, each written out
-    for the modules that it is the first to match, and then `table`.
+    """Merge the user's sharding rules into one table, in which the last match applies.
+
+    DeepSpeed's specs come first, expanded to the modules for which each is the first match; `tensor_table` follows.
 
     Args:
-        names: of the model's linear layers.
-        model_type: of a model of transformers; specs of others are left out.
+        names: names of the model's linear layers.
+        model_type: type of a transformers model; specs for other types are left out.
     """
     own = dict(tensor_table or {})
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Types in the words of people who write JSON."""
+"""Descriptions of types in terms of JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def describe_type(annotation: Any) -> str:
-    """What may stand there: `whole number`, `"row" or "column"`, `list of string`, `section`, ..."""
+    """Describe the values of a type: `whole number`, `"row" or "column"`, `list of string`, `section`, ..."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return describe_type(arguments[0])
@@ -39,7 +39,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What may stand in a field, with its bounds and an example: `whole number >= 0, such as 5`."""
+    """Describe the values of a field, with bounds and an example: `whole number >= 0, such as 5`."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [
         f"{sign} {getattr(item, name)}"

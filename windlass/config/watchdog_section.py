@@ -1,4 +1,4 @@
-"""When a run that does not go on is reported, and when it is ended."""
+"""The `watchdog` section: reports of hangs, and when a hanging run is ended."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ Seconds = Annotated[float, Field(ge=1, allow_inf_nan=False), NUMBER]
 
 
 class WatchdogConfig(ConfigSection):
-    """A thread on every rank that says why a run hangs, and ends what cannot go on."""
+    """Thread on every rank that reports the reason for a hang, and ends a run that cannot continue."""
 
     enabled: bool = honoured(True, windlass_only=True)
-    """Watch the ranks of a run of more than one."""
+    """Watch all runs of more than one rank."""
     report_after_s: Seconds = honoured(30.0, windlass_only=True)
-    """Seconds that a rank waits for others before all ranks are shown; a proved hang ends the run within as many."""
+    """Seconds that a rank waits for others before the state of all ranks is reported. A proven hang ends the run within
+    the same time."""
     timeout_s: Seconds = honoured(600.0, windlass_only=True)
-    """Seconds of one wait after which the ranks are ended though the one that is waited for is alive."""
+    """Seconds of one wait after which the ranks are ended, even if the awaited rank is alive."""

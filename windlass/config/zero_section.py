@@ -1,4 +1,4 @@
-"""The `zero_optimization` section: the stage, and how its traffic is cut up."""
+"""The `zero_optimization` section: the stage, and the sizes of its communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.config.offload_section import OffloadOptimizer, OffloadParam, ZenF
 
 NO_MODEL_LIMIT = 2**63 - 1
 _LEAF_REASON = (
-    "what runs is gathered, and ranks may run different modules; zero_optimization.blocks chooses what is one"
+    "modules are unsharded when they run, and ranks may run different ones; zero_optimization.blocks sets the blocks"
 )
 
 
@@ -24,7 +24,7 @@ def _off_or_positive(value: int) -> int:
 
 
 class LeafModuleConfig(ConfigSection):
-    """Modules whose whole subtree DeepSpeed gathers at once, since their ranks may run different parts of it."""
+    """Modules whose whole subtree DeepSpeed gathers at once, because ranks may run different parts of it."""
 
     classes: Names = accepted(list, _LEAF_REASON)
     names: Names = accepted(list, _LEAF_REASON)
@@ -32,97 +32,103 @@ class LeafModuleConfig(ConfigSection):
 
 
 class ZeroConfig(ConfigSection):
-    """What is cut over the ranks, and in which portions it travels; sizes are in elements."""
+    """Data that is sharded over ranks, and sizes of its collectives. All sizes are numbers of elements."""
 
     stage: Annotated[int, Field(ge=0, le=3), NUMBER] = honoured(0)
-    """0: nothing is cut; 1: master weights and optimizer states; 2: gradients too; 3: parameters too."""
+    """0: no sharding; 1: shard master weights and optimizer states; 2: gradients too; 3: parameters too."""
     reduce_bucket_size: Positive = honoured(500_000_000)
-    """At most so many gradient elements are reduced in one collective."""
+    """Maximum number of gradient elements reduced in one collective."""
     allgather_bucket_size: Positive = honoured(500_000_000)
-    """At most so many parameter elements are gathered in one collective after a step."""
+    """Maximum number of parameter elements all-gathered in one collective after a step."""
     reduce_scatter: bool = honoured(True)
-    """Send each rank only its cut of the gradients; false: reduce the whole and keep the cut."""
+    """Reduce-scatter gradients, so that each rank receives only its shard; false: all-reduce and keep the shard."""
     allgather_partitions: bool = honoured(True)
-    """Gather updated cuts in one all-gather; false: one broadcast a rank."""
+    """All-gather updated shards in one collective; false: one broadcast for each rank."""
     contiguous_gradients: bool = honoured(True)
-    """Gradients are born in one flat buffer; false: they are copied there before they are reduced."""
+    """Write gradients directly to one flat buffer; false: copy them there before the reduction."""
     overlap_comm: bool | None = honoured(None)
-    """Communicate while computing; on when absent."""
+    """Overlap communication with computation; true when absent."""
     round_robin_gradients: bool = honoured(False)
-    """Deal the order in which cuts are reduced over the ranks, so that none waits for the same peer."""
+    """Start the reduction of shards with a different peer on each rank, so that not all wait for the same one."""
     sub_group_size: Positive = honoured(1_000_000_000)
-    """The step updates at most so many elements at once."""
+    """Maximum number of elements that the optimizer updates at once."""
     ignore_unused_parameters: bool = honoured(True)
-    """A parameter without gradient is left alone; false: it is an error that names the parameter."""
+    """Leave a parameter without gradient unchanged; false: raise an error that names it."""
     stage3_prefetch_bucket_size: Count = honoured(50_000_000, aliases=("prefetch_bucket_size",))
-    """At most so many elements are gathered ahead of their use."""
+    """Maximum number of elements that are prefetched."""
     stage3_param_persistence_threshold: Count = honoured(100_000, aliases=("param_persistence_threshold",))
-    """Parameters smaller than this are never released."""
+    """Number of elements below which a parameter is persistent: it is never resharded."""
     stage3_model_persistence_threshold: Count = honoured(NO_MODEL_LIMIT, aliases=("model_persistence_threshold",))
-    """At most so many elements in all are never released."""
+    """Maximum total number of elements of persistent parameters."""
     stage3_max_live_parameters: Count = honoured(1_000_000_000, aliases=("max_live_parameters",))
-    """At most so many gathered elements exist at once."""
+    """Maximum number of unsharded elements at any time."""
     stage3_max_reuse_distance: Count = honoured(1_000_000_000, aliases=("max_reuse_distance",))
-    """Parameters used again within so many elements are kept."""
+    """Keep a parameter unsharded if it is used again within this many elements."""
     stage3_gather_16bit_weights_on_model_save: bool = honoured(
         False, aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
     )
-    """An explicit false: `save_16bit_model` writes nothing at stage 3; left out or true: whole weights."""
+    """false: `save_16bit_model` writes nothing at stage 3. true or absent: it writes the full weights."""
     zero_hpz_partition_size: Positive = honoured(1)
-    """Ranks over which backward gathers stage-3 parameters again (a second cut inside a host); 1 is off."""
+    """Number of ranks over which backward all-gathers stage-3 parameters from a secondary shard (usually inside a
+    host); 1: no secondary shard."""
     mics_shard_size: Annotated[Int, AfterValidator(_off_or_positive)] = honoured(-1)
-    """Ranks over which everything is cut; groups of that size hold replicas (`dp_shard`); -1 is all of them."""
+    """Number of ranks over which all states are sharded; other groups of that size hold replicas. -1: shard over all
+    data ranks."""
     unit_merge_threshold: Count = honoured(0, windlass_only=True)
-    """Neighbouring units smaller than this many elements are merged into one; 0 is never."""
+    """Number of elements below which neighbouring units are merged into one; 0: never."""
     blocks: Names | None = honoured(None, windlass_only=True)
-    """Module classes or dotted module names that are gathered as one; null finds the repeated blocks by itself."""
+    """Module classes or dotted module names that are unsharded as one block; null: detect repeated blocks."""
 
     use_multi_rank_bucket_allreduce: bool = accepted(
-        True, "a bucket always travels in one collective, whichever ranks own its parts"
+        True, "a bucket is always reduced in one collective, whichever ranks own its parts"
     )
-    compute_grad_norm: bool = accepted(True, "the norm rides in a reduction that is made in any case")
+    compute_grad_norm: bool = accepted(True, "the norm is part of a reduction that is always needed")
     elastic_checkpoint: bool = accepted(
-        False, "an old switch of the file layout; files here hold ranges of named tensors, whatever wrote them"
+        False, "an old switch of the file layout; files of windlass contain ranges of named tensors in any case"
     )
     cpu_offload_use_pin_memory: bool | None = accepted(
-        None, "DeepSpeed drops the value; offload sections have their own"
+        None, "DeepSpeed ignores the value; offload sections have keys of their own"
     )
     stage3_module_granularity_threshold: Count = accepted(
         0,
-        "units are found automatically; unit_merge_threshold and blocks steer them",
+        "units are found automatically; unit_merge_threshold and blocks control them",
         aliases=("module_granularity_threshold",),
     )
     stage3_use_all_reduce_for_fetch_params: bool = accepted(
-        False, "which collective gathers is the transport's choice", aliases=("use_all_reduce_for_fetch_params",)
+        False, "the transport chooses the collective", aliases=("use_all_reduce_for_fetch_params",)
     )
     stage3_allgather_sequential: bool = accepted(
-        False, "gathers are started in one order in any case", aliases=("allgather_sequential",)
+        False, "all-gathers always start in one order", aliases=("allgather_sequential",)
     )
-    parameter_alignment: bool = accepted(False, "a unit's layout is aligned in any case")
-    memory_efficient_linear: bool = accepted(True, "a released weight is never saved by autograd in the first place")
-    pipeline_loading_checkpoint: bool = accepted(False, "how loading overlaps with reading is a speed detail")
+    parameter_alignment: bool = accepted(False, "a unit's layout is always aligned")
+    memory_efficient_linear: bool = accepted(True, "autograd never saves a weight that is resharded")
+    pipeline_loading_checkpoint: bool = accepted(False, "the overlap of loading and reading affects only speed")
     override_module_apply: bool = accepted(True, "belongs to patched constructors, which do not exist here")
     log_trace_cache_warnings: bool = accepted(False, "there is no trace cache that could warn")
-    enable_sanity_checks: bool = accepted(False, "the checks that matter are always on")
-    save_muon_momentum_buffer_in_memory: bool = accepted(False, "optimizer state has one home, whatever the optimizer")
-    mics_hierarchical_params_gather: bool = accepted(False, "how a gather crosses hosts is the transport's choice")
-    grad_hooks: bool = accepted(True, "gradients are reduced when they arrive or at the boundary, as the stage demands")
+    enable_sanity_checks: bool = accepted(False, "the important checks are always on")
+    save_muon_momentum_buffer_in_memory: bool = accepted(
+        False, "optimizer states have one tier, whatever the optimizer"
+    )
+    mics_hierarchical_params_gather: bool = accepted(False, "the transport chooses how an all-gather crosses hosts")
+    grad_hooks: bool = accepted(
+        True, "gradients are reduced when they arrive or at the accumulation boundary, depending on the stage"
+    )
 
     load_from_fp32_weights: bool = honoured(True)
-    """false: `load_checkpoint` sets master weights to the 16-bit parameters, not to the saved fp32 weights."""
+    """false: `load_checkpoint` sets the master weights from the 16-bit parameters instead of the saved fp32 weights."""
     legacy_stage1: bool = refused(False, "retired: one path serves all stages; write false")
-    zero_quantized_weights: bool = refused(False, "not yet built: quantized gathers; write false")
-    zero_quantized_nontrainable_weights: bool = refused(False, "not yet built: quantized gathers; write false")
+    zero_quantized_weights: bool = refused(False, "not yet built: quantized all-gathers; write false")
+    zero_quantized_nontrainable_weights: bool = refused(False, "not yet built: quantized all-gathers; write false")
     zero_quantized_gradients: bool = refused(False, "not yet built: quantized reductions; write false")
     zeropp_loco_param: dict[str, Any] | None = refused(None, "not yet built: LoCo error feedback; delete the key")
     cpu_offload: bool | None = honoured(None)
-    """An older spelling of `offload_optimizer: {"device": "cpu"}`."""
+    """Older spelling of `offload_optimizer: {"device": "cpu"}`."""
     cpu_offload_param: bool | None = honoured(None)
-    """An older spelling of `offload_param: {"device": "cpu"}`."""
+    """Older spelling of `offload_param: {"device": "cpu"}`."""
     offload_param: OffloadParam | None = honoured(None)
-    """Where parameters live between uses."""
+    """Tier of the sharded parameters."""
     offload_optimizer: OffloadOptimizer | None = honoured(None)
-    """Where master weights and optimizer states live."""
+    """Tier of master weights and optimizer states."""
     zenflow: ZenFlowConfig | None = refused(None, ZenFlowConfig.refusal)
     leaf_module: LeafModuleConfig = accepted(LeafModuleConfig, _LEAF_REASON)
 

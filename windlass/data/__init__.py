@@ -1,5 +1,5 @@
-"""Data: from text to resumable micro-batches.
+"""Data pipeline from text to resumable micro-batches.
 
-In reading order: formats, corpus (documents); tokenizer, token_file, held_out, pack (tokens); permutation, sampler,
-loader (the order in which ranks see them).
+Reading order: document_formats, corpus_sources (documents); tokenizer, token_file, held_out, pack_corpus (tokens);
+permutation, resumable_samplers, resumable_loaders (order of samples on the ranks).
 """

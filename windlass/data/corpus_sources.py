@@ -1,4 +1,4 @@
-"""Finds the files that a corpus names, and reads documents out of each: text, source, JSON lines, Parquet, hub."""
+"""Sources of a corpus: files, directories, globs, the standard library's sources, and hub datasets."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from windlass.data.document_formats import (
 )
 
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
-# Tests and generated tables say little about how people write Python, and copies of one another inflate the score.
+# Tests and generated tables are not typical Python code, and near-copies in them inflate the score.
 _SKIPPED_IN_STDLIB = _SKIPPED_FOLDERS | {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """One file, or one hub dataset, and how documents are read from it."""
+    """File or hub dataset, and the format in which it is read."""
 
     location: str
-    format: str  # one of formats.KINDS
+    format: str  # "text", "lines", "json", "parquet" or "hub"
 
     def documents(self, text_field: str = "text") -> Iterator[str]:
-        """The non-empty documents, in the order in which they stand.
+        """Yield the non-empty documents in file order.
 
         Raises:
-            DataError: unreadable, not of its kind, or a record without `text_field`.
+            DataError: the source is unreadable or of another format, or a record has no `text_field`.
         """
         reader = {"json": read_json, "lines": read_lines, "parquet": read_parquet, "hub": read_hub}.get(self.format)
         texts = reader(self.location, text_field) if reader else read_text(self.location)
@@ -54,16 +54,16 @@ class CorpusSource:
 
 
 def find_sources(specs: Sequence[str], exclude_dir: Path | None = None) -> list[CorpusSource]:
-    """The sources that `specs` name, sorted inside each spec and without repeats.
+    """Return the sources of `specs`, sorted within each spec and without duplicates.
 
     A spec is a file, a directory (read recursively), a glob, `stdlib` (the sources of the running Python), or
-    `hub:NAME[@CONFIG][:SPLIT]` (a Hugging Face dataset; the split is `train` unless said).
+    `hub:NAME[@CONFIG][:SPLIT]` (a Hugging Face dataset; the default split is `train`).
 
     Args:
-        leave_out: a folder that directories are searched without, if it lies inside one: what a run writes is no data.
+        exclude_dir: directory that is skipped inside other directories, e.g. the output of a run.
 
     Raises:
-        DataError: a spec that names nothing, or nothing readable.
+        DataError: a spec matches nothing, or nothing readable.
     """
     if not specs:
         raise DataError("no data given; use --data with files, directories, globs, 'stdlib' or 'hub:NAME'")
@@ -111,7 +111,9 @@ def _stdlib() -> list[CorpusSource]:
 def _from_named_file(path: Path) -> CorpusSource:
     kind = detect_format(path)
     if kind == "text" and not is_text(path):
-        raise DataError(f"{path} is not UTF-8 text; readable are text and source files, {', '.join(KNOWN_SUFFIXES)}")
+        raise DataError(
+            f"{path} is not UTF-8 text; readable formats are text and source files, {', '.join(KNOWN_SUFFIXES)}"
+        )
     return CorpusSource(str(path), kind)
 
 
@@ -127,16 +129,16 @@ def _from_directory(root: Path, skipped: set[str], exclude_dir: Path | None = No
 
 
 def _readable_sources(paths: Sequence[Path]) -> list[CorpusSource]:
-    """What is read from files that were not named one by one: binary ones are passed over."""
+    """Return the sources of files that were not named individually. Binary files are skipped."""
     kinds = [(path, _detect_format(path)) for path in paths if path.is_file()]
     kept = [CorpusSource(str(path), kind) for path, kind in kinds if kind != "text" or is_text(path)]
     if len(kept) < len(kinds):
-        logger.debug("passed over %d files that are not text", len(kinds) - len(kept))
+        logger.debug("skipped %d files that are not text", len(kinds) - len(kept))
     return kept
 
 
 def _detect_format(path: Path) -> str:
-    """As `kind_of`, but a `.json` file that holds settings, not records, is a source like any other."""
+    """Detect the format as `detect_format` does, but treat a `.json` file without records (e.g. settings) as text."""
     kind = detect_format(path)
     return "text" if kind == "json" and not has_records(path) else kind
 

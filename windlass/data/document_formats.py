@@ -1,4 +1,4 @@
-"""Reads the documents of one file, by its format."""
+"""Readers of documents from files of each format."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from windlass.base.errors import DataError
 _FORMAT_BY_SUFFIX = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
 KNOWN_SUFFIXES = tuple(_FORMAT_BY_SUFFIX)
 _PIECE_BYTES = 2**20
-# What a file that cannot be read raises; a damaged .gz ends too early, or is no gzip stream at all.
+# Errors of an unreadable file. A damaged .gz is truncated, or no gzip stream.
 READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
 def detect_format(path: Path) -> str:
-    """`lines`, `json`, `parquet` or `text`, by the suffix; a trailing `.gz` is looked through."""
+    """Return `lines`, `json`, `parquet` or `text` by the suffix. A trailing `.gz` is ignored."""
     name = path.name.lower().removesuffix(".gz")
     return _FORMAT_BY_SUFFIX.get(Path(name).suffix, "text")
 
 
 def is_text(path: Path) -> bool:
-    """Whether the first 8 KiB are UTF-8 without a zero byte (an unreadable file is left for the reader to report)."""
+    """Return True if the first 8 KiB are UTF-8 without a zero byte, or the file is unreadable (the reader reports
+    that).
+    """
     try:
         with _open(str(path)) as stream:
             head = stream.read(8192)
@@ -37,17 +39,17 @@ def is_text(path: Path) -> bool:
     try:
         head.decode()
     except UnicodeDecodeError as error:
-        return error.start >= len(head) - 3 and len(head) == 8192  # a character cut by the end of the window
+        return error.start >= len(head) - 3 and len(head) == 8192  # a character that the end of the window truncates
     return True
 
 
 def has_records(path: Path) -> bool:
-    """Whether a `.json` file is an array, or has one object or string a line; a written-out object is neither."""
+    """Return True if a `.json` file is an array or JSON lines, False if it is one object over several lines."""
     try:
         with _open(str(path)) as stream:
             first = next((line for line in stream if line.strip()), b"")
     except READ_ERRORS:
-        return True  # left for the reader to report
+        return True  # the reader reports the error
     if first.lstrip().startswith(b"["):
         return True
     try:
@@ -57,14 +59,14 @@ def has_records(path: Path) -> bool:
 
 
 def read_text(location: str) -> Iterator[str]:
-    """The whole file as one document; one longer than a MiB in pieces of whole lines, so that any size fits memory."""
+    """Yield the file as one document, or above 1 MiB in pieces of whole lines, so that any size fits in memory."""
     with _open(location) as stream:
         while lines := stream.readlines(_PIECE_BYTES):
             yield _decode(b"".join(lines), location)
 
 
 def read_lines(location: str, field: str) -> Iterator[str]:
-    """One document a line: the text of `field` in each JSON object."""
+    """Yield one document per line: the text of `field` in each JSON object."""
     with _open(location) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
@@ -73,7 +75,7 @@ def read_lines(location: str, field: str) -> Iterator[str]:
 
 
 def read_json(location: str, field: str) -> Iterator[str]:
-    """A JSON array of objects, or JSON lines under the name `.json`."""
+    """Yield the documents of a JSON array of objects, or of JSON lines in a `.json` file."""
     with _open(location) as stream:
         start = stream.read(64).lstrip()[:1]
     if start != b"[":
@@ -87,7 +89,7 @@ def read_json(location: str, field: str) -> Iterator[str]:
 
 
 def read_parquet(location: str, field: str) -> Iterator[str]:
-    """The string column `field`, row by row."""
+    """Yield the string column `field`, row by row."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -117,18 +119,18 @@ def _is_string_type(kind: Any) -> bool:
 
 
 def read_hub(location: str, field: str) -> Iterator[str]:
-    """The string column `field` of a Hugging Face dataset `NAME[@CONFIG][:SPLIT]`."""
+    """Yield the string column `field` of a Hugging Face dataset `NAME[@CONFIG][:SPLIT]`."""
     try:
         import datasets
     except ImportError as error:
         raise DataError(f"reading hub:{location} needs datasets: pip install 'windlass[hf]'") from error
-    # Its client tells of each try; one message of ours follows the last.
+    # The client logs every attempt; one error below is enough.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name, _, split = location.partition(":")
     name, _, config = name.partition("@")
     try:
         dataset = datasets.load_dataset(name, config or None, split=split or "train", trust_remote_code=False)
-    except Exception as error:  # the library raises what its file systems and HTTP clients raise
+    except Exception as error:  # the library raises errors of its file systems and HTTP clients
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"cannot load hub:{location}: {reason}; check the name, the split and the network") from error
     if field not in dataset.column_names:
@@ -170,7 +172,7 @@ def _record_text(record: Any, field: str, where: str) -> str:
 
 
 def _check_surrogates(text: str, where: str) -> str:
-    """The text, unless a \\u escape left half a character in it, which no tokenizer takes."""
+    """Return the text. Raise DataError if an escape left half a surrogate pair in it, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Holds documents out for evaluation, and turns their loss into bits per byte."""
+"""Selection of held-out documents, and conversion of their loss to bits per byte."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IGNORE_INDEX = -100  # the label that cross entropy passes over
+IGNORE_INDEX = -100  # label that cross entropy ignores
 
 
 def choose_held_out(digests: np.ndarray, sizes: np.ndarray, target_bytes: int) -> np.ndarray:
-    """Which documents to hold out, [documents] bool: about `target_bytes`, at most a tenth of the corpus, at least one.
+    """Choose the held-out documents: about `target_bytes`, at most a tenth of the corpus, at least one document.
 
-    The choice hangs on the documents' hashes alone: not on their order, and a copy of a held-out document is held out
-    too, so that the score never counts a text that was trained on.
+    The choice depends only on the documents' hashes, not on their order. Copies of a held-out document are held out
+    too, so the score never includes a text from the training set.
 
     Args:
-        digests: [documents] uint64, a hash of each document.
-        sizes: [documents] int64, bytes of each document.
+        digests: `[documents]` uint64, a hash of each document.
+        sizes: `[documents]` int64, bytes of each document.
+
+    Returns:
+        `[documents]` bool, True for held-out documents.
     """
     target = min(target_bytes, int(sizes.sum()) // 10)
-    distinct, which = np.unique(digests, return_inverse=True)  # sorted: an order that the content alone decides
-    weights = np.bincount(which, weights=sizes)  # a text that stands there twice weighs twice
+    distinct, which = np.unique(digests, return_inverse=True)  # sorted, so that the order depends on the content alone
+    weights = np.bincount(which, weights=sizes)  # copies of a text add up
     taken: list[int] = []
     total = 0.0
     for index, weight in enumerate(weights):
         if total >= target and taken:
             break
-        # One huge document would be a narrow sample, and would take from training more than was asked.
+        # A single huge document would be a narrow sample, and would remove too much from training.
         if total + weight <= 1.5 * target:
             taken.append(index)
             total += weight
@@ -38,10 +41,10 @@ def choose_held_out(digests: np.ndarray, sizes: np.ndarray, target_bytes: int) -
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """The held-out tokens as batches, and the accounting from nats to bits per byte.
+    """Held-out tokens in batches, and the conversion of nats to bits per byte.
 
-    Every token but the first (an end token that starts the text) is predicted exactly once, the end of each document
-    included; the bytes are those of the text.
+    Every token except the first (an end token before the text) is predicted exactly once, including the end token of
+    each document. The byte count is that of the text.
     """
 
     tokens: np.ndarray  # [tokens]
@@ -49,10 +52,10 @@ class HeldOutSet:
     seq_len: int
 
     def batches(self, micro_batch: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """This rank's (inputs, labels), each [micro_batch, seq_len] int64; labels are already shifted.
+        """Yield this rank's (inputs, labels), each `[micro_batch, seq_len]` int64. Labels are already shifted.
 
-        Every rank gets the same number of batches (the last may hold nothing but ignored labels), since a gather of
-        sharded parameters needs all ranks.
+        Every rank yields the same number of batches, since the all-gathers of sharded parameters need all ranks. The
+        last batch may have only ignored labels.
         """
         rows = math.ceil((len(self.tokens) - 1) / self.seq_len)
         for first in range(0, rows, micro_batch * world_size):
@@ -67,5 +70,5 @@ class HeldOutSet:
             yield inputs, labels
 
     def bits_per_byte(self, nats: float) -> float:
-        """From the summed negative log likelihood of all predicted tokens, in nats."""
+        """Convert the summed negative log likelihood of all predicted tokens from nats to bits per byte."""
         return nats / math.log(2) / self.text_bytes

@@ -1,4 +1,4 @@
-"""Builds the token file of a corpus: survey, split, tokenizer, tokens; or takes the one that is already right."""
+"""Packing of a corpus into a token file, which is reused if it is up to date."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from windlass.data.held_out import choose_held_out
 from windlass.data.token_file import TokenFileHeader, TokenWriter, open_tokens, read_header
 from windlass.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
-_ENCODE_BYTES = 2**22  # text that is tokenized at a time, on all cores
-_SAMPLE_BYTES = 2**24  # text from which a tokenizer learns
+_ENCODE_BYTES = 2**22  # bytes of text that are tokenized at a time, on all cores
+_SAMPLE_BYTES = 2**24  # bytes of text on which a tokenizer is trained
 _MIN_DOCUMENTS = 64
 
 
 @dataclass(frozen=True)
 class PackedCorpus:
-    """Where the packed corpus lies and how it was tokenized."""
+    """Location of a packed corpus and its tokenizer."""
 
     tokens: Path
     tokenizer_dir: Path
     tokenizer: TextTokenizer
     header: TokenFileHeader
     is_reused: bool
-    documents: int  # before few long ones were cut into pieces
+    documents: int  # before the few documents of a small corpus were split
 
 
 class Corpus:
-    """The documents of some sources in a fixed order, each with its hash and size; read again at every pass."""
+    """Documents of some sources in a fixed order, each with its hash and size. Every iteration reads them again."""
 
     def __init__(self, sources: Sequence[CorpusSource], text_field: str) -> None:
         self._sources, self._text_field = sources, text_field
@@ -48,10 +48,10 @@ class Corpus:
             self._scan()
 
     def __iter__(self) -> Iterator[str]:
-        """The surveyed documents once more.
+        """Yield the documents again.
 
         Raises:
-            DataError: there are more or fewer than there were.
+            DataError: the number of documents has changed.
         """
         count = 0
         for text in self._read():
@@ -92,17 +92,17 @@ def pack_corpus(
     text_field: str = "text",
     eval_bytes: int = 2**17,
 ) -> PackedCorpus:
-    """The token file of the corpus in `directory/tokens.bin`, built unless the one there is whole and of the same text.
+    """Return the corpus packed into `directory/tokens.bin`. An undamaged token file of the same text is reused.
 
     Args:
-        specs: what `corpus.find_sources` takes.
-        tokenizer_dir: a tokenizer to use; without one a BPE is learned from the training documents and kept in
+        specs: sources for `corpus_sources.find_sources`.
+        tokenizer_dir: tokenizer to use. Without it a BPE is trained on the training documents and stored in
             `directory/tokenizer`.
-        vocab_size: of the BPE that is learned.
-        eval_bytes: text to hold out, in bytes; never more than a tenth of the corpus.
+        vocab_size: vocabulary size of the trained BPE.
+        eval_bytes: bytes of held-out text, at most a tenth of the corpus.
 
     Raises:
-        DataError: no readable text, a bad tokenizer, or a full disk.
+        DataError: there is no readable text, the tokenizer is invalid, or the disk is full.
     """
     corpus = Corpus(find_sources(specs, exclude_dir=directory), text_field)
     if len(corpus.sizes) < 2:
@@ -155,7 +155,7 @@ def _build_key(recipe: dict[str, str | int | None], tokenizer: TextTokenizer) ->
 
 
 def _tokenizer_sample(corpus: Corpus, held_out: np.ndarray) -> Iterator[str]:
-    """Training documents of about `_SAMPLE_BYTES`, at least one, drawn evenly by their hashes."""
+    """Yield training documents of about `_SAMPLE_BYTES`, at least one, drawn evenly by their hashes."""
     order = np.argsort(corpus.digests, kind="stable")
     order = order[~held_out[order]]
     before = np.cumsum(corpus.sizes[order]) - corpus.sizes[order]
@@ -188,7 +188,7 @@ def _write_token_file(corpus: Corpus, held_out: np.ndarray, tokenizer: TextToken
 
 
 def _encode_documents(corpus: Corpus, tokenizer: TextTokenizer) -> Iterator[np.ndarray]:
-    """The ids of each document, its end token last."""
+    """Yield the token ids of each document, with the end token last."""
     batch: list[str] = []
     waiting = 0
     for text, size in zip(corpus, corpus.sizes, strict=True):
@@ -206,7 +206,7 @@ def _encode_with_eos(batch: list[str], tokenizer: TextTokenizer) -> Iterator[np.
 
 
 def _split_text(text: str, size: int) -> Iterator[str]:
-    """Whole lines of about `size` characters; a line longer than that is cut."""
+    """Yield pieces of whole lines of about `size` characters. Longer lines are split."""
     piece = ""
     for line in text.splitlines(keepends=True):
         for start in range(0, len(line), size):

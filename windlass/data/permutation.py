@@ -1,4 +1,4 @@
-"""A seeded permutation of any length in constant memory, the same on every machine and version."""
+"""Seeded permutation of any length in constant memory, equal on every machine and version."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WORD = 2**64
 
 
 class Permutation:
-    """A bijection of `range(length)` that is computed where it is asked for.
+    """Bijection of `range(length)` that computes elements on demand.
 
-    A Feistel network over the smallest power of four that holds the range; a result outside the range is sent through
-    again until it falls inside ("cycle walking": Black and Rogaway 2002), which keeps the map one to one. numpy's own
-    shuffles need memory of the range's size, and their streams may change between releases.
+    It is a Feistel network over the smallest power of four that contains the range. A result outside the range is
+    permuted again until it falls inside ("cycle walking": Black and Rogaway 2002), which keeps the map one-to-one.
+    numpy's shuffles need memory proportional to the length, and their streams may change between releases.
     """
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
@@ -29,7 +29,7 @@ class Permutation:
         self._keys = [_splitmix64(key + np.uint64(number + 1))[0] for number in range(_ROUNDS)]
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The elements at `positions` ([n], each in `range(length)`), as [n] int64."""
+        """Return the elements at `positions` (`[n]`, each in `range(length)`), as `[n]` int64."""
         values = self._permute_once(positions.astype(np.uint64))
         while (outside := values >= self.length).any():
             values[outside] = self._permute_once(values[outside])
@@ -43,7 +43,7 @@ class Permutation:
 
 
 def _splitmix64(values: _Words) -> _Words:
-    """The finalizer of splitmix64 (Steele et al. 2014), elementwise on uint64; it wraps around."""
+    """Apply the finalizer of splitmix64 (Steele et al. 2014) elementwise to uint64 values, modulo 2^64."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Loaders that go on at the exact sample: of packed token sequences, and of any torch dataset."""
+"""Loaders that resume at the exact sample: of packed token sequences, and of any torch dataset."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from windlass.data.resumable_samplers import EpochSampler, StreamSampler
 
 
 class SequenceLoader:
-    """Endless micro-batches of sequences cut from a token stream at multiples of `seq_len`.
+    """Endless micro-batches of sequences, split from a token stream at multiples of `seq_len`.
 
     Args:
-        tokens: [tokens] of any integer dtype; mapped from a file, as a rule.
-        digest: names the tokens, so that a resume on other data is refused.
+        tokens: `[tokens]` of any integer dtype, usually mapped from a file.
+        digest: hash of the tokens; a resume with other data is refused.
     """
 
     def __init__(
@@ -47,7 +47,10 @@ class SequenceLoader:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels`, the same [micro_batch, seq_len] int64 ids: causal models shift labels inside."""
+        """Return `input_ids` and `labels`, equal `[micro_batch, seq_len]` int64 ids.
+
+        Causal models shift the labels themselves.
+        """
         starts = self._sampler.next_batch(self._micro_batch, self._rank, self._world_size) * self._seq_len
         rows = np.stack([self._tokens[start : start + self._seq_len] for start in starts])
         ids = torch.from_numpy(rows.astype(np.int64))
@@ -55,15 +58,15 @@ class SequenceLoader:
 
     @property
     def epoch(self) -> float:
-        """How often the whole corpus has been seen."""
+        """Number of passes over the corpus so far."""
         return self._sampler.consumed / self._sampler.length
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands; the same on all ranks. [Note: sample order]"""
+        """Return the position in the stream, equal on all ranks. [Note: sample order]"""
         return {"consumed": self._sampler.consumed, "seed": self._sampler.seed} | self._data_identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, on any number of ranks.
+        """Continue at the position of `state`, on any number of ranks.
 
         Raises:
             DataError: the state is of another corpus or sequence length.
@@ -72,7 +75,7 @@ class SequenceLoader:
         self._sampler = StreamSampler(self._sampler.length, int(state["seed"]), int(state["consumed"]))
 
     def check(self, state: dict[str, Any]) -> None:
-        """As `load_state_dict`, but goes nowhere."""
+        """Check a state as `load_state_dict` does, without loading it."""
         for name, here in self._data_identity().items():
             if state.get(name) != here:
                 raise DataError(
@@ -85,14 +88,14 @@ class SequenceLoader:
 
 
 class EpochLoader:
-    """A torch DataLoader over this rank's part of a dataset, one epoch an iteration, resumable inside the epoch.
+    """torch DataLoader over this rank's part of a dataset. One iteration is one epoch and can be resumed inside it.
 
-    Each whole iteration moves on to the next epoch, and so to the next shuffle, by itself; `set_epoch` says otherwise.
-    An iteration that was broken off starts its epoch anew, as torch's does, unless `load_state_dict` said where to go
-    on; an iteration that is under way then goes on there, too.
+    Each complete iteration advances to the next epoch, and so to the next shuffle; `set_epoch` overrides that. After an
+    interrupted iteration the next one restarts its epoch, as in torch, unless `load_state_dict` set a position.
+    `load_state_dict` also moves a running iteration.
 
-    Iterating draws nothing from torch's global generator (a DataLoader by itself does, for the seeds of its workers),
-    so that a run which goes on in the middle of an epoch draws what an uninterrupted one draws.
+    Iteration draws nothing from torch's global generator, from which a plain DataLoader draws its workers' seeds. So a
+    run that resumes inside an epoch draws the same random numbers as an uninterrupted one.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: EpochSampler | None, micro_batch: int) -> None:
@@ -103,7 +106,7 @@ class EpochLoader:
         self._iterations = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch for this rank."""
+        """Return the number of this rank's batches in a whole epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -112,7 +115,7 @@ class EpochLoader:
             yield from self._loader
             return
         yield from self._rest_of_epoch(self._sampler)
-        while self._is_resumed:  # by `load_state_dict`, after the last batch was handed out
+        while self._is_resumed:  # set by a `load_state_dict` after the last batch
             yield from self._rest_of_epoch(self._sampler)
 
     def _rest_of_epoch(self, sampler: EpochSampler) -> Iterator[Any]:
@@ -121,13 +124,13 @@ class EpochLoader:
         self._seed_workers(sampler.epoch)
         step = self._micro_batch * sampler.world_size
         batches = iter(self._loader)
-        while not self._is_resumed:  # else what it would give is of the place before
+        while not self._is_resumed:  # else the iterator would return batches of the old position
             try:
                 batch = next(batches)
             except StopIteration:
                 sampler.seek(sampler.epoch + 1)
                 return
-            # Counted when handed out: what worker processes have read ahead is read again after a resume.
+            # Count when the batch is returned: samples that workers have prefetched are read again after a resume.
             sampler.consumed += step
             yield batch
 
@@ -139,13 +142,16 @@ class EpochLoader:
             self._loader.generator.manual_seed(seed % (1 << 63))
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles as `epoch` does, from its beginning unless it is the one in progress."""
+        """Use the shuffle of `epoch`, from its beginning unless it is the current epoch."""
         if self._sampler is not None and epoch != self._sampler.epoch:
             self._sampler.seek(epoch)
             self._is_resumed = False
 
     def state_dict(self) -> dict[str, int]:
-        """Where the order stands: the same on all ranks. Empty for an iterable dataset, which keeps its own order."""
+        """Return the position in the epoch, equal on all ranks.
+
+        Empty for an iterable dataset, which has its own order.
+        """
         if self._sampler is None:
             return {}
         sampler = self._sampler
@@ -153,7 +159,7 @@ class EpochLoader:
         return {**place, "seed": sampler.seed, "shuffle": int(sampler.shuffle)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was taken, on any number of ranks.
+        """Continue at the position of `state`, on any number of ranks.
 
         Raises:
             DataError: the state is of a dataset of another length.
@@ -161,14 +167,14 @@ class EpochLoader:
         if self._sampler is None:
             return
         self.check(state)
-        # the rest of an epoch is what is left of the order in which it was begun
+        # the rest of the epoch keeps the order in which it began
         self._sampler.seed = state.get("seed", self._sampler.seed)
         self._sampler.shuffle = bool(state.get("shuffle", self._sampler.shuffle))
         self._sampler.seek(state["epoch"], state["consumed"])
         self._is_resumed = True
 
     def check(self, state: dict[str, int]) -> None:
-        """As `load_state_dict`, but goes nowhere."""
+        """Check a state as `load_state_dict` does, without loading it."""
         if self._sampler is not None and state.get("length") != self._sampler.length:
             raise DataError(
                 f"cannot resume the data order: the dataset had {state.get('length')} samples and has "
@@ -177,7 +183,7 @@ class EpochLoader:
 
 
 class CyclingLoader:
-    """Goes around a loader forever."""
+    """Endless iteration over a loader."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -195,21 +201,21 @@ class CyclingLoader:
             return next(self._iterator)
         except StopIteration:
             raise DataError(
-                "the loader to repeat gives no batch at all; is the dataset smaller than one batch of all ranks?"
+                "the repeated loader returns no batch; is the dataset smaller than one batch of all ranks?"
             ) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's; empty where it has none."""
+        """Return the loader's state; empty if it has none."""
         found: dict[str, Any] = self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The loader's, which goes on there."""
+        """Load the loader's state."""
         if hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state)
 
     def check(self, state: dict[str, Any]) -> None:
-        """The loader's."""
+        """Check the loader's state."""
         if hasattr(self.loader, "check"):
             self.loader.check(state)
 
@@ -228,13 +234,13 @@ def make_loader(
     pin_memory: bool = False,
     custom_sampler: Sampler[int] | None = None,
 ) -> EpochLoader:
-    """A loader of this rank's micro-batches of `dataset`; an iterable dataset is taken as it comes, on every rank.
+    """Make a loader of this rank's micro-batches of `dataset`. Every rank reads an iterable dataset completely.
 
     Args:
-        order: a sampler of this rank's, instead of the one that can go on inside an epoch.
+        custom_sampler: sampler of this rank's samples, in place of the resumable one.
 
     Raises:
-        DataError: an empty dataset.
+        DataError: the dataset is empty.
     """
     sampler = None
     if not isinstance(dataset, IterableDataset) and custom_sampler is None:

@@ -1,9 +1,9 @@
-"""The order in which samples are drawn, defined for all ranks at once, so that it survives another world size.
+"""Samplers whose order is defined for all ranks together, so that a run can resume on another number of ranks.
 
 [Note: sample order]
-There is one global stream of sample ids. A micro-batch of all ranks takes the next `world_size * micro_batch` of it,
-and each rank its own part of those. The whole state is therefore one number, the samples consumed: whatever number of
-ranks goes on from it, what remains is the rest of the stream. A counter per rank would not have this property.
+There is one global stream of sample ids. A micro-batch of all ranks takes the next `world_size * micro_batch` ids, and
+each rank its own part of them. So the whole state is one number, the samples consumed: any number of ranks can continue
+with the rest of the stream. A counter per rank would not allow that.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from windlass.data.permutation import Permutation
 
 
 class StreamSampler:
-    """An endless stream: one permutation of the samples after the other, each a new epoch.
+    """Endless stream of permutations of the samples, one for each epoch.
 
-    No sample is left out of an epoch, and none is seen twice in it, on any rank.
+    Over all ranks, every sample occurs exactly once in an epoch.
     """
 
     def __init__(self, length: int, seed: int, consumed: int = 0) -> None:
@@ -32,7 +32,9 @@ class StreamSampler:
         return self.consumed // self.length
 
     def next_batch(self, micro_batch: int, rank: int, world_size: int) -> np.ndarray:
-        """This rank's next sample ids, [micro_batch] int64; the stream moves on by the batches of all ranks."""
+        """Return this rank's next sample ids, `[micro_batch]` int64, and advance the stream by the batches of all
+        ranks.
+        """
         positions = self.consumed + rank * micro_batch + np.arange(micro_batch, dtype=np.int64)
         self.consumed += micro_batch * world_size
         samples = np.empty(micro_batch, dtype=np.int64)
@@ -49,10 +51,10 @@ class StreamSampler:
 
 
 class EpochSampler:
-    """One epoch at a time, in the order of `torch.utils.data.DistributedSampler`, that can go on inside an epoch.
+    """Sampler of one epoch at a time in the order of `torch.utils.data.DistributedSampler`, resumable inside an epoch.
 
-    Rank r takes the ids at r, r + world_size, ... of what remains of the epoch, which is first brought to a multiple of
-    the world size: by repeating its beginning, or with `drop_last` by leaving out its end.
+    Rank r takes the ids at r, r + world_size, ... of the rest of the epoch. Its length is first made a multiple of the
+    world size, by repeating ids from the beginning of the epoch, or with `drop_last` by dropping the last ones.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class EpochSampler:
         self.length, self.rank, self.world_size = length, rank, world_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        self.consumed = 0  # samples of this epoch that all ranks together have seen
+        self.consumed = 0  # samples of this epoch that all ranks together have consumed
 
     def __len__(self) -> int:
-        """How many samples a whole epoch has for this rank."""
+        """Return the number of this rank's samples in a whole epoch."""
         return self._samples_per_rank(self.length)
 
     def __iter__(self) -> Iterator[int]:
@@ -74,7 +76,7 @@ class EpochSampler:
         remaining = order[self.consumed :]
         total = self._samples_per_rank(len(remaining)) * self.world_size
         if total > len(remaining):
-            # The beginning of the epoch, not of the remainder: that is what fills an uninterrupted epoch, too.
+            # Repeat from the beginning of the epoch, not of the rest, as an uninterrupted epoch does.
             repeats = order.repeat(-(-total // self.length))
             remaining = torch.cat([remaining, repeats[: total - len(remaining)]])
         return iter(remaining[self.rank : total : self.world_size].tolist())
@@ -83,5 +85,5 @@ class EpochSampler:
         return samples // self.world_size if self.drop_last else -(-samples // self.world_size)
 
     def seek(self, epoch: int, consumed: int = 0) -> None:
-        """The next iteration is of `epoch`, after the first `consumed` samples of it."""
+        """Make the next iteration start in `epoch`, after its first `consumed` samples."""
         self.epoch, self.consumed = epoch, consumed

@@ -1,7 +1,7 @@
-"""The packed corpus on disk: one file of token ids that every rank maps, with a checked JSON header.
+"""Token file: a packed corpus in one file that every rank maps, with a checked JSON header.
 
-Layout: 8 bytes of magic, JSON (with a hash of its own fields) padded with spaces to 4,096 bytes, the training tokens,
-the held-out tokens; both as little-endian uint16, or uint32 for a vocabulary above 65,536.
+Layout: 8 bytes of magic; JSON with a hash of its own fields, padded with spaces to 4,096 bytes; the training tokens;
+the held-out tokens. Tokens are little-endian uint16, or uint32 for a vocabulary above 65,536.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _READ_BYTES = 2**22
 
 @dataclass(frozen=True)
 class TokenFileHeader:
-    """What the file holds, and what it was made from."""
+    """Contents and origin of a token file."""
 
     vocab_size: int
     eos: int
     train_tokens: int
-    eval_tokens: int  # the first is an end token that is only ever context
-    train_bytes: int  # UTF-8 bytes of the documents behind the tokens
+    eval_tokens: int  # the first is an end token that is never predicted
+    train_bytes: int  # UTF-8 bytes of the training documents
     eval_bytes: int
     documents: int
     key: str  # hash of the documents, the tokenizer and the split
@@ -43,7 +43,7 @@ class TokenFileHeader:
 
     @property
     def checksum(self) -> str:
-        """Hash of all other fields: damage of the header would change a score, and no other check would see it."""
+        """Hash of all other fields, since damage in the header could change a score undetected."""
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
@@ -53,7 +53,7 @@ class TokenFileHeader:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An opened file; its arrays are mapped, so that ranks of one host share the pages."""
+    """Opened token file. Its arrays are mapped, so that ranks of one host share the pages."""
 
     path: Path
     header: TokenFileHeader
@@ -62,14 +62,14 @@ class TokenFile:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """The narrowest of uint16 and uint32 that holds every id."""
+    """Return the narrower of uint16 and uint32 that holds every id."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
 class TokenWriter:
-    """Writes a token file under a temporary name, which `finish` exchanges for the real one.
+    """Writer of a token file under a temporary name, which `finish` renames.
 
-    Used as a context manager; a file that was not finished is removed.
+    It is a context manager, which removes an unfinished file.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
@@ -88,15 +88,15 @@ class TokenWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._stream.close()  # on a full disk this fails, too
+            self._stream.close()  # close also fails on a full disk
         finally:
             self._partial.unlink(missing_ok=True)
 
     def append(self, tokens: np.ndarray) -> None:
-        """Adds ids, which must be below the vocabulary size.
+        """Append ids, which must be below the vocabulary size.
 
         Raises:
-            DataError: an id that the vocabulary does not have.
+            DataError: an id is outside the vocabulary.
         """
         if tokens.size and int(tokens.max()) >= self._vocab_size:
             raise DataError(
@@ -118,7 +118,7 @@ class TokenWriter:
         documents: int,
         key: str,
     ) -> None:
-        """Writes the header and puts the file in its place, in one step that a crash cannot halve."""
+        """Write the header and rename the file to its final name, which is atomic."""
         header = TokenFileHeader(
             self._vocab_size,
             eos,
@@ -139,10 +139,10 @@ class TokenWriter:
 
 
 def open_tokens(path: Path, verify: bool = False) -> TokenFile:
-    """Maps a token file; `verify` also reads it through and compares its hash.
+    """Map a token file. `verify` also reads it completely and compares its hash.
 
     Raises:
-        DataError: missing, of another format version, cut short, or damaged.
+        DataError: the file is missing, of another format version, truncated, or damaged.
     """
     header = read_header(path)
     itemsize = header.dtype.itemsize
@@ -161,10 +161,10 @@ def open_tokens(path: Path, verify: bool = False) -> TokenFile:
 
 
 def read_header(path: Path) -> TokenFileHeader:
-    """The header alone.
+    """Read the header alone.
 
     Raises:
-        DataError: missing, not a token file, or of a format version that this release does not read.
+        DataError: the file is missing, no token file, or of a format version that this release does not read.
     """
     try:
         if path.exists() and not path.is_file():
@@ -196,7 +196,7 @@ def read_header(path: Path) -> TokenFileHeader:
 
 
 def _is_valid(header: TokenFileHeader) -> bool:
-    """Return True if every field has its type and range, whoever wrote them."""
+    """Return True if every field has its type and is in its range."""
     counts = (header.train_tokens, header.eval_tokens, header.train_bytes, header.eval_bytes, header.documents)
     numbers = (*counts, header.vocab_size, header.eos)
     return (

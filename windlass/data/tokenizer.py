@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer, loads one from a directory, and tells whether two are the same."""
+"""Byte-level BPE tokenizer: training, loading from a directory, and a hash for comparison."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Text to token ids; `eos` ends every document and starts every sequence of a new one."""
+    """Tokenizer from text to ids. `eos` ends every document and precedes the first."""
 
     backend: Any  # tokenizers.Tokenizer
     eos: int
-    digest: str  # of what decides the ids of a text
+    digest: str  # hash of everything that determines the ids of a text
 
     @property
     def vocab_size(self) -> int:
         return int(self.backend.get_vocab_size())
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, [tokens] int64, without end tokens; runs on all cores."""
+        """Return the ids of each text, `[tokens]` int64, without end tokens. Runs on all cores."""
         return [
             np.array(item.ids, dtype=np.int64) for item in self.backend.encode_batch(texts, add_special_tokens=False)
         ]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> TextTokenizer:
-    """Learns a byte-level BPE of at most `vocab_size` tokens and saves it as a Hugging Face fast tokenizer.
+    """Train a byte-level BPE of at most `vocab_size` tokens and save it as a Hugging Face fast tokenizer.
 
-    Every byte is a token from the start, so no text is out of vocabulary.
+    Every byte is in the initial vocabulary, so no text is out of vocabulary.
     Source: Sennrich et al. 2016 (BPE), Radford et al. 2019 (on bytes).
+
+    Raises:
+        DataError: the vocabulary size is below 258, or the package tokenizers is missing.
     """
     if vocab_size < 258:
         raise DataError(f"vocabulary size {vocab_size} is too small: 256 bytes and two special tokens need 258")
@@ -59,10 +62,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> T
 
 
 def load_tokenizer(directory: Path) -> TextTokenizer:
-    """The fast tokenizer of a Hugging Face directory.
+    """Load the fast tokenizer of a Hugging Face directory.
 
     Raises:
-        DataError: no `tokenizer.json` there, a damaged one, or none that has an end-of-text token.
+        DataError: `tokenizer.json` is missing or damaged, or the tokenizer has no end-of-text token.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -75,9 +78,9 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
         settings = _read_settings(directory)
     except OSError as error:
         raise DataError(f"cannot read the tokenizer in {directory}: {error.strerror or error}") from error
-    except Exception as error:  # the Rust library raises bare Exception for a malformed file
+    except Exception as error:  # the Rust library raises a bare Exception for a malformed file
         raise DataError(f"the tokenizer in {directory} is damaged ({error}); save it again") from error
-    backend.encode_special_tokens = True  # a corpus that spells out "<|endoftext|>" must not end a document
+    backend.encode_special_tokens = True  # the literal text "<|endoftext|>" in a corpus must not end a document
     backend.no_truncation()
     backend.no_padding()
     eos = _eos_id(backend, settings, directory)

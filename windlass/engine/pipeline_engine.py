@@ -176,7 +176,9 @@ class PipelineEngine(Engine):
         try:
             with torch.no_grad():
                 program = self._rank_schedule("evaluate", micros)
-                ended = self._run_schedule(program, batches, self._build_callbacks(), loss=compute_loss, outputs=wanted)
+                ended = self._run_schedule(
+                    program, batches, self._build_callbacks(), compute_loss=compute_loss, keep_outputs=wanted
+                )
         finally:
             self.module.train(training)
         outputs = [_logits(one.output) for one in ended] or None

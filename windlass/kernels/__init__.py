@@ -1,7 +1,7 @@
-"""Kernels in C++ with their meaning in PyTorch beside them. In reading order:
+"""C++ kernels, with reference implementations in PyTorch.
 
-rules (the numbers of an update), piece (the tensors of one), reference (what every kernel has to compute), dispatch
-(which path runs, and why), keyed_sum (a hash of memory); native/ holds the C++ sources.
+Reading order: update_rules (coefficients of an update), update_tensors (its tensors), reference (specification of every
+kernel), kernel_dispatch (choice of the path), native_keyed_sum (hash of memory). native/ has the C++ sources.
 """
 
 from __future__ import annotations

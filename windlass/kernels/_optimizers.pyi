@@ -1,4 +1,4 @@
-"""The native optimizer updates: raw addresses and plain numbers; windlass.kernels.dispatch is the way to them."""
+"""The native optimizer updates: raw addresses and plain numbers; windlass.kernels.kernel_dispatch is the way to them."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which path an optimizer update takes, native code or the reference in PyTorch, and why; then takes it."""
+"""Dispatch of optimizer updates to native code or to the PyTorch reference."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _FORMAT_CODES: dict[torch.dtype | None, int] = {
 
 @dataclass(frozen=True)
 class KernelPath:
-    """How updates are computed here.
+    """Implementation that computes updates.
 
     Args:
         name: an instruction set of the native module ("AVX-512", "AVX2", "NEON", "baseline"), or "reference".
-        why: one clause.
+        reason: reason for the choice, in one clause.
     """
 
     name: str
@@ -51,16 +51,16 @@ class KernelPath:
 
 
 def get_active_kernel_path() -> KernelPath:
-    """The path that `update` takes; `WINDLASS_KERNELS` may name one (reference, baseline, AVX2, ...).
+    """Return the path that `apply_updates` takes. `WINDLASS_KERNELS` may name one (reference, baseline, AVX2, ...).
 
     Raises:
-        ConfigError: it names one that is not there.
+        ConfigError: the named path is not available.
     """
     return _resolve_path(os.environ.get(_ENVIRONMENT_VARIABLE, ""))
 
 
 def list_kernel_paths() -> list[str]:
-    """Every path that can run here, the reference last."""
+    """Return every path that can run here, the reference last."""
     return [*_instruction_sets(), REFERENCE_PATH]
 
 
@@ -72,15 +72,15 @@ def apply_updates(
     path: str | None = None,
     threads: int | None = None,
 ) -> None:
-    """Apply `rule` to every piece in one pass over memory: unscale, update, write the 16-bit copy.
+    """Apply `rule` to every update in one pass over memory: unscale, update, write the 16-bit copy.
 
     Args:
         divisor: gradients are divided by it (loss scale over clip coefficient).
-        path: one of `paths()` instead of the one in use.
-        threads: of the native code; torch's own number by default.
+        path: one of `list_kernel_paths()` in place of the active one.
+        threads: threads of the native code; by default torch's number.
 
     Raises:
-        ModelError: tensors that do not fit together, have no memory, or share some; says which.
+        ModelError: tensors do not match, have no memory, or overlap. The message names them.
     """
     groups: dict[tuple[torch.dtype | None, ...], list[UpdateTensors]] = defaultdict(list)
     for piece in updates:
@@ -99,7 +99,7 @@ def apply_updates(
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages under a large tensor in host memory that was not written to yet; without effect elsewhere."""
+    """Request huge pages for a large host tensor that has not been written yet. No effect elsewhere."""
     module, _ = _native_module()
     if module is not None and tensor.nbytes >= 4 << 20:
         module.prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
@@ -115,7 +115,7 @@ def _run_native(
 ) -> None:
     module, why = _native_module()
     if module is None:
-        raise ConfigError(f"the native path {path} was asked for, and {why}")
+        raise ConfigError(f"the native path {path} was requested, but {why}")
     try:
         module.update(
             path,
@@ -128,7 +128,7 @@ def _run_native(
             rule.seed & 0xFFFFFFFF,
             threads,
         )
-    except ValueError as error:  # before anything was changed
+    except ValueError as error:  # raised before anything was changed
         raise ModelError(f"nothing was updated: {error}") from error
 
 
@@ -150,10 +150,12 @@ def _native_module() -> tuple[ModuleType | None, str]:
     try:
         module = importlib.import_module("windlass.kernels._optimizers")
     except ModuleNotFoundError:
-        return None, "native code was not built when windlass was installed: install a C++20 compiler, then it again"
+        return None, (
+            "native code was not built when windlass was installed: install a C++20 compiler, then reinstall windlass"
+        )
     except ImportError as error:
         return None, f"the native module does not load: {error}"
-    return module, "the best that this processor has"
+    return module, "the fastest on this processor"
 
 
 def _instruction_sets() -> list[str]:
@@ -169,7 +171,8 @@ def _resolve_path(wanted: str) -> KernelPath:
     found = {name.lower(): name for name in [*names, REFERENCE_PATH]}.get(wanted.lower())
     if found is None:
         raise ConfigError(
-            f"{_ENVIRONMENT_VARIABLE} is {wanted!r}; on this machine it can be {', '.join(list_kernel_paths())}, or unset"
+            f"{_ENVIRONMENT_VARIABLE} is {wanted!r}; on this machine it can be {', '.join(list_kernel_paths())}, or "
+            "unset"
         )
     return KernelPath(found, f"asked for by {_ENVIRONMENT_VARIABLE}")
 

@@ -1,4 +1,4 @@
-"""Sums of keyed words, by native code where it is at hand."""
+"""Keyed sums of words, by native code if it is available."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MASK = (1 << 64) - 1
 
 
 def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
-    """As `reference.keyed_sum`, bit for bit, in one pass over memory for contiguous words on the CPU.
+    """Compute `reference.keyed_sum` bit for bit, for contiguous words on the CPU in one pass over memory.
 
     Raises:
-        ModelError: `words` are no integers, or their storage was freed, or `start` is negative.
+        ModelError: `words` has another dtype or its storage was freed, or `start` is negative.
     """
     total = _native_sum(words, start, seed)
     if total is None:
@@ -30,14 +30,16 @@ def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
 
 
 def keyed_sum_on_host(words: torch.Tensor, start: int, seed: int) -> int:
-    """As `keyed_sum` modulo 2^64, as a number: of thousands of small tensors on the CPU, adding up tensors takes longer
-    than the sums themselves."""
+    """Compute `keyed_sum` modulo 2^64 as a Python number.
+
+    For thousands of small CPU tensors, additions of result tensors would take longer than the sums themselves.
+    """
     total = _native_sum(words, start, seed)
     return int(reference.keyed_sum(words, start, seed)) & _MASK if total is None else total
 
 
 def _native_sum(words: torch.Tensor, start: int, seed: int) -> int | None:
-    """By native code, in `[0, 2^64)`; None where it can't be."""
+    """Compute the sum by native code, in `[0, 2^64)`. Return None if native code can't."""
     if words.dtype not in _INTEGER_DTYPES:
         raise ModelError(f"words to be hashed are {words.dtype}; pass int8, int16, int32 or int64, such as .view(...)")
     if start < 0:
@@ -55,5 +57,5 @@ def _native_sum(words: torch.Tensor, start: int, seed: int) -> int | None:
 def _native_module() -> ModuleType | None:
     try:
         return importlib.import_module("windlass.kernels._hashes")
-    except ImportError:  # why is said of the optimizers' kernels, which come with it
+    except ImportError:  # the reason is logged for the optimizers' kernels, which are built together with this module
         return None

@@ -1,4 +1,4 @@
-"""Update rules as plain numbers: what an optimizer decides before its tensors are touched."""
+"""Update rules: the coefficients of one optimizer update, without its tensors."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-# The bits of `flags` and the values of `code`, as windlass/kernels/native/job.hpp has them.
+# Bits of `flags` and values of `kernel_code`, as in windlass/kernels/native/job.hpp.
 COUPLED, AMSGRAD, MOMENTUM, NESTEROV, FIRST_STEP, EPS_INSIDE = 1, 2, 4, 8, 16, 32
 
 
 class UpdateRule(Protocol):
-    """One update of one kind; equal rules may update many parameters in one call."""
+    """Coefficients of one update. Equal rules may update many parameters in one call."""
 
     @property
     def kernel_code(self) -> int:
-        """Which kernel."""
+        """Number of the kernel."""
 
     @property
     def signed_states(self) -> tuple[bool, ...]:
-        """For each state whether its values may be negative; the length is the number of states."""
+        """For each state, True if its values may be negative. The length is the number of states."""
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Coefficients in the order of the kernel, each a value of fp32."""
+        """Coefficients in the kernel's order, each a value of fp32."""
 
     @property
     def flags(self) -> int:
-        """The bits above."""
+        """Bits for the kernel: COUPLED, AMSGRAD, MOMENTUM, NESTEROV, FIRST_STEP and EPS_INSIDE."""
 
     @property
     def maximize(self) -> bool:
-        """Whether the gradient's sign is turned."""
+        """True if the sign of the gradient is inverted."""
 
     @property
     def seed(self) -> int:
-        """Of the stochastic rounding of narrow states: what differs from step to step."""
+        """Seed of the stochastic rounding of narrow states, which differs in each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamRule:
-    """Adam and AdamW: states exp_avg, exp_avg_sq and, with `amsgrad`, max_exp_avg_sq. `step` counts from 1."""
+    """Rule of Adam and AdamW. States: exp_avg, exp_avg_sq and, with `amsgrad`, max_exp_avg_sq. `step` counts from 1."""
 
     lr: float
     betas: tuple[float, float]
@@ -79,7 +79,7 @@ class AdamRule:
 
 @dataclass(frozen=True, slots=True)
 class LionRule:
-    """Lion: state exp_avg."""
+    """Rule of Lion. State: exp_avg."""
 
     lr: float
     betas: tuple[float, float]
@@ -98,7 +98,7 @@ class LionRule:
 
 @dataclass(frozen=True, slots=True)
 class AdagradRule:
-    """Adagrad: state sum. `step` counts from 1."""
+    """Rule of Adagrad. State: sum. `step` counts from 1."""
 
     lr: float
     lr_decay: float
@@ -124,7 +124,7 @@ class AdagradRule:
 
 @dataclass(frozen=True, slots=True)
 class SGDRule:
-    """SGD: state momentum_buffer where there is a momentum; `first` fills it with the gradient."""
+    """Rule of SGD. State: momentum_buffer with a momentum; in the first step it is set to the gradient."""
 
     lr: float
     momentum: float
@@ -152,7 +152,7 @@ class SGDRule:
 
 @dataclass(frozen=True, slots=True)
 class LambRule:
-    """LAMB: states exp_avg and exp_avg_sq; the trust ratio is taken over a whole piece. `step` counts from 1."""
+    """Rule of LAMB. States: exp_avg and exp_avg_sq. The trust ratio covers the whole tensor. `step` counts from 1."""
 
     lr: float
     betas: tuple[float, float]
@@ -186,5 +186,5 @@ class LambRule:
 
 
 def _round_to_fp32(*numbers: float) -> tuple[float, ...]:
-    """Rounded to fp32, so that native code and reference start from the same values."""
+    """Round numbers to fp32, so that native code and reference use the same values."""
     return tuple(ctypes.c_float(number).value for number in numbers)

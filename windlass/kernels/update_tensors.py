@@ -1,4 +1,4 @@
-"""The tensors of one parameter's update, checked before their addresses are used."""
+"""Tensors of one parameter's update, checked before native code uses their addresses."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from windlass.base.errors import ModelError
 from windlass.base.native_memory import freed_storage_problem, has_memory
 
-SCALE_BLOCK = 256  # elements that share a scale where a state is coded in 8 bits
+SCALE_BLOCK = 256  # elements that share a scale in an 8-bit state
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTensors:
-    """One parameter, whole or a span of it: contiguous CPU tensors of `n` elements each, of any shape.
+    """Tensors of one parameter, or of a span of it: contiguous CPU tensors of `n` elements each, of any shape.
 
     Args:
         parameter: fp32, bf16 or fp16; updated in place.
         gradient: fp32, bf16 or fp16; only read.
         states: in the order of the rule, all fp32, all bf16 or all 8-bit codes (uint8); updated in place.
-        scales: with 8-bit codes, fp32 of `scales_of(n)` elements for each state; else empty.
-        lowered: bf16 or fp16, receives the new parameter rounded to nearest even; None: nobody wants it.
+        scales: with 8-bit codes, fp32 of `count_scales(n)` elements for each state; else empty.
+        low_precision_copy: bf16 or fp16; receives the new parameter rounded to nearest even; None: no copy.
     """
 
     parameter: torch.Tensor
@@ -34,13 +34,17 @@ class UpdateTensors:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype | None]:
-        """dtypes of parameter, gradient, states (None without), lowered (None without)."""
+        """Dtypes of parameter, gradient, states (None without states) and low-precision copy (None without copy)."""
         state = self.states[0].dtype if self.states else None
         lowered = None if self.low_precision_copy is None else self.low_precision_copy.dtype
         return self.parameter.dtype, self.gradient.dtype, state, lowered
 
     def check(self, num_states: int) -> None:
-        """Raise ModelError, naming the tensor, unless all fit together and to a rule with `states` states."""
+        """Check that all tensors match each other and a rule with `num_states` states.
+
+        Raises:
+            ModelError: a tensor does not match. The message names it.
+        """
         count = self.parameter.numel()
         if len(self.states) != num_states:
             raise ModelError(f"an update needs {num_states} states and got {len(self.states)}")
@@ -49,7 +53,7 @@ class UpdateTensors:
         for number, state in enumerate(self.states):
             _check_tensor(f"state {number}", state, count, STATE_DTYPES)
             if state.dtype != self.states[0].dtype:
-                raise ModelError(f"state {number} is {state.dtype} and state 0 {self.states[0].dtype}; make them one")
+                raise ModelError(f"state {number} is {state.dtype} and state 0 {self.states[0].dtype}; use one dtype")
         coded = bool(self.states) and self.states[0].dtype == torch.uint8
         if len(self.scales) != num_states * coded:
             raise ModelError(f"{num_states} states of {self.dtypes[2]} came with {len(self.scales)} tensors of scales")
@@ -60,7 +64,7 @@ class UpdateTensors:
 
 
 def count_scales(count: int) -> int:
-    """How many scales `count` elements have."""
+    """Return the number of scales of `count` elements."""
     return -(-count // SCALE_BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""Messages between the launcher and a node: one JSON object a line, after a mark that no other output begins with."""
+"""Messages between the launcher and a node agent: one JSON object a line, after a prefix that no other output has."""
 
 from __future__ import annotations
 
@@ -16,64 +16,64 @@ MESSAGE_PREFIX = b"\x1ewindlass "
 KEEPALIVE = b"\n"
 KEEPALIVE_INTERVAL_S = 1.0
 KEEPALIVE_TIMEOUT_S = 6.0
-"""A node that has heard nothing for so long ends its ranks: whoever started them is gone."""
+"""Seconds without a keepalive after which a node agent ends its ranks, because its launcher is gone."""
 
 
 class AgentChannel:
-    """The writing end. Any thread may send; a signal's handler too."""
+    """Writing end of a channel. Any thread may send, and so may a signal handler."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._lock, self.closed = descriptor, threading.RLock(), False
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message; nothing where nobody reads any more, which `closed` then says."""
+        """Send a message. If the reader is gone, drop it and set `closed`."""
         self.send_bytes(MESSAGE_PREFIX + json.dumps(message).encode() + b"\n")
 
     def send_bytes(self, data: bytes) -> None:
-        """Send bytes as they are."""
+        """Send raw bytes."""
         with self._lock:
             if self.closed:
                 return
             try:
                 while data:
                     data = data[os.write(self._descriptor, data) :]
-            except OSError:  # a broken pipe
+            except OSError:  # broken pipe
                 self.closed = True
 
     def close(self) -> None:
-        """Tell the other side that nothing more will come."""
+        """Close the channel, so that the reader sees the end of the stream."""
         with self._lock:
             self.closed = True
             descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:  # once: its number may be another file's by now
+        if descriptor >= 0:  # only once: by a second call, the descriptor may belong to another file
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
 
 class MessageReader:
-    """The reading end: bytes in, messages and other lines out."""
+    """Reading end of a channel: converts bytes to messages and other lines."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any] | bytes]:
-        """What `data` completes: messages, and lines that are none as they are."""
+        """Return what `data` completes: messages as dicts, and other lines as bytes."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [parsed for line in lines if (parsed := _parse_line(line)) is not None]
 
     def take_rest(self) -> bytes:
-        """What never became a line."""
+        """Return and clear the incomplete last line."""
         rest, self._buffer = self._buffer, b""
         return rest
 
 
 def bytes_to_text(data: bytes) -> str:
-    """Any bytes as a text that JSON carries; `bytes_of` is the way back."""
+    """Convert any bytes to text that JSON can hold; `text_to_bytes` is the inverse."""
     return data.decode("utf-8", "surrogateescape")
 
 
 def text_to_bytes(text: str) -> bytes:
-    """The bytes that `text_of` was given."""
+    """Convert text from `bytes_to_text` back to bytes."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -87,5 +87,5 @@ def _parse_line(line: bytes) -> dict[str, Any] | bytes | None:
     except JsonError as error:
         raise LaunchError(f"the other end of the connection sent a damaged message: {error}") from None
     if not isinstance(found, dict):
-        raise LaunchError(f"the other end of the connection sent {one_line(repr(found), 60)} for a message")
+        raise LaunchError(f"the other end of the connection sent {one_line(repr(found), 60)} instead of a message")
     return found

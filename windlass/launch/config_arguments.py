@@ -1,4 +1,4 @@
-"""The options that training scripts take from their command line and hand to `windlass.initialize(args=...)`."""
+"""Command line options that training scripts pass on to `windlass.initialize(args=...)`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import argparse
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options that `initialize(args=...)` reads to a script's `parser`, and return it.
 
-    They are spelled as scripts and launchers in the field spell them: `--deepspeed_config PATH`, the configuration, and
-    `--deepspeed`, a flag for the script's own use.
+    The options have DeepSpeed's names: `--deepspeed_config PATH`, the configuration, and `--deepspeed`, a flag for the
+    script's own use.
     """
     group = parser.add_argument_group("windlass", "sharded training")
     group.add_argument("--deepspeed", action="store_true", help="train with windlass (for the script to look at)")

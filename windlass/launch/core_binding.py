@@ -1,4 +1,4 @@
-"""Which cores each rank is bound to."""
+"""Binding of ranks to processor cores."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from windlass.launch.launch_errors import LaunchError
 from windlass.launch.visible_devices import parse_numbers
 
 CORES_VARIABLE = "WINDLASS_CORES"
-"""In a rank's environment: the cores that it binds itself to before it becomes the user's program."""
+"""Variable in a rank's environment: the cores to which the rank binds itself before it runs the user's program."""
 
 
 def core_share(cores: Sequence[int], ranks: int, local_rank: int) -> list[int]:
-    """An equal share of `cores`, in their order; what cannot be shared evenly is left over.
+    """Return this rank's equal share of `cores`, in their order. Cores that do not divide evenly stay unused.
 
     Raises:
-        LaunchError: fewer cores than ranks.
+        LaunchError: there are fewer cores than ranks.
     """
     each = len(cores) // ranks
     if each < 1:
@@ -28,10 +28,10 @@ def core_share(cores: Sequence[int], ranks: int, local_rank: int) -> list[int]:
 
 
 def bindable_cores(listed: str | None) -> list[int]:
-    """The cores of `--bind_core_list`, else one of each core's threads among those that this process may use.
+    """Return the cores of `--bind_core_list`, or by default one hardware thread of each core that this process may use.
 
     Raises:
-        LaunchError: a list that is none, a core twice, or one that this process may not use.
+        LaunchError: the list cannot be parsed, names a core twice, or names a core that this process may not use.
     """
     usable = usable_cores()
     if listed is None:
@@ -42,14 +42,14 @@ def bindable_cores(listed: str | None) -> list[int]:
     strange = [core for core in cores if core not in usable]
     if strange:
         raise LaunchError(
-            f"--bind_core_list {listed}: core {strange[0]} is not there or not allowed; this process may use "
+            f"--bind_core_list {listed}: core {strange[0]} does not exist or is not allowed; this process may use "
             f"{','.join(map(str, usable))}"
         )
     return cores
 
 
 def usable_cores() -> list[int]:
-    """The logical cores that this process may run on."""
+    """Return the logical cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     if affinity is None:
         raise LaunchError("--bind_cores_to_rank: this system binds no process to cores; only Linux does")
@@ -62,7 +62,7 @@ def _one_thread_per_core(usable: Sequence[int]) -> list[int]:
     for core in usable:
         try:
             siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text().strip()
-        except OSError:  # a container may hide it: each counts as a core of its own
+        except OSError:  # a container may hide the topology: count each thread as a core
             siblings = str(core)
         if siblings not in seen:
             seen.add(siblings)

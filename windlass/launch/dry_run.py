@@ -1,4 +1,4 @@
-"""`windlass run --dry-run`: a drawing of the ranks on their hosts and of what each axis sends, and no run."""
+"""`windlass run --dry-run`: prints the placement of ranks on hosts and the traffic of each axis, and starts nothing."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ if TYPE_CHECKING:
     from windlass.launch.rank_map import HostRankMap
 
 MAX_DRAWN_NODES = 16
-"""Nodes that are drawn; the others are like them."""
+"""Maximum number of nodes that are drawn; the others look alike."""
 _DEFAULT_SHAPE, _DEFAULT_TOKENS = "7b", 4096
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def reject_dry_run_flags(args: argparse.Namespace) -> None:
-    """Raise for flags that only a dry run reads.
+    """Reject flags that only a dry run reads, unless this is one.
 
     Raises:
-        LaunchError: names the flag.
+        LaunchError: such a flag is given; the message names it.
     """
     if args.dry_run:
         return
     for name in ("config", "shape", "tokens", *AXIS_FLAGS):
         if getattr(args, name.replace("-", "_")) is not None:
-            raise LaunchError(f"--{name} is for --dry-run; a run's script has a configuration of its own: leave it out")
+            raise LaunchError(
+                f"--{name} is for --dry-run; leave it out, because a run's script has its own configuration"
+            )
 
 
 def show_rank_map(args: argparse.Namespace, console: Console | None = None) -> int:
-    """Draw what `args` ask for; returns the exit code.
+    """Draw the rank map that `args` describe. Return the exit code.
 
     Raises:
-        ConfigError: sizes that don't multiply to the ranks, a configuration or a model's shape that can't be read.
-        LaunchError: hosts that make no sense, or sizes said twice.
+        ConfigError: sizes do not multiply to the number of ranks, or a configuration or model shape cannot be read.
+        LaunchError: the hosts are invalid, or sizes are given twice.
     """
     from windlass.base.printable_console import PrintableConsole
 
-    wide = 120 if not sys.stdout.isatty() else None  # a pipe has no width, and would get 80
+    wide = 120 if not sys.stdout.isatty() else None  # rich would assume 80 columns for a pipe
     draw_rank_map(
         _rank_map_from_args(args),
         console or PrintableConsole(width=wide, highlight=False, soft_wrap=True),
@@ -94,7 +96,7 @@ def _rank_map_from_args(args: argparse.Namespace) -> HostRankMap:
 
 
 def draw_rank_map(rank_map: HostRankMap, console: Console, shape: str) -> None:
-    """Write the drawing: nodes, axes, and what is wrong."""
+    """Print the tables of nodes and of axes, and the warnings."""
     grid, work, model = rank_map.grid, rank_map.workload, rank_map.model
     console.print(f"{plural(grid.world, 'rank')} on {plural(len(rank_map.hosts), 'node')}: {grid}\n")
     console.print(_node_table(rank_map))
@@ -114,7 +116,7 @@ def draw_rank_map(rank_map: HostRankMap, console: Console, shape: str) -> None:
 
 
 def _node_table(rank_map: HostRankMap) -> Any:
-    """A block a node: a column for each local rank, a row for each axis of several ranks."""
+    """Build a table with a block for each node: a column for each local rank, a row for each axis of several ranks."""
     from rich.table import Table
 
     widest = max(len(places) for places in rank_map.placements_of_node)
@@ -135,14 +137,14 @@ def _node_table(rank_map: HostRankMap) -> Any:
 
 
 def _traffic_table(rank_map: HostRankMap) -> Any:
-    """A row an axis: its ranks, whether it leaves a node, and what a rank receives in a step."""
+    """Build a table with a row for each axis: its ranks, the nodes it spans, and the bytes received in a step."""
     from rich.table import Table
 
     from windlass.launch.rank_map import format_rank_list
 
     table = Table(box=None, padding=(0, 1))
     for name, justify in (("axis", "left"), ("ranks", "right"), ("such as", "left"), ("wires", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]  # rich names the words
+        table.add_column(name, justify=justify)  # rich types justify as a Literal
     table.add_column("received a step", justify="right")
     table.add_column("of what")
     for talk in rank_map.axis_traffic():

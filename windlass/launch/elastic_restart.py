@@ -1,4 +1,4 @@
-"""Starts a run again when it lost ranks, with those that remain."""
+"""Restart of a run that lost ranks, with the remaining ones."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def start_elastic(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> LaunchExitStatus:
-    """Like `launch.run.start`; after a failure all ranks are started again, at most `max_restarts` times.
+    """Start ranks like `start_ranks.start_ranks`. After a failure, start all again, at most `max_restarts` times.
 
     Args:
-        max_restarts: 0: never.
-        min_nproc: with fewer ranks it is not started again.
-        env: set in the ranks' environment; `WINDLASS_RESTARTS` is too.
-        options: of `start`.
+        max_restarts: maximum number of restarts; 0: never.
+        min_nproc: minimum number of ranks for a restart.
+        env: variables to set in the environment of the ranks; `WINDLASS_RESTARTS` is added.
+        options: further options of `start_ranks`.
 
     Raises:
-        LaunchError: the ranks cannot be started, or the numbers make no sense.
+        LaunchError: the ranks cannot be started, or the numbers are invalid.
     """
     plan = replace(plan_local_launch(entrypoint, nproc, env=env, **options), max_restarts=max_restarts)
     return run_with_restarts(plan, lambda plan: start_local_ranks(plan, RankEvents(None)), min_nproc)
@@ -45,15 +45,15 @@ def start_elastic(
 def run_with_restarts(
     plan: LaunchPlan, start: Callable[[LaunchPlan], LaunchExitStatus], min_nproc: int = 1
 ) -> LaunchExitStatus:
-    """`begin(plan)`, and again after a failure, at most `plan.max_restarts` times.
+    """Run `start(plan)`, and again after a failure, at most `plan.max_restarts` times.
 
-    A rank that a signal ended (`kill -9`, out of memory, a crash) counts as lost with what it ran on, and the run comes
-    back with as many fewer; a host that was lost does not take part any more. Where ranks ended by exit codes of their
-    own, or were ended by their watchdog, as many come back. How a script goes on is its own matter: it calls
-    `engine.load_checkpoint` at its start, which does nothing where there is no checkpoint yet.
+    A rank that a signal ended (`kill -9`, out of memory, a crash) counts as lost together with its slot, and the run
+    restarts with as many ranks fewer. A lost host takes no further part. Ranks that exited by themselves, or that their
+    watchdog ended, are restarted in the same number. The script itself continues from a checkpoint: it calls
+    `engine.load_checkpoint` at its start, which does nothing if there is no checkpoint yet.
 
     Raises:
-        LaunchError: the numbers make no sense.
+        LaunchError: the numbers are invalid.
     """
     nproc = plan.world_size
     if plan.max_restarts < 0 or not 1 <= min_nproc <= nproc:
@@ -69,17 +69,17 @@ def run_with_restarts(
         hosts = drop_lost_slots(plan.hosts, outcome.failures)
         left = sum(len(host.slots) for host in hosts)
         if left < min_nproc:
-            logger.warning("%s; not started again: ranks left are %d, fewer than %d", told, left, min_nproc)
+            logger.warning("%s; not restarted: %d ranks are left, fewer than %d", told, left, min_nproc)
             return outcome
         logger.warning(
-            "%s; started again on %s (restart %d of %d)", told, plural(left, "rank"), restarts + 1, plan.max_restarts
+            "%s; restarting on %s (restart %d of %d)", told, plural(left, "rank"), restarts + 1, plan.max_restarts
         )
         plan = plan.with_hosts(hosts, restarts + 1)
     raise AssertionError("the last start returns")
 
 
 def drop_lost_slots(hosts: tuple[Host, ...], failures: tuple[RankFailure, ...]) -> tuple[Host, ...]:
-    """The hosts, without the slots of ranks that were lost; a host without slots is left out."""
+    """Return the hosts without the slots of lost ranks. A host without slots is left out."""
     lost = {rank for one in failures if one.is_lost for rank in range(one.rank, one.rank + one.num_ranks)}
     left = []
     for host, places in zip(hosts, place_ranks(hosts), strict=True):

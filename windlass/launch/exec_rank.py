@@ -1,7 +1,7 @@
-"""What a rank is before it becomes the user's program: a process that asked the kernel to end it with its launcher.
+"""First program of each rank: asks the kernel to end the process with its launcher, then becomes the user's program.
 
-Run as `python -I -S rank.py LAUNCHER_PID COMMAND...`. It imports nothing outside the standard library, since it runs
-before every rank, and then replaces itself by COMMAND: the request survives that, and so do the cores it is bound to.
+Run as `python -I -S exec_rank.py LAUNCHER_PID COMMAND...`. It imports only the standard library, because it runs before
+every rank, and then replaces itself by COMMAND. The death signal and the core binding survive the exec.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-_CORES = "WINDLASS_CORES"  # as `launch.cores` names it
+_CORES = "WINDLASS_CORES"  # same as `core_binding.CORES_VARIABLE`
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Tie this process to `launcher`, its parent, and become `command`; Linux only."""
+    """Tie this process to `launcher`, its parent, and exec `command`. Linux only."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends it without a traceback
-    import ctypes  # only then: it takes as long as all the rest
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C then ends the process without a traceback
+    import ctypes  # imported late, because the import takes as long as everything else here
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before the request was made
+    if os.getppid() != launcher:  # the launcher ended before the prctl call, so no signal will come
         os._exit(128 + signal.SIGKILL)
     if os.environ.get(_CORES):
         os.sched_setaffinity(0, [int(core) for core in os.environ[_CORES].split(",")])

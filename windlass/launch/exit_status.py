@@ -1,4 +1,4 @@
-"""How a launch ended: one exit code out of many, in the convention of shells."""
+"""Exit status of a launch: the exit codes of all ranks combined into one, as a shell counts them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 from windlass.base.processes import WATCHDOG_EXIT_CODE
 
-# What a rank ends with that was asked to stop and did: by a signal, or by a handler that says so.
+# Exit codes of a rank that ended after a request to stop: by the signal itself, or with 128 plus its number.
 _STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGTERM))
 _SIMULTANEOUS_S = 1
-_UNPROMPTED_S = 0.2  # so long after a first failure nobody has been told to stop yet
+_UNPROMPTED_S = 0.2  # within this time after the first failure, the launcher has not yet stopped any rank
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that did not end with 0. `status` is negative for a signal, `time` in seconds of the epoch.
+    """Rank with a nonzero exit status. `status` is negative for a signal; `failed_at` is in seconds since the epoch.
 
-    `host` is named where there are several. A host that was lost with all its ranks is one failure: of its first rank,
-    with their number and the reason. `memory`: the kernel killed a process for want of memory in the same run.
+    `host` is set if there are several hosts. A host that was lost with all its ranks is one failure: that of its first
+    rank, with `num_ranks` and a `reason`. `out_of_memory`: the kernel killed a process for lack of memory during the
+    run.
     """
 
     rank: int
@@ -32,12 +33,12 @@ class RankFailure:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell counts it: 128 plus the number of the signal that ended it."""
+        """Exit code as a shell counts it: 128 plus the number of the signal that ended the rank."""
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
     def is_lost(self) -> bool:
-        """Whether a signal ended it that was no wish to stop: what it ran on may be gone with it."""
+        """True if a signal other than SIGINT and SIGTERM ended the rank. Its device or slot may be lost too."""
         return self.status < 0 and self.exit_code not in _STOP_CODES
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class RankFailure:
             return f"{self.host} was lost with {ranks}: {self.reason}"
         who = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
         if self.status == WATCHDOG_EXIT_CODE:
-            return f"{who} was ended by its watchdog, whose report says why"
+            return f"{who} was ended by its watchdog, whose report gives the reason"
         if self.status >= 0:
             return f"{who} ended with exit code {self.status}"
         return f"{who} was ended by {_signal_name(-self.status)}{self._describe_cause()}"
@@ -57,15 +58,16 @@ class RankFailure:
             return ""
         if self.out_of_memory:
             return (
-                ": the kernel killed a process for want of memory (the machine's, or up to the limit of its container "
-                "or cgroup); take a smaller micro-batch, activation checkpointing or offload, or raise the limit"
+                ": the kernel killed a process for lack of memory (of the machine, or within the limit of its "
+                "container or cgroup); use a smaller micro-batch, activation checkpointing or offload, or raise the "
+                "limit"
             )
-        return " (by somebody, a scheduler, or the kernel for want of memory: `dmesg` tells)"
+        return " (by a user, a scheduler, or the kernel for lack of memory: see `dmesg`)"
 
 
 @dataclass(frozen=True)
 class LaunchExitStatus:
-    """The exit code of the whole, the ranks to blame for it, and the signal that the launcher itself was sent."""
+    """Exit code of the launch, the ranks that caused it, and the signal that the launcher itself received, if any."""
 
     exit_code: int
     failures: tuple[RankFailure, ...] = ()
@@ -73,16 +75,17 @@ class LaunchExitStatus:
 
     @property
     def first_failure(self) -> RankFailure | None:
-        """Of the ranks to blame, the one that failed before the others."""
+        """The earliest of the failures."""
         return min(self.failures, key=lambda failure: failure.failed_at, default=None)
 
 
 def combine_failures(failures: Sequence[RankFailure]) -> LaunchExitStatus:
-    """The worst exit code of the ranks that failed by themselves.
+    """Return the worst exit code of the ranks that failed by themselves.
 
-    After a first failure the other ranks are told to stop, and killed if they do not; what they end with follows from
-    it and must not hide it. So only the failures of the first moment count, and of these a rank that was stopped, or
-    that its watchdog ended because of another, counts only if there is no other, and it was stopped by somebody else.
+    After the first failure the launcher stops the other ranks, and kills those that do not end. Their exit codes are
+    consequences and must not hide the cause. So only failures within a second of the first count. Of these, ranks with
+    a stop signal's exit code, or that their watchdog ended, count only if there are no others. Ranks with a stop
+    signal's exit code must also have ended before the launcher can have stopped them.
     """
     if not failures:
         return LaunchExitStatus(0)

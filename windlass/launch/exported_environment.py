@@ -1,4 +1,4 @@
-"""Which variables of this environment go along to other hosts."""
+"""Environment variables that are exported to other hosts."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from windlass.launch.launch_errors import LaunchError
 from windlass.launch.shell_quoting import check_variable_name
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""The file of `KEY=VALUE` lines that is looked for in the home directory and then in this one."""
+"""Name of the file of `KEY=VALUE` lines that is read from the home directory and then from the working directory."""
 
 EXPORTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WINDLASS", "TORCH_NCCL", "GLOO", "OMP_NUM_THREADS")
-# Where a service sets these on each host by itself, those of this host are not for others.
+# A service that sets the first variable sets the others on each host itself; this host's values are wrong elsewhere.
 _HOST_SPECIFIC_VARIABLES = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
-# Of this process alone.
+# Specific to this process.
 _PROCESS_VARIABLES = ("WINDLASS_RESTARTS", "WINDLASS_CORES")
 
 
 def exported_environment(
     environ: Mapping[str, str], cwd: str, folders: Sequence[str | Path] | None = None
 ) -> dict[str, str]:
-    """The variables for all hosts: those of `environ` with a known beginning, then those of the environment's files.
+    """Return the variables for all hosts: those of `environ` with a known prefix, then those of the environment files.
 
-    PYTHONPATH begins with `cwd`, so that a script's own modules are found.
+    PYTHONPATH begins with `cwd`, so that a script can import its own modules.
 
     Args:
-        folders: where the files are looked for, the later over the earlier; by default the home directory and `cwd`.
+        folders: folders of the environment files, where later ones override earlier ones; by default the home directory
+            and `cwd`.
 
     Raises:
-        LaunchError: a line of a file that is no `KEY=VALUE`.
+        LaunchError: a line of a file is not `KEY=VALUE`.
     """
     excluded = {
         *_PROCESS_VARIABLES,
@@ -43,18 +44,19 @@ def exported_environment(
     found["PYTHONPATH"] = os.pathsep.join(path for path in (cwd, environ.get("PYTHONPATH", "")) if path)
     name = environ.get("DS_ENV_FILE") or DEEPSPEED_ENVIRONMENT_NAME
     places = [Path(environ.get("HOME") or Path.home()), Path(cwd)] if folders is None else list(map(Path, folders))
-    for path in dict.fromkeys(place / name for place in places):  # an absolute name is one file
+    # with an absolute name, all folders give the same file
+    for path in dict.fromkeys(place / name for place in places):
         if path.is_file():
-            logger.info("the variables of %s go to every host", path)
+            logger.info("the variables of %s are exported to every host", path)
             found.update(parse_environment_file(path.read_text(), str(path)))
     return found
 
 
 def parse_environment_file(text: str, source: str) -> dict[str, str]:
-    """`KEY=VALUE` lines; empty ones and those that begin with `#` are left out, one pair of quotes around VALUE too.
+    """Parse `KEY=VALUE` lines. Skip empty lines and comments (`#`), and remove one pair of quotes around VALUE.
 
     Raises:
-        LaunchError: a line of another form.
+        LaunchError: a line has another form.
     """
     found = {}
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,7 +1,7 @@
-"""A rank that somebody else started (srun, mpirun, torchrun): it reads its place and becomes the user's program.
+"""Rank started by another launcher (srun, mpirun, torchrun): reads its rank and becomes the user's program.
 
-`python -m windlass.launch.external_rank PLAN`, where PLAN is what `encode` made, is what MPI and Slurm start for a plan of
-`windlass run`.
+For a plan of `windlass run`, MPI and Slurm start `python -m windlass.launch.external_rank PLAN`, where PLAN is the
+result of `encode_plan`.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def external_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """This process's place, if another launcher started several and said all that a rank needs: torchrun, MPI, Slurm.
+    """Return this process's rank environment, or None unless another launcher (torchrun, MPI, Slurm) started it.
 
     Raises:
-        CommunicationError: a variable is not what it should be.
+        CommunicationError: a variable has an invalid value.
     """
-    whole = all(environ.get(name) for name in _TORCHRUN_VARIABLES)  # one of them alone was left by somebody
+    # one of them alone is a leftover of some other program
+    whole = all(environ.get(name) for name in _TORCHRUN_VARIABLES)
     place = rank_environment(
         environ if whole else {name: environ[name] for name in environ if name not in _TORCHRUN_VARIABLES}
     )
     if place is None or place.local_rank is None:
         return None
-    # A batch script has the variables of a task, but is in no step; a step of one task is for us to fill.
+    # A batch script has the variables of a task but is in no step. In a step of one task we start the ranks ourselves.
     if place.source == SLURM and (place.world == 1 or not is_step(environ)):
         return None
     return place
 
 
 def torchrun_environment(rank_environment: RankEnvironment) -> dict[str, str]:
-    """What ranks need, in torchrun's words.
+    """Return the variables that torchrun would set for this rank.
 
     Raises:
-        LaunchError: nobody says where ranks on several hosts meet.
+        LaunchError: ranks are on several hosts, and no variable gives the address of rank 0.
     """
     master = rank_environment.master or (HERE if rank_environment.world in (1, rank_environment.local_world) else None)
     if master is None:
         raise LaunchError(
-            f"{rank_environment.source} says rank {rank_environment.rank} of {rank_environment.world}, on several hosts, and MASTER_ADDR is not set; "
-            "set it to the host of rank 0"
+            f"{rank_environment.source} started rank {rank_environment.rank} of {rank_environment.world} on several "
+            "hosts, and MASTER_ADDR is not set; set it to the host of rank 0"
         )
     values = {
         "RANK": rank_environment.rank,
@@ -69,7 +70,7 @@ def torchrun_environment(rank_environment: RankEnvironment) -> dict[str, str]:
 
 
 def exec_as_external_rank(program: Program, rank_environment: RankEnvironment, env: Mapping[str, str]) -> NoReturn:
-    """Become the program, as the rank that this process is."""
+    """Replace this process by the program, as the rank that it is."""
     _exec_command(
         program.argv_for_rank(rank_environment.local_rank or 0),
         {**os.environ, **env, **torchrun_environment(rank_environment)},
@@ -77,26 +78,24 @@ def exec_as_external_rank(program: Program, rank_environment: RankEnvironment, e
 
 
 def encode_plan(plan: LaunchPlan) -> str:
-    """A plan as one word that no shell changes."""
+    """Encode a plan as one word without characters that a shell interprets."""
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(plan.to_json()).encode(), 9)).decode()
 
 
 def decode_plan(text: str) -> LaunchPlan:
-    """What `encode` encoded."""
+    """Decode the result of `encode_plan`."""
     return LaunchPlan.from_json(json.loads(zlib.decompress(base64.urlsafe_b64decode(text))))
 
 
 def main(encoded: str) -> NoReturn:
-    """Become the rank of the plan that this process is."""
+    """Replace this process by its rank of the plan."""
     plan = decode_plan(encoded)
     found = rank_environment({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
     if found is None:
-        raise LaunchError("no variable of MPI or Slurm says which rank this is; start it by mpirun or srun")
+        raise LaunchError("no variable of MPI or Slurm gives the rank of this process; start it by mpirun or srun")
     places = [place for node in range(len(plan.hosts)) for place in plan.rank_placements(node)]
     if found.world != len(places):
-        raise LaunchError(
-            f"{found.source} started {found.world} ranks, the plan has {len(places)}; give no other number"
-        )
+        raise LaunchError(f"{found.source} started {found.world} ranks, the plan has {len(places)}; start that many")
     place = places[found.rank]
     if found.local_rank not in (None, place.local_rank):
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""Which hosts and which of their slots take part: the hostfile, and the filters of `--include` and `--exclude`."""
+"""Selection of hosts and slots: the hostfile, and the filters of `--include` and `--exclude`."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from windlass.launch.launch_errors import LaunchError
 from windlass.launch.shell_quoting import check_host_name
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-"""Where the `deepspeed` command looks for one."""
+"""Default path of the hostfile for the `deepspeed` command."""
 
 _MAX_BYTES = 16 * 2**20
 _LINE = re.compile(r"^(\S+)\s+slots=(\d+)")
 
 
 class HostError(LaunchError, ValueError):
-    """A hostfile or a filter that makes no sense. It is a ValueError too, as scripts that parse them expect."""
+    """Invalid hostfile or filter. Also a ValueError, which scripts that parse them expect."""
 
 
 def fetch_hostfile(path: str | Path) -> dict[str, int] | None:
-    """Hosts and their numbers of slots, in the order of the file; None, and a warning, where there is no such file.
+    """Read hosts and their numbers of slots, in the order of the file. Warn and return None if there is no file.
 
-    A line is `HOST slots=N`; what follows is left alone, so are empty lines and those that begin with `#`.
+    A line is `HOST slots=N`. The rest of a line is ignored, and so are empty lines and those that begin with `#`.
 
     Raises:
-        HostError: a line of another form, a host named twice, no host at all.
+        HostError: a line has another form, a host is named twice, or there is no host.
     """
     if not Path(path).is_file():
         logger.warning("no hostfile at %s: only this machine is used", path)
         return None
     try:
         data = read_bounded(Path(path), _MAX_BYTES)
-        text = (data or b"").decode("utf-8-sig")  # editors of Windows put a mark before it
+        text = (data or b"").decode("utf-8-sig")  # utf-8-sig, because some Windows editors write a byte order mark
     except OSError as error:
         raise HostError(f"cannot read {path}: {error.strerror or error}; give a file that you may read") from None
     except UnicodeDecodeError as error:
-        raise HostError(f"{path} is no text: {error}; write a line HOST slots=N for each host") from None
+        raise HostError(f"{path} is not a text file: {error}; write a line HOST slots=N for each host") from None
     if data is None:
         raise HostError(f"{path} has more than {_MAX_BYTES // 2**20} MiB; a hostfile has a line for each host")
     return parse_hostfile(text.splitlines(), source=str(path))
 
 
 def parse_hostfile(lines: Iterable[str], source: str = "the hostfile") -> dict[str, int]:
-    """Like `fetch_hostfile`, of its lines. `source` names it in errors."""
+    """Parse the lines of a hostfile like `fetch_hostfile`. `source` is its name in errors."""
     pool: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
@@ -70,7 +70,7 @@ def parse_hostfile(lines: Iterable[str], source: str = "the hostfile") -> dict[s
         except WindlassError as error:
             raise HostError(f"{source}, line {number}: {error}") from None
         if name in pool:
-            raise HostError(f"{source}, line {number}: {name} is there already; write one entry for each host")
+            raise HostError(f"{source}, line {number}: {name} is listed already; write one entry for each host")
         pool[name] = slots
     if not pool:
         raise HostError(f"{source} is empty; write a line HOST slots=N for each host")
@@ -80,13 +80,13 @@ def parse_hostfile(lines: Iterable[str], source: str = "the hostfile") -> dict[s
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """What a filter leaves of the hosts and their slots, in the order of `host_info`.
+    """Return the hosts and slots that a filter leaves, in the order of `host_info`.
 
-    A filter is `NODE[@NODE...]`, where NODE is `NAME[:SLOT[,SLOT...]]`; a NAME alone means all slots of that host.
-    `include_str` builds from nothing, `exclude_str` takes away; a host that is left without slots is left out.
+    A filter is `NODE[@NODE...]`, where NODE is `NAME[:SLOT[,SLOT...]]`; NAME alone means all slots of that host.
+    `include_str` lists slots to use, `exclude_str` slots to drop. A host without slots is left out.
 
     Raises:
-        HostError: both filters, an unknown host or slot, a slot that is no number.
+        HostError: both filters are given, a host or slot is unknown, or a slot is not a number.
     """
     if include_str and exclude_str:
         raise HostError("--include and --exclude together; give one of them")
@@ -114,46 +114,46 @@ def parse_resource_filter(
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """Like `parse_resource_filter`, from numbers of slots."""
+    """Filter hosts like `parse_resource_filter`, given numbers of slots."""
     return parse_resource_filter({name: list(range(n)) for name, n in resource_pool.items()}, inclusion, exclusion)
 
 
 def limit_hosts(active: Mapping[str, Sequence[int]], num_nodes: int = -1, num_slots: int = -1) -> dict[str, list[int]]:
-    """The first hosts, and slots 0 to `num_slots` - 1 on each; a number below 1 means as they are.
+    """Return the first `num_nodes` hosts with slots 0 to `num_slots` - 1. A number below 1 sets no limit.
 
     Raises:
         HostError: there are fewer hosts.
     """
     if num_nodes > len(active):
-        raise HostError(f"{num_nodes} nodes are asked for, and the hostfile has {len(active)}; ask for fewer")
+        raise HostError(f"{num_nodes} nodes are requested, and the hostfile has {len(active)}; request fewer")
     kept = list(active.items())[: num_nodes if num_nodes > 0 else None]
     return {name: list(range(num_slots)) if num_slots > 0 else list(slots) for name, slots in kept}
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int | str] | int]) -> str:
-    """URL-safe base64 of the JSON `{host: [slot, ...]}`, or of numbers of slots: a word that no shell changes."""
+    """Encode `{host: [slot, ...]}`, or numbers of slots, as URL-safe base64 of JSON, which no shell changes."""
     text = json.dumps({name: slots if isinstance(slots, int) else list(slots) for name, slots in world_info.items()})
     return base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def decode_world_info(text: str) -> dict[str, list[int | str]]:
-    """What `encode_world_info` encoded.
+    """Decode the result of `encode_world_info`.
 
     Raises:
-        HostError: it is no such text.
+        HostError: the text is not such a result.
     """
     try:
         found = parse_json(base64.urlsafe_b64decode(text.encode()))
         return {str(name): list(slots) for name, slots in found.items()}
     except (ValueError, AttributeError, TypeError) as error:
-        raise HostError(f"{one_line(text, 200)!r} is no base64 of {{host: [slot, ...]}}: {error}") from None
+        raise HostError(f"{one_line(text, 200)!r} is not base64 of {{host: [slot, ...]}}: {error}") from None
 
 
 def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
-    """Slots by host; none means all. Entries of one host are merged.
+    """Return slots by host; an empty list means all. Entries of one host are merged.
 
     Args:
-        known: hosts, whose names may hold what separates here: `user@host`, an address of IPv6.
+        known: host names, which may contain separators themselves: `user@host`, IPv6 addresses.
     """
     found: dict[str, list[int]] = {}
     for node in _split_filter(text, known):
@@ -162,7 +162,7 @@ def _parse_filter(text: str, known: Container[str]) -> dict[str, list[int]]:
             numbers = [_parse_slot(slot) for slot in slots.split(",")] if colon else []
         except ValueError:
             raise HostError(
-                f"{node!r} in {text!r} is no NAME[:SLOT[,SLOT...]]; slots are numbers below {MAX_RANKS_PER_HOST:,}"
+                f"{node!r} in {text!r} is not NAME[:SLOT[,SLOT...]]; slots are numbers below {MAX_RANKS_PER_HOST:,}"
             ) from None
         if not name:
             raise HostError(f"{text!r} names no host before {node!r}; write NAME[:SLOT[,SLOT...]][@...]")
@@ -178,7 +178,7 @@ def _parse_slot(text: str) -> int:
 
 
 def _split_filter(text: str, known: Container[str]) -> list[str]:
-    """The entries between the `@`s, of which one may belong to a known host's name."""
+    """Split a filter at `@`, except inside the name of a known host."""
     found: list[str] = []
     for part in text.split("@"):
         joined = f"{found[-1]}@{part}" if found else part

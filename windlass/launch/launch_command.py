@@ -1,4 +1,4 @@
-"""What a command that starts ranks does with its flags: which way to start them, and what is said at the end."""
+"""Execution of a launch command: chooses the launcher for the given flags, runs it, and reports failures."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ from windlass.launch.torch_agent import start_with_torch_agent
 def launch_from_args(
     args: argparse.Namespace, env: Mapping[str, str] | None = None, command_name: str = "windlass run"
 ) -> int:
-    """Start what `args` (of `flags.parse`) ask for, and look after it to its end.
+    """Start the ranks that `args` (the result of `parse_flags`) describe, and supervise them to their end.
 
     Args:
-        env: set in the ranks' environment, over what they inherit.
-        name: of the command, for what it says.
+        env: variables to set in the environment of the ranks, over inherited ones.
+        command_name: name of the command in messages.
 
     Returns:
-        The exit code: the worst of the ranks, 128 and its number for a signal.
+        The worst exit code of the ranks; 128 plus its number for a signal.
 
     Raises:
-        LaunchError: it cannot be started as asked.
+        LaunchError: the ranks cannot be started as requested.
     """
     if args.quiet or args.log_level:
         set_log_level("error" if args.quiet else args.log_level, "--log_level")
@@ -71,7 +71,7 @@ def launch_from_args(
 
 
 def launch_plan_from_args(args: argparse.Namespace, plan: LaunchPlan, command_name: str = "deepspeed") -> int:
-    """As `perform`, of a plan that is made: start this host's ranks of it, with output as `args` ask."""
+    """Start this host's ranks of a finished plan, with output as `args` say. See `launch_from_args`."""
     if args.quiet or args.log_level:
         set_log_level("error" if args.quiet else args.log_level, "--log_level")
     _check_script(plan.program)
@@ -83,7 +83,8 @@ def _report_failures(status: LaunchExitStatus, command_name: str) -> int:
         print_escaped(f"{command_name}: {failure}", to_stderr=True)
     if status.interrupted_by is not None:
         print(
-            f"{command_name}: stopped by {signal.Signals(status.interrupted_by).name}, no rank is left", file=sys.stderr
+            f"{command_name}: stopped by {signal.Signals(status.interrupted_by).name}, all ranks have ended",
+            file=sys.stderr,
         )
     return status.exit_code
 
@@ -120,7 +121,7 @@ def _is_local(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> bool
 
 
 def _check_local_plan(args: argparse.Namespace, plan: LaunchPlan) -> LaunchPlan:
-    """Refuses what only applies to other hosts."""
+    """Check a plan for this machine. Reject flags that apply only to other hosts."""
     for flag in ("launcher_args", "ssh_port", "venv_script"):
         if getattr(args, flag) and not args.hostfile:
             raise LaunchError(f"--{flag} applies to other hosts, and no hostfile names any; leave it out")
@@ -140,7 +141,7 @@ def _launch_locally(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSta
     if len(plan.hosts) == 1 and plan.master_addr and is_local_host(plan.master_addr) and plan.master_port is None:
         plan = replace(plan, master_addr=None)
     if getattr(args, "any_port", False) and plan.master_port is not None and not is_port_free(plan.master_port):
-        logger.warning("port %d is in use, and nobody asked for it: ranks meet at a free one", plan.master_port)
+        logger.warning("the default port %d is in use: a free one is used", plan.master_port)
         plan = replace(plan, master_port=None)
     return run_with_restarts(
         plan, lambda plan: _launch_with_output(args, plan, start_local_ranks, is_local=True), args.min_nproc
@@ -148,7 +149,7 @@ def _launch_locally(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSta
 
 
 def _launch_one_node(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitStatus:
-    """Hosts start by themselves: this one's ranks, at a place that all were told."""
+    """Start the ranks of this host alone. The other hosts run the same command, with the same master address."""
     nodes = len(plan.hosts)
     if not 0 <= args.node_rank < nodes:
         raise LaunchError(
@@ -156,7 +157,7 @@ def _launch_one_node(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSt
         )
     if args.max_restarts:
         raise LaunchError(
-            "--max-restarts where hosts start by themselves: none hears of the others; use a hostfile, "
+            "--max-restarts where hosts start by themselves: no host receives the failures of others; use a hostfile, "
             "or --rdzv_backend c10d"
         )
     _check_script(plan.program)
@@ -172,7 +173,7 @@ def _launch_over_ssh(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSt
     ssh = SshConnectionOptions(args.ssh_port, tuple(asked.launcher_argv), args.venv_script)
     text = ssh.agent_shell_command(plan.env, os.getcwd())
     for host in plan.hosts:
-        ssh.ssh_argv(host.name, text)  # refuses names before anything is started
+        ssh.ssh_argv(host.name, text)  # rejects invalid host names before anything is started
 
     def start(plan: LaunchPlan, events: RankEvents) -> LaunchExitStatus:
         return start_on_hosts(plan, lambda host: ssh.ssh_argv(host.name, text), events, reports_memory=args.watch)
@@ -181,7 +182,7 @@ def _launch_over_ssh(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSt
 
 
 def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> LaunchExitStatus:
-    """mpirun, srun or pdsh starts all ranks; it is itself looked after as one rank is."""
+    """Start all ranks by mpirun, srun or pdsh, and supervise that program as if it were one rank."""
     for flag in ("log_dir", "watch", "redirects", "tee", "local_ranks_filter", "max_restarts"):
         if getattr(args, flag):
             raise LaunchError(f"--{flag} does not apply to --launcher {launcher}, which starts ranks itself; use ssh")
@@ -196,14 +197,16 @@ def _launch_with_backend(args: argparse.Namespace, plan: LaunchPlan, launcher: s
     words = LauncherOptions(args.launcher_args, args.ssh_port, args.venv_script, args.num_gpus, path, ssh_words)
     command = build_launcher_command(launcher, plan, words)
     if not is_installed(launcher):
-        raise LaunchError(f"--launcher {launcher}: {command.argv[0]} is not installed; plain ssh needs nothing but ssh")
+        raise LaunchError(
+            f"--launcher {launcher}: {command.argv[0]} is not installed; the default launcher needs only ssh"
+        )
     ranks, hosts = plural(plan.world_size, "rank"), plural(len(plan.hosts), "host")
     logger.info("%s starts %s on %s", command.argv[0], ranks, hosts)
     return run_launcher_command(command, plan)
 
 
 def _choose_master_port(args: argparse.Namespace, plan: LaunchPlan, launcher: str) -> int:
-    """Where ranks meet that another launcher starts; jobs of Slurm may share a host, and each has a port of its own."""
+    """Return the rendezvous port for ranks of another launcher. Slurm jobs on one host need different ones."""
     asked = None if getattr(args, "any_port", False) else plan.master_port
     job = os.environ.get("SLURM_JOB_ID", "") if launcher == "slurm" else ""
     return asked or (port_of(int(job), 0) if parse_int(job) is not None else plan.master_port or DEFAULT_MASTER_PORT)
@@ -216,7 +219,7 @@ def _launch_with_output(
     *,
     is_local: bool,
 ) -> LaunchExitStatus:
-    """Start a plan with its output as asked; a failure is told with the last lines of the rank that was first."""
+    """Start a plan with output as requested. After a failure, print the last lines of the rank that failed first."""
     route, several = output_routing_from_args(args), plan.world_size > 1
     labels = several if args.labels is None else args.labels
     hosts = [host.name for host in plan.hosts for _ in host.slots]

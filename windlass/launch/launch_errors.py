@@ -1,4 +1,4 @@
-"""The error of a launch that cannot be done as asked."""
+"""Error of a launch that is impossible as requested."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from windlass.base.errors import WindlassError
 
 
 class LaunchError(WindlassError, RuntimeError):
-    """Ranks that cannot be started: no such script, a port in use, an impossible number, a host out of reach."""
+    """Failure to start ranks: no such script, a port in use, an invalid number, an unreachable host."""

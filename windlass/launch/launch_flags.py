@@ -1,4 +1,4 @@
-"""The flags of `windlass run`: those of torchrun and of the `deepspeed` command, spelled with dashes or underscores."""
+"""Flags of `windlass run`: those of torchrun and of the `deepspeed` command, spelled with dashes or underscores."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from windlass.base.text import one_line
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 AXIS_FLAGS = {
     "pp": "stages of a pipeline",
-    "dp-replicate": "groups of data ranks with copies of all state",
-    "ep": "ranks over which experts are spread",
+    "dp-replicate": "groups of data ranks with copies of all states",
+    "ep": "ranks over which experts are distributed",
     "sp": "ranks that share sequences",
-    "tp": "ranks over which matrices are cut",
+    "tp": "ranks over which matrices are sharded",
 }
-"""The flags that say sizes of axes, for a dry run."""
+"""Flags that set axis sizes, for a dry run."""
 _UNBOUNDED = 10**15
-_MAX_SECONDS = 10**8  # three years; time.sleep and select fail at more than about 10^9
+_MAX_SECONDS = 10**8  # three years; time.sleep and select raise above about 10^9
 LOG_LEVEL_NAMES = ("debug", "info", "warning", "error", "critical")
 
 _DESCRIPTION = """Start SCRIPT on N ranks of this machine, or on those of several hosts over ssh.
 
-Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. Ranks end with this
-command, however it ends; Ctrl-C reaches each of them once. The worst exit code of the ranks comes back. With
---max-restarts a run that lost ranks (a signal ended them) comes back on those that remain. Inside srun, mpirun or
-torchrun, without a flag that says where ranks are, nothing is started: SCRIPT runs as the rank that is there.
+Each rank has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. Ranks end with this
+command, however it ends; Ctrl-C reaches each of them once. The exit code is the worst of the ranks. With
+--max-restarts a run that lost ranks (a signal ended them) restarts on the remaining ones. Inside srun, mpirun or
+torchrun, without a flag that places ranks, nothing is started: SCRIPT runs as the rank that this process is.
 
-Every flag of torchrun and of the `deepspeed` command is known; one that cannot be honoured is refused by name.
+Every flag of torchrun and of the `deepspeed` command is known; an unsupported one is refused by name.
 """
 
 
@@ -39,7 +39,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def build_run_parser() -> argparse.ArgumentParser:
-    """The parser of `windlass run`; `parse` is how it is used."""
+    """Build the parser of `windlass run`, for `parse_flags`."""
     parser = argparse.ArgumentParser(
         prog="windlass run",
         usage="windlass run [OPTION]... SCRIPT [ARGUMENT]...",
@@ -60,9 +60,9 @@ def build_run_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The flags before the first word that is none; that word and all that follow are `words` of the result.
+    """Parse the flags before the first word that is not a flag. The remaining words become `words` of the result.
 
-    argparse alone would take a `--` that is the script's, and a value that begins with `-` for a flag.
+    argparse alone would consume a `--` that belongs to the script, and take a value that begins with `-` for a flag.
     """
     flags, rest = [], list(argv)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
@@ -80,26 +80,26 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
 
 
 def int_between(minimum: int = -_UNBOUNDED, maximum: int = _UNBOUNDED) -> Callable[[str], int]:
-    """A parser of whole numbers within bounds, for argparse."""
+    """Return a parser of whole numbers within bounds, for argparse."""
 
     def whole_number_of(text: str) -> int:
         value = parse_int(text)
         if value is None or not minimum <= value <= maximum:
             bounds = f" from {minimum:,} to {maximum:,}" if maximum < _UNBOUNDED else ""
-            raise argparse.ArgumentTypeError(f"{one_line(text, 60)!r} is no whole number{bounds}")
+            raise argparse.ArgumentTypeError(f"{one_line(text, 60)!r} is not a whole number{bounds}")
         return value
 
     return whole_number_of
 
 
 def seconds_at_least(minimum: float) -> Callable[[str], float]:
-    """A parser of durations, for argparse."""
+    """Return a parser of durations in seconds, for argparse."""
 
     def seconds_of(text: str) -> float:
         value = parse_finite_float(text)
         if value is None or not minimum <= value <= _MAX_SECONDS:
             raise argparse.ArgumentTypeError(
-                f"{one_line(text, 60)!r} is no number of seconds from {minimum:g} to {_MAX_SECONDS:,}"
+                f"{one_line(text, 60)!r} is not a number of seconds from {minimum:g} to {_MAX_SECONDS:,}"
             )
         return value
 
@@ -117,18 +117,20 @@ def add_flag(group: Any, *names: str, **settings: Any) -> None:
 
 
 def _add_program_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is run")
+    group = parser.add_argument_group("program to run")
     add_flag(group, "-m", "--module", action="store_true", help="SCRIPT names a module, as in python -m")
     add_flag(group, "--no-python", action="store_true", help="SCRIPT is a program, executed as it is")
     add_flag(group, "--run-path", action="store_true", help="SCRIPT, an absolute path, runs through runpy.run_path")
-    add_flag(group, "--no-local-rank", action="store_true", help="SCRIPT gets no --local_rank=N: here it never does")
+    add_flag(
+        group, "--no-local-rank", action="store_true", help="SCRIPT gets no --local_rank=N; here it never gets one"
+    )
 
 
 def _add_placement_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks")
     text = "ranks on each host: a number, gpu, cpu (cores), auto (GPUs, else cores) [one for each GPU, else 1]"
     add_flag(group, "-n", "--nproc", "--nproc_per_node", metavar="N", help=text)
-    text = "devices on each host, the first N that it gives; as many CPU ranks where it has none"
+    text = "devices on each host, the first N; as many CPU ranks if it has no devices"
     add_flag(
         group,
         "--num_gpus",
@@ -138,7 +140,7 @@ def _add_placement_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=text,
     )
-    text = "hosts: of the hostfile the first N, else as many as run this command; MIN:MAX needs a rendezvous"
+    text = "hosts: the first N of the hostfile, else those that run this command; MIN:MAX needs a rendezvous"
     add_flag(group, "--nnodes", metavar="N", help=text)
     add_flag(
         group,
@@ -154,19 +156,19 @@ def _add_placement_flags(parser: argparse.ArgumentParser) -> None:
         type=int_between(-1, MAX_HOSTS),
         default=-1,
         metavar="K",
-        help="this host among --nnodes, or with --no_ssh",
+        help="index of this host, with --nnodes or --no_ssh",
     )
-    add_flag(group, "--master_addr", metavar="HOST", help="where ranks meet [the first host]")
+    add_flag(group, "--master_addr", metavar="HOST", help="rendezvous address [the first host]")
     add_flag(
         group,
         "--master_port",
         type=int_between(),
         metavar="PORT",
-        help="and at which port [a free one; 29500 where hosts start by themselves]",
+        help="rendezvous port [a free one; 29500 if hosts start by themselves]",
     )
     add_flag(group, "--local_addr", metavar="HOST", help="address of this host; only with a rendezvous")
     add_flag(group, "--role", default="default", help="ROLE_NAME in the ranks' environment [default]")
-    text = "each rank has LOCAL_RANK 0 and sees its own device alone"
+    text = "each rank has LOCAL_RANK 0 and sees only its own device"
     add_flag(group, "--virtual_local_rank", action="store_true", help=text)
 
 
@@ -183,30 +185,33 @@ def _add_host_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(
         group, "--launcher_args", default="", metavar="TEXT", help="more options of ssh, pdsh, mpirun or srun, one text"
     )
-    add_flag(group, "--ssh_port", type=int_between(1, 65_535), metavar="PORT", help="of ssh and pdsh")
-    add_flag(group, "--venv_script", metavar="FILE", help="sourced on each host first; ssh and pdsh")
+    add_flag(group, "--ssh_port", type=int_between(1, 65_535), metavar="PORT", help="port of ssh and pdsh")
+    add_flag(group, "--venv_script", metavar="FILE", help="script sourced first on each host; for ssh and pdsh")
     add_flag(group, "--no_ssh", action="store_true", help="this command runs on every host by itself, with --node_rank")
     add_flag(
-        group, "--no_ssh_check", action="store_true", help="no probe before: there is none here but the connection"
+        group,
+        "--no_ssh_check",
+        action="store_true",
+        help="skip the check of hosts; here the connection is the only check",
     )
-    add_flag(
-        group, "--force_multi", action="store_true", help="over ssh (or by --launcher) even where there is one host"
-    )
+    add_flag(group, "--force_multi", action="store_true", help="use ssh (or --launcher) even for one host")
 
 
 def _add_rendezvous_flags(parser: argparse.ArgumentParser) -> None:
-    text = "where hosts find each other by torch's elastic agent, which then starts the ranks: no labels, no files"
+    text = "hosts find each other by torch's elastic agent, which then starts the ranks: no labels, no files"
     group = parser.add_argument_group("rendezvous", text)
     add_flag(group, "--rdzv_backend", metavar="NAME", help="c10d, etcd-v2, ..., or static [static]")
     add_flag(group, "--rdzv_endpoint", metavar="HOST:PORT", help="with static: --master_addr and --master_port")
-    add_flag(group, "--rdzv_id", metavar="NAME", help="of the run")
-    add_flag(group, "--rdzv_conf", metavar="K=V,...", help="more of it")
-    add_flag(group, "--standalone", action="store_true", help="this machine alone, at a free port: as without it")
+    add_flag(group, "--rdzv_id", metavar="NAME", help="name of the run")
+    add_flag(group, "--rdzv_conf", metavar="K=V,...", help="further options of the rendezvous")
+    add_flag(
+        group, "--standalone", action="store_true", help="only this machine, at a free port: same as without the flag"
+    )
 
 
 def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ends")
-    text = "how often to start again after a failure, without the ranks that were lost [0]"
+    text = "maximum number of restarts after a failure, without the lost ranks [0]"
     add_flag(group, "--max-restarts", type=int_between(), default=0, metavar="K", help=text)
     add_flag(
         group,
@@ -214,13 +219,13 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
         type=int_between(),
         default=1,
         metavar="N",
-        help="with fewer ranks it is not started again [1]",
+        help="minimum number of ranks for a restart [1]",
     )
-    text = "seconds to end in after Ctrl-C or another rank's failure, before ranks are killed [7]"
+    text = "seconds for ranks to end after Ctrl-C or another rank's failure, before they are killed [7]"
     add_flag(group, "--grace", "--shutdown_timeout", type=seconds_at_least(0), default=7.0, metavar="S", help=text)
-    text = "signals that are passed on [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"
+    text = "signals that are forwarded to ranks [SIGTERM,SIGINT,SIGHUP,SIGQUIT]"
     add_flag(group, "--signals_to_handle", metavar="NAME,...", help=text)
-    text = "seconds between two looks at the ranks [0.1]"
+    text = "seconds between two checks of the ranks [0.1]"
     add_flag(group, "--monitor_interval", type=seconds_at_least(0.001), default=0.1, metavar="S", help=text)
     text = "write the pid of this process to /tmp/PID.deepspeed while it runs"
     add_flag(group, "--save_pid", action="store_true", help=text)
@@ -228,14 +233,14 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    text = "one file a rank, DIR/rankN.log, beside what is shown; on this machine, whatever host a rank is on"
+    text = "one file per rank, DIR/rankN.log, beside the console; on this machine, for ranks of all hosts"
     add_flag(group, "--log-dir", metavar="DIR", help=text)
-    text = "which streams go to the files alone: 0 none, 1 stdout, 2 stderr, 3 both, or LOCAL_RANK:THAT,... [0]"
+    text = "streams that go only to the files: 0 none, 1 stdout, 2 stderr, 3 both, or LOCAL_RANK:THAT,... [0]"
     add_flag(group, "-r", "--redirects", metavar="STD", help=text)
-    text = "which streams go to the files and are shown, likewise [3 with --log-dir]"
+    text = "streams that go to the files and the console, likewise [3 with --log-dir]"
     add_flag(group, "-t", "--tee", metavar="STD", help=text)
     add_flag(group, "--local_ranks_filter", metavar="N,...", help="show only these local ranks")
-    text = "files DIR/TIME_rankN.log instead of what is shown, as `deepspeed` writes them"
+    text = "files DIR/TIME_rankN.log instead of the console, as `deepspeed` writes them"
     add_flag(group, "--enable_each_rank_log", default="None", metavar="DIR", help=text)
     text = "begin each line with its rank [with more than one rank]"
     group.add_argument("--labels", action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -243,52 +248,52 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         group,
         "--watch",
         action="store_true",
-        help="a live table of the ranks; lines of text where there is no terminal",
+        help="a live table of the ranks; lines of text without a terminal",
     )
     add_flag(
         group,
         "--log_level",
         choices=LOG_LEVEL_NAMES,
         metavar="LEVEL",
-        help=f"of this command: {', '.join(LOG_LEVEL_NAMES)} [info]",
+        help=f"log level of this command: {', '.join(LOG_LEVEL_NAMES)} [info]",
     )
-    add_flag(group, "-q", "--quiet", action="store_true", help="as --log_level error")
+    add_flag(group, "-q", "--quiet", action="store_true", help="same as --log_level error")
 
 
 def _add_core_binding_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cores")
-    text = "each rank runs on an equal share of the cores alone, with OMP_NUM_THREADS their number; without numactl"
+    text = "bind each rank to an equal share of the cores, and set OMP_NUM_THREADS to their number; needs no numactl"
     add_flag(group, "--bind_cores_to_rank", action="store_true", help=text)
-    text = "the cores to share out: 1,3-5,7 [one thread of each core]"
+    text = "the cores to use: 1,3-5,7 [one thread of each core]"
     add_flag(group, "--bind_core_list", metavar="LIST", help=text)
 
 
 def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
-    text = "which rank would sit where, and what each axis of the mesh sends in a step; nothing is started"
+    text = "print the placement of ranks and the traffic of each mesh axis in a step; nothing is started"
     group = parser.add_argument_group("dry run", text)
-    add_flag(group, "--dry-run", action="store_true", help="say that, and end; SCRIPT is not needed")
-    add_flag(group, "--config", metavar="FILE", help="with --dry-run: the configuration that says the axes")
+    add_flag(group, "--dry-run", action="store_true", help="print that, and exit; SCRIPT is not needed")
+    add_flag(group, "--config", metavar="FILE", help="with --dry-run: the configuration that sets the axes")
     for axis, words in AXIS_FLAGS.items():
         add_flag(group, f"--{axis}", type=int_between(-1, MAX_RANKS), metavar="N", help=f"or these sizes: {words} [1]")
-    text = "for such a model: 7b, 70b, 8x7b, a config.json of transformers, or hidden=4096,layers=32,... [7b]"
+    text = "shape of the model: 7b, 70b, 8x7b, a config.json of transformers, or hidden=4096,layers=32,... [7b]"
     add_flag(group, "--shape", metavar="MODEL", help=text)
-    text = "in a micro-batch of one rank that reads, samples times whole sequences [4096]"
+    text = "tokens in a micro-batch of one data-loading rank: samples x sequence length [4096]"
     add_flag(group, "--tokens", type=int_between(), metavar="N", help=text)
 
 
 def _add_refused_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("known and refused")
     add_flag(group, "--autotuning", choices=["tune", "run"], metavar="MODE", help="not built yet")
-    text = "spawn alone: ranks are programs"
+    text = "only spawn, because ranks are programs"
     add_flag(
         group, "--start_method", choices=["spawn", "fork", "forkserver"], default="spawn", metavar="spawn", help=text
     )
     add_flag(group, "--event_log_handler", default="null", metavar="null", help="only with a rendezvous")
     add_flag(group, "--logs_specs", metavar="NAME", help="only with a rendezvous")
-    add_flag(group, "--numa_binding", metavar="MODE", help="only with a rendezvous; there is --bind_cores_to_rank")
+    add_flag(group, "--numa_binding", metavar="MODE", help="only with a rendezvous; use --bind_cores_to_rank")
     for name in ("--duplicate_stdout_filters", "--duplicate_stderr_filters"):
-        add_flag(group, name, metavar="TEXT", help="only with a rendezvous; there is --log-dir")
-    text = "gone from DeepSpeed too; there is --max-restarts"
+        add_flag(group, name, metavar="TEXT", help="only with a rendezvous; use --log-dir")
+    text = "removed from DeepSpeed too; use --max-restarts"
     add_flag(group, "--elastic_training", action="store_true", help=text)
     add_flag(group, "--min_elastic_nodes", "--max_elastic_nodes", type=int_between(), metavar="N", help=text)
 
@@ -312,8 +317,8 @@ def _takes_next_word(parser: argparse.ArgumentParser, word: str) -> bool:
 
 
 def copy_flags(parser: argparse.ArgumentParser, names: Container[str]) -> None:
-    """Give `parser` those flags of `windlass run` that a command of DeepSpeed's has; of the others, what they are where
-    nobody says them. None of them has the short form `-m` there."""
+    """Add those flags of `windlass run` to `parser` that a DeepSpeed command has too, without the short form `-m`. Set
+    the defaults of the others."""
     for action in build_run_parser()._actions:
         if action.dest == "help":
             continue

@@ -1,4 +1,4 @@
-"""All that a launch was told: what to run, where, and how; the same words for this machine and for others."""
+"""Plan of a launch: program, hosts and options, in one form for this machine and for others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FORWARDED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A launch. `hosts` in the order of ranks; `node` says which of them this machine is, where it starts its own.
+    """Plan of a launch. `hosts` are in the order of ranks; `node_rank` is the index of the host whose ranks start here.
 
     Args:
-        env: over what ranks inherit on their host.
-        master_addr, master_port: where ranks meet; None: this host's, a free one.
-        keep_store: the store at which ranks meet is kept beside them, as under torchrun; else by rank 0.
-        use_devices: `slots` choose devices; else ranks see what this process sees.
-        virtual_local_rank: each rank sees its own device alone, as its first.
-        bind_cores, core_list: ranks are bound to an equal share of the host's cores, or of these.
-        restarts, max_restarts: how often the run was started again, and may be.
+        env: variables that override what ranks inherit on their host.
+        master_addr, master_port: rendezvous address and port; None: this host's address, and a free port.
+        use_agent_store: a process beside the ranks runs the rendezvous store, as under torchrun; else rank 0 runs it.
+        use_devices: `slots` select devices; else ranks see the same devices as this process.
+        virtual_local_rank: each rank sees only its own device, as its first.
+        bind_cores_to_rank, bind_core_list: bind each rank to an equal share of the host's cores, or of the listed ones.
+        restarts, max_restarts: number of restarts so far, and the maximum.
     """
 
     program: Program
@@ -52,36 +52,36 @@ class LaunchPlan:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return sum(len(host.slots) for host in self.hosts)
 
     def rank_placements(self, node: int) -> list[RankPlacement]:
-        """Those of one host."""
+        """Return the placements of the ranks of one host."""
         return place_ranks(self.hosts)[node]
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """Return the plan as plain data for `from_json`."""
         return {**asdict(self), "program": self.program.to_json(), "env": dict(self.env)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LaunchPlan:
-        """The plan that `as_json` described."""
+        """Create the plan from the result of `to_json`."""
         hosts = tuple(Host(host["name"], tuple(host["slots"])) for host in data["hosts"])
         program = Program.from_json(data["program"])
         return cls(**{**data, "program": program, "hosts": hosts, "signals": tuple(data["signals"])})
 
     def with_hosts(self, hosts: tuple[Host, ...], restarts: int) -> LaunchPlan:
-        """The same, started again on these hosts."""
+        """Return the plan for a restart on the given hosts."""
         return replace(self, hosts=hosts, restarts=restarts)
 
 
 def is_local_host(name: str) -> bool:
-    """Whether a host's name or address is one of this machine's."""
+    """Return True if a host's name or address belongs to this machine."""
     if name in ("localhost", "127.0.0.1", "::1", socket.gethostname(), os.uname().nodename):
         return True
     user, _, host = name.rpartition("@")
     if user and user != _user_name():
-        return False  # somebody else's ranks
+        return False  # ranks of another user, which need a login even on this machine
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -89,7 +89,7 @@ def is_local_host(name: str) -> bool:
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as probe:
             try:
-                probe.bind((address[0], 0, *address[2:]))  # only an own address can be bound to
+                probe.bind((address[0], 0, *address[2:]))  # bind succeeds only for an address of this machine
             except OSError:
                 continue
             return True
@@ -99,5 +99,5 @@ def is_local_host(name: str) -> bool:
 def _user_name() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user that no file knows
+    except (KeyError, OSError):  # a container's user without an entry in the password file
         return ""

@@ -1,4 +1,4 @@
-"""The command lines of pdsh, of the MPIs and of Slurm for a plan: words and environment, nothing executed here."""
+"""Command lines and environments of pdsh, MPI launchers and Slurm for a plan. Nothing is executed here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PDSH_FANOUT = 1024
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """What else was asked of a back end.
+    """Further options of a launcher backend.
 
     Args:
-        arguments: `--launcher_args`.
-        num_gpus: `--num_gpus`, below 1 where it was not given.
-        agent_path: PYTHONPATH on other hosts.
-        ssh_words: what PDSH_SSH_ARGS_APPEND says already.
+        launcher_args: value of `--launcher_args`.
+        num_gpus: value of `--num_gpus`; below 1 if not given.
+        agent_pythonpath: PYTHONPATH on other hosts.
+        pdsh_ssh_args: value of PDSH_SSH_ARGS_APPEND.
     """
 
     launcher_args: str = ""
@@ -37,10 +37,10 @@ class LauncherOptions:
 
     @property
     def launcher_argv(self) -> list[str]:
-        """The arguments, split as a shell would.
+        """`launcher_args`, split as a shell would.
 
         Raises:
-            LaunchError: a quote that does not end.
+            LaunchError: a quote is not closed.
         """
         try:
             return shlex.split(self.launcher_args)
@@ -50,17 +50,17 @@ class LauncherOptions:
 
 @dataclass(frozen=True)
 class LauncherCommand:
-    """What to execute, and what to set in its environment."""
+    """Command to execute, and variables to set in its environment."""
 
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
 
 
 def build_launcher_command(launcher: str, plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """The command that starts all ranks of `plan`.
+    """Build the command that starts all ranks of `plan`.
 
     Raises:
-        LaunchError: the back end cannot do what the plan says, or there is no such back end.
+        LaunchError: the backend does not exist, or cannot do what the plan requires.
     """
     for host in plan.hosts:
         check_host_name(host.name)
@@ -72,7 +72,7 @@ def build_launcher_command(launcher: str, plan: LaunchPlan, options: LauncherOpt
 
 
 def is_installed(launcher: str) -> bool:
-    """Whether this machine has the back end's program."""
+    """Return True if the backend's program is installed on this machine."""
     program = {"pdsh": "pdsh", "openmpi": "ompi_info", "slurm": "srun", "mvapich": "mpiname"}.get(launcher, "mpirun")
     if shutil.which(program) is None:
         return False
@@ -82,7 +82,7 @@ def is_installed(launcher: str) -> bool:
 
 
 def pdsh_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """One agent a host, told its number by pdsh itself; `-b`: one Ctrl-C ends it."""
+    """Build a pdsh command that starts one agent per host. pdsh replaces `%n` by the host's index."""
     environment = {"PDSH_RCMD_TYPE": "ssh"}
     if options.ssh_port is not None:
         environment["PDSH_SSH_ARGS_APPEND"] = f"{options.pdsh_ssh_args} -p {options.ssh_port}".strip()
@@ -90,14 +90,15 @@ def pdsh_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
     text = shell_command(agent, env={"PYTHONPATH": options.agent_pythonpath}, cwd=plan.cwd)
     if options.venv_script is not None:
         text = f"{shell_command(['.', options.venv_script], cwd=plan.cwd).replace('exec . ', '. ')} && {text}"
-    text = text.replace("%", "%%").replace(" NODE ", " %n ")  # pdsh fills in %n, and a %% is a %
+    text = text.replace("%", "%%").replace(" NODE ", " %n ")  # pdsh replaces %n by the host's index and %% by %
     hosts = ",".join(host.name for host in plan.hosts)
+    # -S: return the largest exit code of the hosts; -b: a single Ctrl-C ends pdsh
     words = ["pdsh", "-S", "-b", "-f", str(_PDSH_FANOUT), "-w", hosts, *options.launcher_argv]
     return LauncherCommand([*words, shell_command(["sh", "-c", text])], environment)
 
 
 def openmpi_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """`-x NAME` hands on the value that mpirun itself has: none is on the command line."""
+    """Build an Open MPI command. `-x NAME` exports mpirun's own value, so that no value is on the command line."""
     hosts = ",".join(f"{host.name}:{len(host.slots)}" for host in plan.hosts)
     words = ["mpirun", "-n", str(plan.world_size), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
     exported = [word for name in sorted(plan.env) for word in ("-x", name)]
@@ -105,14 +106,14 @@ def openmpi_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherComma
 
 
 def mpich_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """Hydra: hosts with their numbers of ranks."""
+    """Build an MPICH (Hydra) command, with the number of ranks of each host."""
     hosts = ",".join(f"{host.name}:{len(host.slots)}" for host in plan.hosts)
     words = ["mpirun", "-n", str(plan.world_size), "-hosts", hosts, *options.launcher_argv]
     return LauncherCommand([*words, *_hydra_export_arguments(plan), *_rank_argv(plan)], dict(plan.env))
 
 
 def impi_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """Intel MPI: as many ranks on each host, which do not let it bind them."""
+    """Build an Intel MPI command. All hosts need the same number of ranks; MPI's own pinning is turned off."""
     each = _equal_ranks_per_host(plan, "impi")
     hosts = ",".join(host.name for host in plan.hosts)
     words = ["mpirun", "-n", str(plan.world_size), "-ppn", str(each), "-hosts", hosts, *options.launcher_argv]
@@ -120,7 +121,7 @@ def impi_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
 
 
 def mvapich_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """MVAPICH2-GDR: Hydra with variables of its own."""
+    """Build an MVAPICH2-GDR command: Hydra with further variables."""
     each = _equal_ranks_per_host(plan, "mvapich")
     own = {
         "MV2_SMP_USE_CMA": "0",
@@ -138,7 +139,7 @@ def mvapich_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherComma
 
 
 def slurm_command(plan: LaunchPlan, options: LauncherOptions) -> LauncherCommand:
-    """srun hands on its whole environment. It places ranks by number, not by device."""
+    """Build an srun command. srun exports its whole environment, and places ranks by number, not by device."""
     each = _equal_ranks_per_host(plan, "slurm")
     for host in plan.hosts:
         if list(host.slots) != list(range(each)):
@@ -165,7 +166,7 @@ _COMMAND_BUILDERS: Mapping[str, Callable[[LaunchPlan, LauncherOptions], Launcher
 
 
 def _rank_argv(plan: LaunchPlan) -> list[str]:
-    """What each rank executes; the plan's variables reach it by the back end, where who lists processes sees none."""
+    """Return the command of each rank. The backend passes the variables, so that process listings do not show them."""
     return [sys.executable, "-u", "-m", "windlass.launch.external_rank", encode_plan(replace(plan, env={}))]
 
 
@@ -175,9 +176,9 @@ def _hydra_export_arguments(plan: LaunchPlan, environment: Mapping[str, str] | N
 
 
 def _equal_ranks_per_host(plan: LaunchPlan, launcher: str) -> int:
-    """The number of ranks on each host."""
+    """Return the number of ranks on each host; raise if hosts differ."""
     counts = {host.name: len(host.slots) for host in plan.hosts}
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise LaunchError(f"--launcher {launcher} needs as many slots on every host, and there are {told}")
+        raise LaunchError(f"--launcher {launcher} needs equally many slots on every host, and there are {told}")
     return len(plan.hosts[0].slots)

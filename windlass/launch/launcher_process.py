@@ -1,4 +1,4 @@
-"""mpirun, srun or pdsh as this launch's one child: looked after as a rank is, so that it ends with the launcher."""
+"""Supervision of mpirun, srun or pdsh as the launcher's only child, like a rank, so that it ends with the launcher."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from windlass.launch.rank_output import write_stream
 from windlass.launch.rank_processes import ERR, RankJob, RankProcesses
 from windlass.launch.supervisor import RankEvents, capture_signals, supervise
 
-# pdsh says so when a host is done, and goes on waiting for the others.
+# pdsh writes this line when one host ends, and continues to wait for the others.
 _PDSH_HOST_FAILURE = re.compile(rb"^pdsh@[^:\n]*: (\S+): ssh exited with exit code (\d+)$", re.MULTILINE)
 
 
 class _PdshEvents(RankEvents):
-    """Hands on what pdsh writes, and takes the end of one host for a failure of all."""
+    """Events of pdsh: forwards its output, and treats the failure of one host as a failure of the run."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -37,12 +37,12 @@ class _PdshEvents(RankEvents):
 
 
 def run_launcher_command(command: LauncherCommand, plan: LaunchPlan) -> LaunchExitStatus:
-    """Execute `command` and bring back how it ended. What failed was told by the ranks, and by itself."""
+    """Run `command` and return its exit status, without failures, because ranks and command have printed them."""
     is_pdsh = command.argv[0] == "pdsh"
     events = _PdshEvents() if is_pdsh else RankEvents(None)
     with capture_signals(plan.signals) as received, selectors.DefaultSelector() as selector:
         words = command.argv
-        if sys.platform == "linux":  # pdsh leaves its connections behind when it is killed
+        if sys.platform == "linux":  # killed, pdsh would leave its ssh connections behind; the reaper ends them
             words = [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), *words]
         ranks = RankProcesses([RankJob(0, words, {**os.environ, **command.env})], events, selector, capture=is_pdsh)
         outcome = supervise([ranks], events, selector, received, grace_s=plan.grace_s)

@@ -1,4 +1,4 @@
-"""A live table of ranks: host, rank, pid, state, memory, last line; lines of text where there is no terminal."""
+"""Live table of ranks: host, rank, pid, state, memory, last line. Plain lines of text without a terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MAX_LINE_WIDTH = 60
 
 
 class LiveRankTable(RankEvents):
-    """Events that are shown as they come.
+    """Rank events shown in a live table.
 
     Args:
-        all_hosts: the host of each rank.
-        here: ranks are processes of this machine, whose memory is read here.
+        host_of_rank: host of each rank.
+        is_local: ranks are processes of this machine, whose memory is read here.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LiveRankTable(RankEvents):
         self._live: Any = None
 
     def table_rows(self) -> list[tuple[str, str, str, str, str, str]]:
-        """Host, rank, pid, state, memory and last line of each rank."""
+        """Return host, rank, pid, state, memory and last line of each rank."""
         assert self.console is not None
         found = []
         for rank, host in enumerate(self._host_of_rank):
@@ -46,7 +46,7 @@ class LiveRankTable(RankEvents):
         return found
 
     def on_tick(self) -> None:
-        """Show the table again when it is time."""
+        """Update the table if the interval has passed."""
         if time.monotonic() < self._next_update:
             return
         if not sys.stderr.isatty():
@@ -58,7 +58,7 @@ class LiveRankTable(RankEvents):
         self._update_table()
 
     def close(self) -> None:
-        """Show it for the last time."""
+        """Show the table for the last time."""
         if self._live is not None:
             self._update_table()
             self._live.stop()
@@ -85,7 +85,7 @@ class LiveRankTable(RankEvents):
 
         table = Table("host", "rank", "pid", "state", "memory", "last line")
         for row in self.table_rows():
-            table.add_row(*map(Text, row))  # as it is: brackets are no markup
+            table.add_row(*map(Text, row))  # as Text, so that brackets are not taken for markup
         if self._live is None:
             assert self.console is not None
             screen = RichConsole(file=sys.stderr)

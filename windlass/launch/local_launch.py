@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine, and brings back how they ended."""
+"""Start and supervision of the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from windlass.launch.supervisor import RankEvents, capture_signals, supervise
 
 
 def start_local_ranks(plan: LaunchPlan, events: RankEvents) -> LaunchExitStatus:
-    """Start the ranks of the host `plan.node`, which is this machine, and look after them to their end.
+    """Start the ranks of host `plan.node_rank`, which is this machine, and supervise them to their end.
 
-    Ranks die with this process, even if it is killed (Linux). Signals are passed on to them. Only in the main thread,
-    whose signals these are.
+    Ranks die with this process, even if it is killed (Linux). Signals are forwarded to them. The call must be in the
+    main thread, which alone receives signals.
 
     Raises:
-        LaunchError: they cannot be started.
+        LaunchError: the ranks cannot be started.
     """
     check_main_thread()
     with contextlib.ExitStack() as stack:
@@ -41,15 +41,17 @@ def start_local_ranks(plan: LaunchPlan, events: RankEvents) -> LaunchExitStatus:
 
 
 def check_main_thread() -> None:
-    """Raises:
-    LaunchError: this is another thread.
+    """Require that the caller is the main thread.
+
+    Raises:
+        LaunchError: the caller is another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("ranks can only be started from the main thread: they end with the thread that started them")
 
 
 def _master_endpoint(plan: LaunchPlan, stack: contextlib.ExitStack) -> tuple[str, int]:
-    """Address and port at which ranks meet; on the first host their store is kept from here on."""
+    """Return the rendezvous address and port. On the first host, start the store there, unless rank 0 runs it."""
     alone = len(plan.hosts) == 1
     address = plan.master_addr or LOOPBACK
     if plan.node_rank > 0:
@@ -67,20 +69,20 @@ def _master_endpoint(plan: LaunchPlan, stack: contextlib.ExitStack) -> tuple[str
 
 
 def check_port(port: int) -> int:
-    """The port, if a process of this host can listen there.
+    """Return `port` if a process of this host can listen at it.
 
     Raises:
-        LaunchError: it is no port, or in use.
+        LaunchError: it is not a port, or is in use.
     """
     if not 0 < port < 65536:
-        raise LaunchError(f"--master-port {port} is no port; give one from 1 to 65535, or none")
+        raise LaunchError(f"--master-port {port} is not a port; give one from 1 to 65535, or none")
     if not is_port_free(port):
-        raise LaunchError(f"port {port} is in use; give another --master-port, or none and a free one is taken")
+        raise LaunchError(f"port {port} is in use; give another --master-port, or none to use a free one")
     return port
 
 
 def free_port() -> int:
-    """A port that nobody of this host listens at now."""
+    """Return a port at which no process of this host listens at present."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

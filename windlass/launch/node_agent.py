@@ -1,7 +1,7 @@
-"""The ranks of one host, started for a launcher elsewhere, at the end of its connection: `-m windlass.launch.node_agent`.
+"""Agent of one host for a launcher on another: `python -m windlass.launch.node_agent` at the end of an ssh connection.
 
-It takes messages from standard input and answers on standard output. When the connection ends, or is silent for
-`channel.SILENCE_S` seconds, its ranks end.
+The agent reads messages from standard input and answers on standard output. It ends its ranks when the connection
+ends, or is silent for `agent_channel.KEEPALIVE_TIMEOUT_S` seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POLL_S = 0.1
 
 
 class NodeAgent:
-    """What answers the launcher. It is the listener of its ranks."""
+    """Agent that starts the ranks of this host and sends their events to the launcher."""
 
     def __init__(self, channel: AgentChannel) -> None:
         self._channel = channel
@@ -49,19 +49,19 @@ class NodeAgent:
         self._is_finishing = False
 
     def on_started(self, rank: int, pid: int) -> None:
-        """A rank is a process now."""
+        """Send that the process of a rank has started."""
         self._channel.send({"started": rank, "pid": pid})
 
     def on_output(self, rank: int, stream: str, data: bytes) -> None:
-        """A rank wrote something."""
+        """Send output of a rank."""
         self._channel.send({"wrote": rank, "stream": stream, "text": bytes_to_text(data)})
 
     def on_ended(self, rank: int, status: int) -> None:
-        """A rank ended."""
+        """Send that a rank has ended."""
         self._channel.send({"ended": rank, "status": status})
 
     def run(self) -> None:
-        """Answer until the ranks have ended."""
+        """Handle messages and events until the ranks have ended."""
         threading.Thread(target=self._read_messages, name="windlass-guard", daemon=True).start()
         self._channel.send({"hello": windlass.__version__})
         next_memory = 0.0
@@ -80,7 +80,7 @@ class NodeAgent:
         self.close()
 
     def close(self) -> None:
-        """Leave nothing."""
+        """End the ranks and the store."""
         if self._ranks is not None:
             self._ranks.close(succeeded=False)
         if self._store is not None:
@@ -131,7 +131,7 @@ class NodeAgent:
             self._ranks.stop(signal_number, grace_s)
 
     def _read_messages(self) -> None:
-        """Reads what comes. In a thread of its own: the other one may wait for somebody to read what it writes."""
+        """Read messages from standard input, in a separate thread because the main one may block on a full pipe."""
         lines = MessageReader()
         reader = selectors.DefaultSelector()
         reader.register(0, selectors.EVENT_READ)
@@ -153,14 +153,15 @@ class NodeAgent:
                 break
         self._inbox.put({"stop": signal.SIGTERM, "grace_s": _ORPHANED_GRACE_S})
         time.sleep(_ORPHANED_GRACE_S + 1)
-        if self._ranks is not None:  # the other thread is stuck, or has still to notice
+        if self._ranks is not None:  # the main thread is stuck, or has not handled the message yet
             self._ranks.kill()
         os._exit(128 + signal.SIGKILL)
 
 
 def own_address() -> str:
-    """An address of this host at which other hosts reach it: that at which the launcher did, if that is none of a
-    loopback.
+    """Return an address of this host that other hosts can reach: first choice is that of the launcher's connection.
+
+    Loopback addresses are skipped.
 
     Raises:
         LaunchError: there is none.
@@ -168,7 +169,7 @@ def own_address() -> str:
     reached = os.environ.get("SSH_CONNECTION", "").split()
     candidates = reached[2:3]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which way is out
+        probe.connect(("192.0.2.1", 9))  # connecting a datagram socket sends nothing; it selects the outgoing address
         candidates.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -176,16 +177,16 @@ def own_address() -> str:
     for address in candidates:
         if not address.startswith("127.") and address not in ("::1", "0.0.0.0", "::"):
             return address
-    raise LaunchError("no address of this host is known at which others reach it; give --master_addr")
+    raise LaunchError("no address of this host is known that other hosts can reach; give --master_addr")
 
 
 def main() -> None:
-    """Serve the launcher at the other end, from a process whose parent ends what it leaves."""
+    """Run the agent in a child process, whose parent ends all processes that the agent leaves behind."""
     forbid_world_writable_files()
     if sys.platform == "linux":
         continue_in_child()
     channel = AgentChannel(os.dup(1))
-    os.dup2(2, 1)  # what anybody here prints is no message
+    os.dup2(2, 1)  # standard output is the channel, so prints of any library must go elsewhere
     agent = NodeAgent(channel)
     try:
         agent.run()

@@ -1,4 +1,4 @@
-"""Counts how often the kernel killed a process for want of memory, to tell why a rank was ended by SIGKILL."""
+"""Count of out-of-memory kills by the kernel, to explain why a rank was ended by SIGKILL."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _COUNTER_NAME = "oom_kill"
 
 
 class OomKillCounter:
-    """The counters as they were when this was made.
+    """Counts of out-of-memory kills at construction, for a later comparison.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system; tests set it.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -20,7 +20,7 @@ class OomKillCounter:
         self._before = self._counts()
 
     def has_increased(self) -> bool:
-        """Whether the kernel killed any process since: of this machine, or of this process's cgroup."""
+        """Return True if the kernel has killed a process since, on this machine or in this process's cgroup."""
         now = self._counts()
         return any(count > self._before.get(path, 0) for path, count in now.items())
 

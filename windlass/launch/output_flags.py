@@ -1,4 +1,4 @@
-"""Where the flags send what ranks write."""
+"""Flags that choose where the output of ranks goes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STREAMS_BY_DIGIT = {"0": frozenset[str](), "1": frozenset((OUT,)), "2": frozens
 
 
 def output_routing_from_args(args: argparse.Namespace) -> OutputRouting:
-    """By --log-dir, --redirects, --tee, --local_ranks_filter and --enable_each_rank_log.
+    """Build the routing from --log-dir, --redirects, --tee, --local_ranks_filter and --enable_each_rank_log.
 
     Raises:
-        LaunchError: flags that contradict each other, or say no stream.
+        LaunchError: flags contradict each other, or a value names no stream.
     """
     shown = (
         frozenset(parse_numbers(args.local_ranks_filter, "--local_ranks_filter")) if args.local_ranks_filter else None
@@ -54,7 +54,7 @@ def output_routing_from_args(args: argparse.Namespace) -> OutputRouting:
 
 
 def _parse_streams(text: str | None, flag: str) -> dict[int, frozenset[str]]:
-    """`3`, or `0:1,1:2`: streams by local rank, -1 for all others."""
+    """Parse `3`, or `0:1,1:2`, to streams by local rank, with -1 for all others."""
     if not text or text == "0":
         return {}
     found = {}

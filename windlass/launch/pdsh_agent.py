@@ -1,6 +1,6 @@
-"""The ranks of one host, started by pdsh: `python -m windlass.launch.pdsh_agent NODE PLAN`.
+"""Ranks of one host, started by pdsh: `python -m windlass.launch.pdsh_agent NODE PLAN`.
 
-Nothing is said to it; who reads what it writes is all that it knows. When nobody does any more, its ranks end.
+The process receives no messages. When the reader of its output is gone, it ends its ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from windlass.launch.supervisor import RankEvents
 
 
 def main(node: int, plan: LaunchPlan) -> int:
-    """Start the ranks of the host number `node`; the exit code."""
+    """Start the ranks of host number `node`. Return the exit code."""
     if plan.cwd is not None:
         os.chdir(plan.cwd)
     plan = replace(plan, node_rank=node)
@@ -37,7 +37,7 @@ def main(node: int, plan: LaunchPlan) -> int:
 
 def _terminate_when_unread() -> None:
     poll = select.poll()
-    poll.register(1, 0)  # errors and hang-ups are told unasked
+    poll.register(1, 0)  # error and hang-up events are reported without being requested
     poll.poll()
     os.kill(os.getpid(), signal.SIGTERM)
 

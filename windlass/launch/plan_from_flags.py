@@ -1,4 +1,4 @@
-"""From the flags of a command to a plan: which hosts, which devices, what is refused."""
+"""Conversion of command line flags to a launch plan: hosts, devices, and rejected flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from windlass.launch.visible_devices import (
 )
 
 DEFAULT_MASTER_PORT = 29500
-"""Where ranks meet if hosts start them by themselves and nobody says otherwise."""
+"""Default rendezvous port if hosts start their ranks by themselves."""
 
 _RENDEZVOUS_FLAGS = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
 _RENDEZVOUS_ONLY_FLAGS = (
@@ -48,9 +48,9 @@ _PLACEMENT_FLAGS = (
 
 
 def has_placement_flags(args: argparse.Namespace) -> bool:
-    """Whether a flag says where ranks are, so that they are started whoever started this process.
+    """Return True if a flag gives the placement of ranks. Ranks are then started even inside another launcher.
 
-    What a command assumes by itself (`args.assumed`) does not.
+    A command's own defaults (`args.assumed`) do not count.
     """
     assumed = getattr(args, "assumed", {})
     given = [name for name in _PLACEMENT_FLAGS if getattr(args, name) and getattr(args, name) != assumed.get(name)]
@@ -58,7 +58,7 @@ def has_placement_flags(args: argparse.Namespace) -> bool:
 
 
 def needs_rendezvous(args: argparse.Namespace) -> bool:
-    """Whether hosts are to find each other by torch's elastic agent."""
+    """Return True if hosts find each other by torch's elastic agent."""
     given = [name for name in _RENDEZVOUS_FLAGS if getattr(args, name)]
     if args.standalone:
         if given:
@@ -72,17 +72,19 @@ def needs_rendezvous(args: argparse.Namespace) -> bool:
 
 
 def reject_unsupported_flags(args: argparse.Namespace) -> None:
-    """Raise for flags that are known and cannot be honoured.
+    """Reject known flags that are not supported.
 
     Raises:
-        LaunchError: names the flag.
+        LaunchError: such a flag is given; the message names it.
     """
     if args.autotuning:
         raise LaunchError("--autotuning is not built yet; leave it out and choose the configuration by hand")
     if args.start_method != "spawn":
         raise LaunchError(f"--start_method {args.start_method}: ranks are programs of their own; leave it at spawn")
     if args.elastic_training or args.min_elastic_nodes is not None:
-        raise LaunchError("--elastic_training, --min_elastic_nodes, --max_elastic_nodes are gone; use --max-restarts K")
+        raise LaunchError(
+            "--elastic_training, --min_elastic_nodes, --max_elastic_nodes are not supported; use --max-restarts K"
+        )
     for name in _RENDEZVOUS_ONLY_FLAGS:
         if getattr(args, name):
             raise LaunchError(f"--{name} only applies to torch's rendezvous (--rdzv_backend c10d); leave it out")
@@ -98,10 +100,10 @@ def reject_unsupported_flags(args: argparse.Namespace) -> None:
 
 
 def program_from_args(args: argparse.Namespace) -> Program:
-    """What each rank runs.
+    """Return the program that each rank runs.
 
     Raises:
-        LaunchError: flags that contradict each other, or a path that is not absolute.
+        LaunchError: flags contradict each other, or a path is not absolute.
     """
     chosen = [name for name in ("module", "no_python", "run_path") if getattr(args, name)]
     if len(chosen) > 1:
@@ -114,24 +116,25 @@ def program_from_args(args: argparse.Namespace) -> Program:
 
 
 def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPlan:
-    """The plan that the flags ask for, without what other hosts need to be told.
+    """Build the launch plan from the flags, without the exported variables and directory that other hosts need.
 
     Raises:
-        LaunchError: flags that contradict each other, a hostfile or filter that makes no sense, devices that are not
-            given.
+        LaunchError: flags contradict each other, a hostfile or filter is invalid, or devices are not available.
     """
-    if args.rdzv_endpoint:  # of the static kind, else it would have gone another way
+    if args.rdzv_endpoint:  # a static endpoint; other rendezvous backends are handled by the torch agent
         address, colon, port = args.rdzv_endpoint.rpartition(":")
         args.master_addr = args.master_addr or (address if colon else port)
         args.master_port = args.master_port or (parse_int(port) if colon else None)
     if args.master_port is not None and not 0 <= args.master_port < 65536:
-        raise LaunchError(f"--master-port {args.master_port} is no port; give one from 1 to 65535, or none")
+        raise LaunchError(f"--master-port {args.master_port} is not a port; give one from 1 to 65535, or none")
     hosts, use_devices = hosts_from_args(args)
     env = {**slurm_device_environment(os.environ), **env}
     names = tuple((args.signals_to_handle or ",".join(FORWARDED_SIGNALS)).split(","))
     unknown = [name for name in names if name not in signal.Signals.__members__]
     if unknown:
-        raise LaunchError(f"--signals_to_handle {args.signals_to_handle}: {unknown[0]!r} is no signal of this system")
+        raise LaunchError(
+            f"--signals_to_handle {args.signals_to_handle}: {unknown[0]!r} is not a signal of this system"
+        )
     return LaunchPlan(
         program_from_args(args),
         hosts,
@@ -152,16 +155,18 @@ def plan_from_args(args: argparse.Namespace, env: Mapping[str, str]) -> LaunchPl
 
 
 def hosts_from_args(args: argparse.Namespace) -> tuple[tuple[Host, ...], bool]:
-    """The hosts, and whether their slots choose devices.
+    """Return the hosts, and True if their slots select devices.
 
     Raises:
-        LaunchError: flags that contradict each other, a hostfile or filter that makes no sense, devices that are not
-            given, more ranks than any run has.
+        LaunchError: flags contradict each other, a hostfile or filter is invalid, devices are not available, or there
+            are too many ranks.
     """
     hosts, use_devices = _choose_hosts(args)
     ranks = sum(len(host.slots) for host in hosts)
     if ranks > MAX_RANKS:
-        raise LaunchError(f"{plural(ranks, 'rank')} on {plural(len(hosts), 'host')}; at most {MAX_RANKS:,} are started")
+        raise LaunchError(
+            f"{plural(ranks, 'rank')} on {plural(len(hosts), 'host')}; at most {MAX_RANKS:,} are supported"
+        )
     return hosts, use_devices
 
 
@@ -202,13 +207,13 @@ def _hosts_from_pool(args: argparse.Namespace, pool: Mapping[str, int], nodes: i
     if args.nproc:
         if not str(args.nproc).isdecimal():
             raise LaunchError(
-                f"--nproc {one_line(str(args.nproc), 60)} with a hostfile, whose slots say how many; give a number or "
-                "none"
+                f"--nproc {one_line(str(args.nproc), 60)} with a hostfile, whose slots set the number; give a number, "
+                "or none"
             )
         each = _parse_count(args.nproc, "--nproc")
     if VISIBLE_DEVICES_VARIABLE in os.environ:
         logger.warning(
-            "%s=%s is this machine's and is not sent to the hosts of the hostfile; choose with --include",
+            "%s=%s is for this machine and is not exported to the hosts of the hostfile; choose with --include",
             VISIBLE_DEVICES_VARIABLE,
             os.environ[VISIBLE_DEVICES_VARIABLE],
         )
@@ -219,7 +224,7 @@ def _hosts_from_pool(args: argparse.Namespace, pool: Mapping[str, int], nodes: i
 
 
 def _local_slots(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]:
-    """The slots of this machine, and whether they choose devices."""
+    """Return the slots of this machine, and True if they select devices."""
     if args.nproc and str(args.nproc).lstrip("-").isdecimal():
         number = _parse_count(args.nproc, "--nproc")
         return tuple(range(number)), False
@@ -232,7 +237,7 @@ def _local_slots(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]
     if args.num_gpus > 0:
         if given and args.num_gpus > len(given):
             raise LaunchError(
-                f"--num_gpus {args.num_gpus}, and this machine gives {len(given)} ({','.join(given)}); ask for fewer, "
+                f"--num_gpus {args.num_gpus}, and this machine has {len(given)} ({','.join(given)}); request fewer, "
                 f"or set {VISIBLE_DEVICES_VARIABLE}"
             )
         return tuple(range(args.num_gpus)), True
@@ -242,7 +247,7 @@ def _local_slots(args: argparse.Namespace) -> tuple[tuple[int | str, ...], bool]
 
 
 def _default_local_size() -> int:
-    """`LOCAL_SIZE`, DeepSpeed's number of ranks where there are no devices; 1 where it is no such number."""
+    """Return `LOCAL_SIZE`, DeepSpeed's number of ranks without devices; 1 if it is not a valid number."""
     number = parse_int(os.environ.get("LOCAL_SIZE", ""))
     return number if number is not None and 1 <= number <= MAX_RANKS_PER_HOST else 1
 
@@ -250,10 +255,11 @@ def _default_local_size() -> int:
 def _filter_slots(args: argparse.Namespace, given: list[str]) -> tuple[int | str, ...]:
     if given and not all(name.isdecimal() for name in given):
         raise LaunchError(
-            f"{VISIBLE_DEVICES_VARIABLE}={','.join(given)} names no numbers, which --include and --exclude take; set it alone"
+            f"{VISIBLE_DEVICES_VARIABLE}={','.join(given)} has names, and --include and --exclude take numbers; leave "
+            "them out"
         )
     numbers = [int(name) for name in given]
-    if not numbers:  # CPU ranks: slots only count
+    if not numbers:  # CPU ranks: slots do not select devices, only their number counts
         named = [parse_int(slot) for slot in re.findall(r"(?<=[:,])\d+", args.include)]
         highest = max((slot for slot in named if slot is not None), default=0)
         numbers = list(range(max(_default_local_size(), min(highest, MAX_RANKS_PER_HOST) + 1)))
@@ -266,7 +272,7 @@ def _filter_slots(args: argparse.Namespace, given: list[str]) -> tuple[int | str
 def _count_of_kind(kind: str, devices: int) -> int:
     cores = os.cpu_count() or 1
     if kind == "gpu" and devices == 0:
-        raise LaunchError("--nproc gpu, and this machine gives no GPU; give a number")
+        raise LaunchError("--nproc gpu, and this machine has no GPU; give a number")
     known = {"gpu": devices, "cpu": cores, "auto": devices or cores}
     if kind not in known:
         raise LaunchError(f"--nproc {one_line(kind, 60)} is neither a number nor gpu, cpu or auto")
@@ -277,9 +283,9 @@ def _parse_count(text: str, flag: str, maximum: int = MAX_RANKS_PER_HOST) -> int
     number = parse_int(text)
     shown = one_line(text, 60)
     if number is None and not text.lstrip("-").isdecimal():
-        raise LaunchError(f"{flag} {shown} is no number")
+        raise LaunchError(f"{flag} {shown} is not a number")
     if number is None or number > maximum:
-        raise LaunchError(f"{flag} is {shown}; at most {maximum:,} are started")
+        raise LaunchError(f"{flag} is {shown}; at most {maximum:,} are supported")
     if number < 1:
         raise LaunchError(f"{flag} is {shown}; at least one is needed")
     return number

@@ -1,4 +1,4 @@
-"""What every rank runs: a script, a module or a program, and the words that follow it."""
+"""Program that every rank runs: a script, a module or an executable, with its arguments."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv
 
 @dataclass(frozen=True)
 class Program:
-    """`words` are a script (or, by `kind`, a module or a program) and its arguments.
+    """Program and its arguments.
 
     Args:
-        words: never empty.
-        kind: "script" and "module" run in Python, "command" is executed as it is, "run_path" goes through `runpy`.
-        local_rank: whether `--local_rank=N` is put before the arguments, as the `deepspeed` command does.
+        argv: a script (or, by `kind`, a module or an executable) and its arguments; never empty.
+        kind: "script" and "module" run in Python, "command" is executed directly, "run_path" runs through `runpy`.
+        passes_local_rank: put `--local_rank=N` before the arguments, as the `deepspeed` command does.
     """
 
     argv: tuple[str, ...]
@@ -27,7 +27,7 @@ class Program:
     passes_local_rank: bool = False
 
     def argv_for_rank(self, local_rank: int) -> list[str]:
-        """The words to execute on this machine, by this Python."""
+        """Return the command line for a rank, with this Python."""
         name, *arguments = self.argv
         if self.passes_local_rank:
             arguments = [f"--local_rank={local_rank}", *arguments]
@@ -36,10 +36,10 @@ class Program:
         return [*before[self.kind], name, *arguments]
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """Return the program as plain data for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Program:
-        """The program that `as_json` described."""
+        """Create the program from the result of `to_json`."""
         return cls(tuple(data["argv"]), str(data["kind"]), bool(data["passes_local_rank"]))

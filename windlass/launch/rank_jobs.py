@@ -1,4 +1,4 @@
-"""What the ranks of one host execute, and in which environment: a plan, told to this machine."""
+"""Commands and environments of the ranks of one host, from a launch plan."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from windlass.launch.rank_processes import RankJob
 from windlass.launch.visible_devices import VISIBLE_DEVICES_VARIABLE, available_devices, count_devices, select_devices
 
 RESTARTS = "WINDLASS_RESTARTS"
-"""How often the run was started again, in the ranks' environment."""
+"""Variable in the ranks' environment: number of restarts of the run so far."""
 
 
 def make_rank_jobs(plan: LaunchPlan, node: int, master: tuple[str, int]) -> list[RankJob]:
-    """The ranks of the host number `node`, which is this machine, to be started.
+    """Return the jobs of the ranks of host number `node`, which is this machine.
 
     Args:
-        master: address and port at which ranks meet.
+        master: rendezvous address and port.
 
     Raises:
-        LaunchError: devices or cores that this machine does not give.
+        LaunchError: this machine lacks devices or cores of the plan.
     """
     places = plan.rank_placements(node)
     shared = {**_inherited_environment(), **plan.env, **_run_environment(plan, master)}
@@ -49,14 +49,14 @@ def make_rank_jobs(plan: LaunchPlan, node: int, master: tuple[str, int]) -> list
 
 
 def threads_per_rank(nproc: int) -> int:
-    """An equal share of the cores that this process may use, at least one."""
+    """Return an equal share of the cores that this process may use, at least one."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, cores // nproc)
 
 
 def _inherited_environment() -> dict[str, str]:
-    """This process's environment, without what tells ranks of a store that another launcher keeps: it may be a rank."""
+    """Return this process's environment without TORCHELASTIC_ variables, which describe another launcher's store."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 

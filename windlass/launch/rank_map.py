@@ -1,4 +1,4 @@
-"""A mesh laid over hosts: which rank sits where, which axes leave a node, and what each sends. Arithmetic alone."""
+"""Mapping of a mesh to hosts: rank placement, axes that cross nodes, and traffic of each axis. Only arithmetic."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TRAFFIC_AXES = {
     "sp": ("sp",),
     "tp": ("tp",),
 }
-"""Over which axes each kind of traffic goes, by its name in `parallel.volumes`."""
+"""Axes of each kind of traffic, by its name in `parallel.comm_volumes`."""
 
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What goes along an axis: over how many ranks and nodes, and the most bytes that any rank receives in a step."""
+    """Traffic along an axis: its ranks, the nodes it spans, and the most bytes that any rank receives in a step."""
 
     axis: str
     num_ranks: int
@@ -36,7 +36,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class HostRankMap:
-    """Ranks of a grid on hosts, in the hosts' order."""
+    """Ranks of a mesh shape on hosts, in the order of the hosts."""
 
     grid: MeshShape
     hosts: tuple[Host, ...]
@@ -45,21 +45,21 @@ class HostRankMap:
 
     @cached_property
     def placements_of_node(self) -> list[list[RankPlacement]]:
-        """The places of each host."""
+        """Rank placements of each host."""
         return place_ranks(self.hosts)
 
     @property
     def parallel_axes(self) -> list[str]:
-        """Axes of several ranks, outermost first."""
+        """Axes with more than one rank, outermost first."""
         return [axis for axis in AXES if self.grid.size(axis) > 1]
 
     def num_nodes_spanned(self, *axes: str) -> int:
-        """Nodes over which a group along these axes lies, at most."""
+        """Return the largest number of nodes over which a group along these axes extends."""
         node = {place.rank: place.node_rank for places in self.placements_of_node for place in places}
         return max(len({node[rank] for rank in group}) for group in self.grid.groups(*axes))
 
     def axis_traffic(self) -> Iterator[AxisTraffic]:
-        """What goes along each axis of several ranks, the outermost first."""
+        """Yield the traffic along each axis with more than one rank, outermost first."""
         stages = [compute_step_volumes(self.model, self.grid, self.workload, pipe) for pipe in range(self.grid.pp)]
         for name, axes in TRAFFIC_AXES.items():
             ranks = self.grid.size(*axes)
@@ -77,7 +77,7 @@ class HostRankMap:
             )
 
     def warnings(self) -> list[str]:
-        """What is wrong with this layout, though it can be run."""
+        """Describe the flaws of this layout that still allow a run."""
         smallest = min(len(host.slots) for host in self.hosts)
         found = []
         if self.grid.tp > 1 and self.num_nodes_spanned("tp") > 1:
@@ -86,14 +86,14 @@ class HostRankMap:
             remedy = f"write tp {fits} and give the rest to pp" if fits < self.grid.tp else "let each node have as many"
             found.append(f"{said}: every layer waits for the network four times a micro-batch; {remedy}")
         if self.grid.pp > self.model.layers:
-            found.append(f"pp {self.grid.pp} is more than the {self.model.layers} layers: stages without one")
+            found.append(f"pp {self.grid.pp} is more than the {self.model.layers} layers: some stages have none")
         if self.model.experts and self.grid.ep > self.model.experts:
-            found.append(f"ep {self.grid.ep} is more than the {self.model.experts} experts: ranks without one")
+            found.append(f"ep {self.grid.ep} is more than the {self.model.experts} experts: some ranks have none")
         return found
 
 
 def format_rank_list(ranks: Sequence[int]) -> str:
-    """Ranks in few words: `0-3`, `0 8 16 24`, `0 4 ... 28`."""
+    """Format ranks briefly: `0-3`, `0 8 16 24`, `0 4 ... 28`."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) > 6:

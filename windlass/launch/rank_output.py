@@ -1,4 +1,4 @@
-"""What ranks write, line by line: labelled, into one file a rank, and the last lines of each kept."""
+"""Output of ranks: labelled lines on the console, one file per rank, and the last lines of each for error reports."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from windlass.launch.launch_errors import LaunchError
 from windlass.launch.rank_processes import ERR, OUT
 
 MAX_KEPT_LINES = 20
-_MAX_LINE_BYTES = 1 << 16  # bytes of a line, after which it is shown in parts
+_MAX_LINE_BYTES = 1 << 16  # longer lines are shown in parts
 
 
 @dataclass(frozen=True)
 class OutputRouting:
-    """Where what ranks write goes.
+    """Destinations of the ranks' output.
 
     Args:
-        directory: of one file a rank; None: no files.
-        name: of a file; `{rank}` is the rank.
-        silent: streams that go only to files, by local rank; -1 stands for all others.
-        filed: streams that go to files, by local rank; -1 stands for all others.
-        shown: local ranks that are seen; None: all.
+        directory: folder of one file per rank; None: no files.
+        file_name: name of a file; `{rank}` is the rank.
+        file_only_streams: streams that go only to files, by local rank; -1 stands for all others.
+        file_streams: streams that go to files, by local rank; -1 stands for all others.
+        shown_local_ranks: local ranks that are shown; None: all.
     """
 
     directory: Path | None = None
@@ -35,23 +35,23 @@ class OutputRouting:
     shown_local_ranks: frozenset[int] | None = None
 
     def is_shown(self, local_rank: int, stream: str) -> bool:
-        """Whether this stream of this rank is seen here."""
+        """Return True if this stream of this rank is shown on the console."""
         if self.shown_local_ranks is not None and local_rank not in self.shown_local_ranks:
             return False
         return stream not in _streams_for(self.file_only_streams, local_rank)
 
     def goes_to_file(self, local_rank: int, stream: str) -> bool:
-        """Whether it goes to the rank's file."""
+        """Return True if this stream goes to the rank's file."""
         return self.directory is not None and stream in _streams_for(self.file_streams, local_rank)
 
 
 class RankConsole:
-    """Shows what ranks write.
+    """Console that shows output of ranks line by line.
 
     Args:
-        label: what each line of a rank begins with; "" for nothing.
-        local_rank: of a rank.
-        append: to files that are there; else they begin anew.
+        label: function from a rank to the label of its lines; "" for none.
+        local_rank: function from a rank to its local rank.
+        append: append to existing files instead of truncating them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RankConsole:
             _make_directory(routing.directory)
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
-        """Some bytes of a rank's stream; what is no whole line yet waits for the rest."""
+        """Take bytes of a rank's stream. An incomplete line is held back until the rest arrives."""
         if self.routing.goes_to_file(self._local_rank(rank), stream):
             self._file(rank).write(data)
         *lines, rest = _split_lines(self._partial_lines.pop((rank, stream), b"") + data)
@@ -82,21 +82,21 @@ class RankConsole:
         self._emit(rank, stream, lines)
 
     def flush_rank(self, rank: int) -> None:
-        """Show what a rank left without an end of line."""
+        """Show the incomplete last lines of a rank."""
         for stream in (OUT, ERR):
             if rest := self._partial_lines.pop((rank, stream), b""):
                 self._emit(rank, stream, [rest + b"\n"])
 
     def last_lines(self, rank: int) -> list[str]:
-        """The last that a rank wrote to its standard error; if that was nothing, to its standard output."""
+        """Return the last lines of a rank's standard error, or of its standard output if standard error is empty."""
         return list(self._last_lines.get((rank, ERR)) or self._last_lines.get((rank, OUT)) or [])
 
     def newest_line(self, rank: int) -> str:
-        """The last whole line of either stream."""
+        """Return the last complete line of either stream."""
         return self._newest_lines.get(rank, "")
 
     def close(self) -> None:
-        """Show and write all that is left."""
+        """Show all incomplete lines, and close the files."""
         for rank in {rank for rank, _ in self._partial_lines}:
             self.flush_rank(rank)
         for file in self._files.values():
@@ -126,9 +126,9 @@ class RankConsole:
 
 
 def write_stream(stream: str, data: bytes) -> None:
-    """To this process's own standard output or error."""
+    """Write to this process's standard output or error."""
     file = sys.stdout if stream == OUT else sys.stderr
-    if file is None:  # whoever started this process had closed it
+    if file is None:  # the stream was closed when this process started
         return
     if hasattr(file, "buffer"):
         file.flush()
@@ -139,9 +139,10 @@ def write_stream(stream: str, data: bytes) -> None:
 
 
 def _split_lines(data: bytes) -> list[bytes]:
-    """Lines with their ends, and what is left; a progress bar's carriage return ends one too."""
+    """Split into lines with their ends, and the incomplete rest. A progress bar's carriage return ends a line too."""
     found = data.splitlines(keepends=True)
-    rest = found.pop() if found and not found[-1].endswith(b"\n") else b""  # a return may be half of an end
+    # a trailing carriage return may be the first half of \r\n
+    rest = found.pop() if found and not found[-1].endswith(b"\n") else b""
     return [*found, rest]
 
 

@@ -1,4 +1,4 @@
-"""Where each rank is: on which host, the how-manieth there, and of how many in all."""
+"""Placement of ranks on hosts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Host:
-    """A machine that ranks run on, and its slots: one rank for each.
+    """Machine that runs ranks, with one slot for each.
 
-    `slots` are numbers of devices among those that the host gives, or their names (`GPU-8f3...`); on a host without
-    GPUs they only count.
+    `slots` are indices into the devices available on the host, or device names (`GPU-8f3...`); on a host without GPUs
+    only their number counts.
     """
 
     name: str
@@ -19,13 +19,13 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Its name or address, without the user who is to log in there."""
+        """Name or address of the host, without the login user."""
         return self.name.rpartition("@")[2]
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """One rank's place. `node` counts hosts, `local_rank` the ranks of this host."""
+    """Placement of one rank. `node_rank` is the index of its host, `local_rank` its index on that host."""
 
     rank: int
     local_rank: int
@@ -36,7 +36,7 @@ class RankPlacement:
     num_nodes: int
 
     def environment(self) -> dict[str, str]:
-        """As torchrun and the `deepspeed` command name it."""
+        """Return the variables of this placement, with the names of torchrun and of the `deepspeed` command."""
         values = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local_rank,
@@ -54,7 +54,7 @@ class RankPlacement:
 
 
 def place_ranks(hosts: Sequence[Host]) -> list[list[RankPlacement]]:
-    """The places of each host: ranks count through the hosts in their order."""
+    """Return the placements of each host. Ranks are numbered through the hosts in their order."""
     world, rank, found = sum(len(host.slots) for host in hosts), 0, []
     for node, host in enumerate(hosts):
         size = len(host.slots)

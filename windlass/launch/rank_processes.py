@@ -1,4 +1,4 @@
-"""The ranks of this machine as processes: started, listened to, told to stop, and ended."""
+"""Ranks of this machine as processes: start, output, signals, and end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from windlass.launch.launch_errors import LaunchError
 
 OUT, ERR = "out", "err"
 _PIPE_BYTES = 1 << 16
-_PIPE_LINGER_S = 1.0  # so long a pipe is read on after its rank ended: a process that it left behind may hold it
+# a pipe is read this long after its rank ended, because processes that the rank started may still hold it
+_PIPE_LINGER_S = 1.0
 
 
 class RankListener(Protocol):
-    """Who is told what becomes of ranks."""
+    """Receiver of events of ranks."""
 
     def on_started(self, rank: int, pid: int) -> None: ...  # noqa: D102
 
@@ -35,7 +36,7 @@ class RankListener(Protocol):
 
 @dataclass(frozen=True)
 class RankJob:
-    """One rank to start: its number in the run, what it executes, its whole environment."""
+    """Rank to start: its number in the run, its command, its whole environment."""
 
     rank: int
     argv: list[str]
@@ -52,12 +53,12 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """Processes that end with this one, however it ends (Linux). Each leads a session of its own: a terminal's Ctrl-C
-    reaches only the launcher, which passes it on once.
+    """Processes that end with this one, however it ends (Linux). Each leads a session of its own, so that a terminal's
+    Ctrl-C reaches only the launcher, which forwards it once.
 
     Args:
-        capture: read what ranks write and hand it to the listener; else it goes where this process's own goes.
-        selector: is told of the pipes; a caller selects on it and calls what it finds there.
+        capture: read the output of ranks and pass it to the listener; else it goes to this process's own output.
+        selector: pipes are registered here. The caller selects on it and calls the callbacks of ready pipes.
     """
 
     def __init__(
@@ -66,9 +67,8 @@ class RankProcesses:
         self._listener, self._selector = listener, selector
         self._processes: list[_RankProcess] = []
         self._kill_at: float | None = None
-        self._stray_processes: dict[
-            int, str
-        ] = {}  # what ranks started outside of their group, when they were told to end
+        # processes that ranks started in other process groups: pid -> start time, recorded when ranks are stopped
+        self._stray_processes: dict[int, str] = {}
         try:
             for job in jobs:
                 self._start(job, capture)
@@ -78,21 +78,21 @@ class RankProcesses:
 
     @property
     def alive(self) -> bool:
-        """Whether a rank runs, or left something to be read."""
+        """Return True if a rank runs, or has unread output."""
         return any(one.status is None or one.pipes for one in self._processes)
 
     @property
     def pid_of_rank(self) -> dict[int, int]:
-        """Process ids of the ranks that run."""
+        """Process ids of the running ranks."""
         return {one.job.rank: one.popen.pid for one in self._processes if one.status is None}
 
     def poll(self) -> None:
-        """Notice who ended, and kill those whose time to stop is over."""
+        """Detect ranks that ended, and kill the others if the grace period is over."""
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
         for one in self._processes:
             if one.status is None and (status := _exit_status_of(one.popen)) is not None:
-                for descriptor in list(one.pipes):  # its last words come before its end
+                for descriptor in list(one.pipes):  # report the last output before the end of the rank
                     self._read_pipe(one, descriptor, until_empty=True)
                 one.status, one.end_time = status, time.monotonic()
                 self._listener.on_ended(one.job.rank, status)
@@ -101,16 +101,16 @@ class RankProcesses:
                     self._close_pipe(one, descriptor)
 
     def stop(self, signal_number: int, grace_s: float) -> None:
-        """Send a signal to all that run, with what they started; kill what is there after `grace_s` seconds.
+        """Send a signal to all running ranks and their process groups; kill what is left after `grace_s` seconds.
 
-        What a rank started in a session of its own is not sent it, and killed when all is over.
+        Processes that a rank started in a session of their own do not receive the signal, but are killed at the end.
         """
         self._record_strays()
         self._signal_groups(signal_number)
         self._kill_at = time.monotonic() + grace_s
 
     def kill(self) -> None:
-        """End all at once, with what they started."""
+        """Kill all ranks and the processes that they started."""
         self._record_strays()
         self._signal_groups(signal.SIGKILL)
         for pid, start in self._stray_processes.items():
@@ -120,7 +120,7 @@ class RankProcesses:
         self._kill_at = None
 
     def close(self, *, succeeded: bool) -> None:
-        """Let go of ranks that ended; unless all is `well`, end what they left behind. Nothing is told any more."""
+        """Release ended ranks; unless `succeeded`, kill all first. The listener receives no further events."""
         if not succeeded:
             self.kill()
         for one in self._processes:
@@ -184,14 +184,14 @@ class RankProcesses:
                         self._stray_processes[child] = start
 
     def _signal_groups(self, signal_number: int) -> None:
-        for one in self._processes:  # who ended is not waited for yet, so its number is still that of its group
+        for one in self._processes:  # an ended rank is not reaped yet, so its pid is still that of its process group
             if one.status is None or signal_number == signal.SIGKILL:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(one.popen.pid, signal_number)
 
 
 def _exit_status_of(popen: subprocess.Popen[bytes]) -> int | None:
-    """What a process ended with, negative for a signal; None while it runs. It is left there to be waited for."""
+    """Return the exit status of a process, negative for a signal; None while it runs. The process is not reaped."""
     if not hasattr(os, "waitid"):
         return popen.poll()
     found = os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

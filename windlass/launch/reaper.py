@@ -1,6 +1,6 @@
-"""A process that ends what its child leaves behind: it inherits whatever loses its parent below it (Linux).
+"""Process that ends what its child leaves behind, as a subreaper: it adopts orphans of its descendants (Linux).
 
-`python -I -S reaper.py LAUNCHER_PID COMMAND...` runs COMMAND so, and ends all if the launcher is gone.
+`python -I -S reaper.py LAUNCHER_PID COMMAND...` runs COMMAND this way, and ends everything if the launcher is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def continue_in_child() -> None:
-    """Return in a child of this process, which waits for its end and, if a signal was in it, for nothing to be left."""
+    """Fork and return in the child. The parent waits for the child; after a signal it also kills all orphans."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -25,7 +25,7 @@ def continue_in_child() -> None:
 
 
 def main(launcher: int, command: list[str]) -> NoReturn:
-    """Run `command`; end it and what it started when `launcher`, the parent of this process, ends."""
+    """Run `command`. End it and the processes it started when `launcher`, the parent of this process, ends."""
     parent = os.getpid()
     child = os.fork()
     if not child:
@@ -62,7 +62,7 @@ def _wait_for_child(child: int, launcher: int | None = None) -> NoReturn:
 
 
 def _kill_children() -> None:
-    """Kill children until there is none: each that ends leaves its own to this process."""
+    """Kill children until there are none: the children of each killed process become children of this one."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             left = [int(pid) for pid in file.read().split()]
@@ -77,7 +77,7 @@ def _kill_children() -> None:
 
 def _die_with_parent(parent: int, signal_number: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the request was made
+    if os.getppid() != parent:  # the parent ended before the prctl call, so no signal will come
         os.kill(os.getpid(), signal_number)
 
 

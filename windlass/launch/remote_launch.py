@@ -1,4 +1,4 @@
-"""Starts ranks on several hosts, each behind a connection of its own, and brings back how they ended."""
+"""Launch of ranks on several hosts, each over a connection of its own."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from windlass.launch.ssh_connection import RemoteNode, check_agent_version
 from windlass.launch.supervisor import RankEvents, ReceivedSignals, capture_signals, supervise
 
 CONNECT_TIMEOUT_S = 60.0
-_LOST_GRACE_S = 2.0  # noticing took some of the seconds in which all is to be over
+_LOST_GRACE_S = 2.0  # shorter than the usual grace, because detecting the loss has already taken seconds
 
 
 def start_on_hosts(
     plan: LaunchPlan, command: Callable[[Host], list[str]], events: RankEvents, *, reports_memory: bool = False
 ) -> LaunchExitStatus:
-    """Start an agent on each host of the plan by `command(host)`, and ranks through it; look after them to their end.
+    """Start an agent on each host of the plan by `command(host)`, and ranks through it; supervise them to their end.
 
     Raises:
-        LaunchError: a host cannot be reached, or its ranks cannot be started; none is left then.
+        LaunchError: a host cannot be reached, or its ranks cannot be started; all started ranks are ended.
     """
     check_main_thread()
     with contextlib.ExitStack() as stack:
@@ -69,7 +69,7 @@ def _close_all(nodes: Sequence[RemoteNode]) -> None:
 
 
 class _ErrorCheckedNode:
-    """A node whose own errors end the launch."""
+    """Node whose error message ends the launch."""
 
     def __init__(self, node: RemoteNode) -> None:
         self._node = node
@@ -90,7 +90,7 @@ def _check_error(node: RemoteNode) -> None:
 
 
 def _wait_for_agents(nodes: Sequence[RemoteNode], selector: selectors.BaseSelector, received: ReceivedSignals) -> bool:
-    """Wait until every agent has answered; False if a signal came first."""
+    """Wait until every agent has answered. Return False if a signal came first."""
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while any(node.version is None for node in nodes) or nodes[0].master_endpoint is None:
         if received.numbers:
@@ -102,11 +102,12 @@ def _wait_for_agents(nodes: Sequence[RemoteNode], selector: selectors.BaseSelect
             _check_error(node)
             if not node.alive:
                 raise LaunchError(
-                    f"{node.host} cannot be reached: {node.describe_end()}; `ssh {node.host} true` must work without a question"
+                    f"{node.host} cannot be reached: {node.describe_end()}; `ssh {node.host} true` must work without "
+                    "a question"
                 )
             if node.version is None and time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{node.host} does not answer for {CONNECT_TIMEOUT_S:.0f} s; is windlass installed there?"
+                    f"{node.host} did not answer within {CONNECT_TIMEOUT_S:.0f} s; is windlass installed there?"
                 )
     for node in nodes:
         check_agent_version(node)
@@ -115,8 +116,8 @@ def _wait_for_agents(nodes: Sequence[RemoteNode], selector: selectors.BaseSelect
 
 @contextlib.contextmanager
 def _sending_keepalives(nodes: Sequence[RemoteNode]) -> Iterator[None]:
-    """Let nodes hear once a second that this process is there, even while it waits for its own reader; and announce
-    it when it is about to be suspended (Ctrl-Z)."""
+    """Send keepalives to nodes once a second from a thread, even while the main thread blocks. Before a suspension
+    (Ctrl-Z), send a message that pauses the agents' timeout."""
     over = threading.Event()
 
     def beat() -> None:

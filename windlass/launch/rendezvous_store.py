@@ -1,7 +1,7 @@
-"""Keeps the store at which ranks meet, in a process of its own, so that no rank's end takes it along.
+"""Rendezvous store of the ranks, in a process of its own, so that it survives the end of any rank.
 
-The socket listens before any rank is started: whoever comes early waits in its queue while this process imports torch.
-Ranks that torch starts find it by TORCHELASTIC_USE_AGENT_STORE, as under torchrun.
+The socket listens before any rank starts, so that early ranks wait in its queue while the store process imports torch.
+torch in the ranks finds the store by TORCHELASTIC_USE_AGENT_STORE, as under torchrun.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from windlass.launch import exec_rank
 from windlass.launch.launch_errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
-_LISTEN_BACKLOG = 2048  # ranks that may wait while torch is imported
+_LISTEN_BACKLOG = 2048  # number of ranks that may connect while torch is imported
 _SERVER_PROGRAM = """
 import signal, sys
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -29,13 +29,13 @@ signal.pause()
 
 
 class RendezvousStore:
-    """A listening socket, and the process that serves it from `serve` to `close`."""
+    """Listening socket, and the process that serves it from `serve` to `close`."""
 
     def __init__(self, port: int, *, all_interfaces: bool) -> None:
-        """Listen at `port`, 0 for a free one.
+        """Listen at `port`; 0 chooses a free one.
 
         Args:
-            everywhere: on every address of this host; else only for processes of this host.
+            all_interfaces: listen on every address of this host, not only on loopback.
 
         Raises:
             LaunchError: the port is in use.
@@ -43,13 +43,13 @@ class RendezvousStore:
         try:
             self._socket = _listen(port, all_interfaces)
         except OSError as error:
-            text = f"port {port} cannot be listened at: {error.strerror}; give another, or none and a free one is taken"
+            text = f"cannot listen at port {port}: {error.strerror}; give another, or none to use a free one"
             raise LaunchError(text) from None
         self.port: int = self._socket.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
 
     def serve(self) -> None:
-        """Start the process."""
+        """Start the store process."""
         number = self._socket.fileno()
         command = [sys.executable, "-c", _SERVER_PROGRAM, LOOPBACK, str(self.port), str(number)]
         if sys.platform == "linux":
@@ -62,10 +62,10 @@ class RendezvousStore:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL if "LOGLEVEL" not in os.environ else None,
         )
-        self._socket.close()  # or ranks would wait for a keeper that is gone
+        self._socket.close()  # an open copy here would keep ranks waiting after the store process is gone
 
     def close(self) -> None:
-        """End the process; what it held is gone."""
+        """End the store process. The contents of the store are lost."""
         self._socket.close()
         if self._process is not None:
             self._process.kill()
@@ -74,7 +74,7 @@ class RendezvousStore:
 
 
 def is_port_free(port: int) -> bool:
-    """Whether a process of this host could listen there."""
+    """Return True if a process of this host could listen at the port."""
     with contextlib.suppress(OSError), socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((LOOPBACK, port))
@@ -86,7 +86,7 @@ def _listen(port: int, all_interfaces: bool) -> socket.socket:
     if not all_interfaces:
         return socket.create_server((LOOPBACK, port), backlog=_LISTEN_BACKLOG)
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 may be switched off
+        with contextlib.suppress(OSError):  # IPv6 may be disabled
             return socket.create_server(
                 ("::", port), family=socket.AF_INET6, backlog=_LISTEN_BACKLOG, dualstack_ipv6=True
             )

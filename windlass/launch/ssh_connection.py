@@ -1,4 +1,4 @@
-"""A host at the other end of an ssh connection, on which `launch.node` starts its ranks."""
+"""Remote host at the end of an ssh connection, where `node_agent` starts its ranks."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from windlass.launch.rank_processes import ERR, OUT
 from windlass.launch.shell_quoting import check_host_name, shell_command
 from windlass.launch.supervisor import RankEvents
 
-# A connection that is gone is noticed after 6 seconds. `--launcher_args` go first, and ssh takes the first of a kind.
+# A lost connection is detected after 6 seconds. `--launcher_args` come first, because ssh uses the first value given.
 _SSH_OPTIONS = {
-    "BatchMode": "yes",  # nobody could answer as many questions as there are hosts
+    "BatchMode": "yes",  # no interactive questions: they would come from every host at once
     "ConnectTimeout": "15",
     "ServerAliveInterval": "1",
     "ServerAliveCountMax": "5",
-    "ControlMaster": "no",  # another connection's keepalive is not ours
+    "ControlMaster": "no",  # a shared connection would have another keepalive
     "ControlPath": "none",
     "ForwardX11": "no",
     "ClearAllForwardings": "yes",
 }
-_KILL_AFTER_S = 2.0  # more than the grace: a node that does not answer is left to notice by itself
+_KILL_AFTER_S = 2.0  # longer than the grace period: a node that does not answer ends its ranks by itself
 
 
 @dataclass(frozen=True)
 class SshConnectionOptions:
-    """How hosts are reached.
+    """Options of the ssh connections.
 
     Args:
-        arguments: more options of ssh, over ours.
-        venv_script: a shell script that is sourced on each host first.
+        launcher_args: further options of ssh, which override those of windlass.
+        venv_script: shell script that is sourced first on each host.
     """
 
     ssh_port: int | None = None
@@ -53,27 +53,28 @@ class SshConnectionOptions:
     venv_script: str | None = None
 
     def ssh_argv(self, host: str, shell_text: str) -> list[str]:
-        """The words that run the shell text `text` on `host`.
+        """Return the command that runs `shell_text` on `host`.
 
         Raises:
-            LaunchError: a host whose name ssh, or a shell, could take for something else.
+            LaunchError: ssh or a shell could misinterpret the host's name.
         """
         options = [word for name, value in _SSH_OPTIONS.items() for word in ("-o", f"{name}={value}")]
         port = ["-p", str(self.ssh_port)] if self.ssh_port is not None else []
         return ["ssh", *self.launcher_args, *port, "-T", *options, "--", check_host_name(host), shell_text]
 
     def agent_shell_command(self, environ: Mapping[str, str], cwd: str) -> str:
-        """The shell text that becomes the agent of a host; all that may be secret or odd comes after, as messages."""
+        """Return the shell text that becomes the agent of a host. Secrets are not in it; they follow as messages."""
         path = {"PYTHONPATH": agent_pythonpath(environ.get("PYTHONPATH", ""))}
         agent = shell_command([sys.executable, "-u", "-m", "windlass.launch.node_agent"], env=path)
         if self.venv_script is not None:
             script = self.venv_script if os.path.isabs(self.venv_script) else os.path.join(cwd, self.venv_script)
             agent = f"{shell_command(['.', script]).removeprefix('exec ')} && {agent}"
-        return shell_command(["sh", "-c", agent])  # whatever shell the user has there
+        # wrapped in sh, because the user's login shell there may be any shell
+        return shell_command(["sh", "-c", agent])
 
 
 def agent_pythonpath(path: str) -> str:
-    """PYTHONPATH on other hosts, with this windlass on it where that is not installed."""
+    """Return the PYTHONPATH for other hosts; it includes this windlass if it runs from a source tree."""
     home = str(Path(windlass.__file__).parents[1])
     installed = Path(home).name in ("site-packages", "dist-packages")
     known = [*filter(None, path.split(os.pathsep)), *([] if installed else [home])]
@@ -81,7 +82,7 @@ def agent_pythonpath(path: str) -> str:
 
 
 class RemoteNode:
-    """The launcher's end of one connection."""
+    """Launcher's end of the connection to one node agent."""
 
     def __init__(
         self, host: str, command: Sequence[str], placements: Sequence[RankPlacement], events: RankEvents, selector: Any
@@ -113,11 +114,11 @@ class RemoteNode:
 
     @property
     def alive(self) -> bool:
-        """Whether the connection is there."""
+        """True while the ssh process runs."""
         return self._process.returncode is None
 
     def poll(self) -> None:
-        """Notice its end, and bring it about where its time is over."""
+        """Detect the end of the connection, and kill it if the grace period is over."""
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
         if self._process.returncode is None and self._process.poll() is not None:
@@ -128,19 +129,19 @@ class RemoteNode:
             self._report_lost()
 
     def stop(self, signal_number: int, grace_s: float) -> None:
-        """Have its ranks sent a signal, and killed if they are there after `grace_s` seconds."""
+        """Send the agent a signal for its ranks; it kills those that are left after `grace_s` seconds."""
         self.channel.send({"stop": signal_number, "grace_s": grace_s})
         self._kill_at = time.monotonic() + grace_s + _KILL_AFTER_S
 
     def kill(self) -> None:
-        """End the connection; its ranks end with it."""
+        """End the connection; the ranks end with it."""
         self._was_killed = True
         self.channel.close()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     def close(self, *, succeeded: bool) -> None:
-        """Let go of it."""
+        """Release the connection, and kill it if it is still there."""
         if self._process.returncode is None:
             self.kill()
             self._process.wait()
@@ -149,10 +150,10 @@ class RemoteNode:
         self.channel.close()
 
     def describe_end(self) -> str:
-        """How the connection ended, in ssh's last words if it had any."""
+        """Describe the end of the connection, with the last lines of ssh if there are any."""
         status = self._process.returncode
         ended = f"ended by {signal.Signals(-status).name}" if status and status < 0 else f"exit code {status}"
-        return f"its connection is gone ({'; '.join(self._last_lines) or ended})"
+        return f"its connection ended ({'; '.join(self._last_lines) or ended})"
 
     def _report_lost(self) -> None:
         if self._unfinished_ranks and self.version is not None and not self._was_killed:
@@ -179,7 +180,7 @@ class RemoteNode:
 
     def _forward_line(self, stream: str, line: bytes) -> None:
         self._last_lines.append(line.decode(errors="replace").strip())
-        if self.version is not None:  # until then it belongs to the error
+        if self.version is not None:  # before the version arrives, lines belong to the error message
             self._events.on_host_output(self.host, stream, line)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
@@ -209,8 +210,10 @@ class RemoteNode:
 
 
 def check_agent_version(node: RemoteNode) -> None:
-    """Raises:
-    LaunchError: another windlass is there than here.
+    """Require the same version of windlass on the node as here.
+
+    Raises:
+        LaunchError: the versions differ.
     """
     if node.version != windlass.__version__:
         raise LaunchError(

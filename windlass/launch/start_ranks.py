@@ -1,4 +1,4 @@
-"""Starts a program on N local ranks, and brings back how it ended."""
+"""Start of a program on N local ranks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def launch(
     env: Mapping[str, str] | None = None,
     grace_s: float = 30,
 ) -> int:
-    """Run `entrypoint` on `nproc` ranks of this machine; what failures there are is theirs to print.
+    """Run `entrypoint` on `nproc` ranks of this machine. The ranks print their own failures.
 
     Args:
-        entrypoint: what follows `python`: a script and its arguments (or `-m module ...`).
+        entrypoint: arguments of `python`: a script and its arguments (or `-m module ...`).
         nproc: number of ranks.
-        module: the first word of `entrypoint` is a module's name.
-        env: set in the ranks' environment, over what they inherit.
+        module: the first word of `entrypoint` is the name of a module.
+        env: variables to set in the environment of the ranks, over inherited ones.
         grace_s: seconds that ranks have to end after Ctrl-C, before they are killed.
 
     Returns:
-        The worst exit code of the ranks, 128 + its number for a signal that ended one, or that this process was sent.
+        The worst exit code of the ranks; 128 plus the number of a signal that ended one, or that this process received.
 
     Raises:
         LaunchError: the ranks cannot be started.
@@ -52,10 +52,10 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     grace_s: float = 30,
 ) -> LaunchExitStatus:
-    """Like `launch`, but tells which ranks failed too, and takes the port at which they meet (by default a free one).
+    """Start ranks like `launch`, and return the failures of the ranks too. `master_port` is free by default.
 
-    Ranks die with this process, even if it is killed (Linux). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to them
-    with `grace_s` seconds to end. Only in the main thread, whose signals these are.
+    Ranks die with this process, even if it is killed (Linux). SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to
+    them, with `grace_s` seconds to end. The call must be in the main thread, which alone receives signals.
     """
     plan = plan_local_launch(entrypoint, nproc, module=module, master_port=master_port, env=env, grace_s=grace_s)
     return start_local_ranks(plan, RankEvents(None))
@@ -70,7 +70,7 @@ def plan_local_launch(
     env: Mapping[str, str] | None = None,
     grace_s: float = 30,
 ) -> LaunchPlan:
-    """The plan of `start`, checked."""
+    """Build and check the plan of `start_ranks`."""
     if not entrypoint:
         raise LaunchError("nothing to run: name a script, or a module with --module")
     if not 1 <= nproc <= MAX_RANKS_PER_HOST:

@@ -1,4 +1,4 @@
-"""A run from its first rank to its last: who fails ends all, and so does a signal; what comes back is one outcome."""
+"""Supervision of a run: a failed rank or a signal ends all ranks, and the result is one exit status."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from windlass.launch.exit_status import LaunchExitStatus, RankFailure, combine_f
 from windlass.launch.oom_kills import OomKillCounter
 from windlass.launch.rank_output import RankConsole, write_stream
 
-_FIRST_FAILURE_WINDOW_S = 0.25  # after a first failure: who fails by itself in the same moment counts too
+_FIRST_FAILURE_WINDOW_S = 0.25  # after the first failure, ranks that fail by themselves within this time count too
 
 
 class SupervisedNode(Protocol):
-    """Some ranks that are looked after together: those of this machine, or what is behind a connection."""
+    """Group of ranks that are supervised together: those of this machine, or those behind a connection."""
 
     @property
     def alive(self) -> bool: ...  # noqa: D102
@@ -33,10 +33,10 @@ class SupervisedNode(Protocol):
 
 
 class RankEvents:
-    """What became of ranks, for whoever looks on: a table. This one keeps what decides the outcome.
+    """Events of ranks, recorded for the exit status. Subclasses also display them.
 
     Args:
-        hosts: the host of each rank, where there are several.
+        hosts: host of each rank; empty if there is only one host.
     """
 
     def __init__(self, console: RankConsole | None, hosts: Sequence[str] = ()) -> None:
@@ -48,16 +48,16 @@ class RankEvents:
         self._oom_kills = OomKillCounter()
 
     def on_started(self, rank: int, pid: int) -> None:
-        """A rank is a process now."""
+        """Record the process id of a started rank."""
         self.pid_of_rank[rank] = pid
 
     def on_output(self, rank: int, stream: str, data: bytes) -> None:
-        """A rank wrote something."""
+        """Show output of a rank."""
         if self.console is not None:
             self.console.feed(rank, stream, data)
 
     def on_ended(self, rank: int, status: int) -> None:
-        """A rank ended; what it wrote was told before."""
+        """Record the end of a rank. All of its output has been reported before."""
         self.status_of_rank[rank] = status
         if self.console is not None:
             self.console.flush_rank(rank)
@@ -67,21 +67,21 @@ class RankEvents:
             self.failures.append(RankFailure(rank, status, time.time(), host, out_of_memory=memory))
 
     def on_host_lost(self, host: str, first_rank: int, num_ranks: int, reason: str) -> None:
-        """A host is gone with these ranks."""
+        """Record the loss of a host with its ranks."""
         self.status_of_rank |= dict.fromkeys(range(first_rank, first_rank + num_ranks), -signal.SIGKILL)
         self.failures.append(RankFailure(first_rank, -signal.SIGKILL, time.time(), host, num_ranks, reason))
 
     def on_host_output(self, host: str, stream: str, data: bytes) -> None:
-        """Somebody other than a rank wrote something on `host`: whole lines."""
+        """Show lines that a program other than a rank wrote on `host`."""
         show = self.console.emit if self.console is not None else write_stream
         show(stream, b"".join(f"[{host}] ".encode() + line for line in data.splitlines(keepends=True)))
 
     def on_tick(self) -> None:
-        """Called many times a second."""
+        """Do nothing. The supervisor calls this method many times a second; subclasses update their display."""
 
 
 class ReceivedSignals:
-    """The signals that this process was sent since it took them over, oldest first."""
+    """Signals that this process has received since `capture_signals`, oldest first."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -89,7 +89,7 @@ class ReceivedSignals:
 
 @contextlib.contextmanager
 def capture_signals(names: Sequence[str]) -> Iterator[ReceivedSignals]:
-    """Note these signals down instead of ending by them. A hang-up that `nohup` had ignored stays ignored."""
+    """Record these signals instead of ending. A SIGHUP that `nohup` has set to be ignored stays ignored."""
     received, before = ReceivedSignals(), {}
     for name in names:
         number = getattr(signal, name, None)
@@ -113,10 +113,10 @@ def supervise(
     lost_grace_s: float | None = None,
     monitor_interval_s: float = 0.1,
 ) -> LaunchExitStatus:
-    """Look after `nodes` until nothing of them is left.
+    """Supervise `nodes` until all of their ranks have ended.
 
-    The first signal is passed on to every rank, with `grace_s` seconds to end in; a second one kills. After a first
-    failure the other ranks are told to stop (SIGTERM) with the same grace, `lost_grace_s` if a host was lost.
+    The first signal is forwarded to every rank, with `grace_s` seconds to end; a second one kills them. After the first
+    failure the other ranks receive SIGTERM, with the same grace, or `lost_grace_s` if a host was lost.
     """
     stopped_by, obeyed, failed_at = None, 0, 0.0
     try:
@@ -162,7 +162,7 @@ def _kill_all(nodes: Sequence[SupervisedNode]) -> None:
 
 
 def failure_output_lines(console: RankConsole | None, status: LaunchExitStatus, world_size: int) -> list[str]:
-    """The lines that tell of a failure: which rank was first, and the last that it wrote."""
+    """Return the lines of a failure report: the rank that failed first, and its last output."""
     first = status.first_failure
     if console is None or first is None or world_size < 2 or first.reason:
         return []
@@ -171,7 +171,7 @@ def failure_output_lines(console: RankConsole | None, status: LaunchExitStatus, 
 
 
 def resident_bytes_of(pid: int) -> int:
-    """Bytes of memory that a process has resident; 0 where that cannot be read."""
+    """Return the resident memory of a process in bytes; 0 if it cannot be read."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Ranks of hosts that find each other by themselves: torch's elastic agent meets the others and starts them."""
+"""Launch by torch's elastic agent, for hosts that find each other by a rendezvous."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.launch.launch_errors import LaunchError
 from windlass.launch.local_launch import check_main_thread
 from windlass.launch.program import Program
 
-# What torchrun takes too, by its own names; None and False are not passed on.
+# Flags that torchrun has under the same names; None and False are not passed on.
 _TORCHRUN_FLAGS = (
     *("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "max_restarts", "role"),
     *("monitor_interval", "start_method", "event_log_handler", "logs_specs", "numa_binding", "signals_to_handle"),
@@ -29,15 +29,17 @@ _UNSUPPORTED_FLAGS = ("hostfile", "include", "exclude", "launcher", "no_ssh", "w
 
 
 def start_with_torch_agent(args: argparse.Namespace, program: Program, env: Mapping[str, str]) -> LaunchExitStatus:
-    """Start this host's ranks once as many hosts have met as `--nnodes` says.
+    """Start this host's ranks after the rendezvous of the number of hosts that `--nnodes` sets.
 
     Raises:
-        LaunchError: a flag that does not go with a rendezvous, or torch refuses one.
+        LaunchError: a flag cannot be combined with a rendezvous, or torch rejects one.
     """
     check_main_thread()
     for name in _UNSUPPORTED_FLAGS:
         if getattr(args, name):
-            raise LaunchError(f"--{name} does not go with a rendezvous, where each host starts by itself; leave it out")
+            raise LaunchError(
+                f"--{name} cannot be combined with a rendezvous, where each host starts by itself; leave it out"
+            )
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -51,7 +53,7 @@ def start_with_torch_agent(args: argparse.Namespace, program: Program, env: Mapp
         command = [sys.executable, "-I", "-S", exec_rank.__file__, str(os.getpid())] if sys.platform == "linux" else []
         command = [
             word.replace("$", "$$") for word in [*command, *program.argv_for_rank(0)]
-        ]  # torch fills in templates
+        ]  # torch expands $ templates in arguments
         try:
             elastic_launch(_torch_launch_config(args, logs), command[0])(*command[1:])
         except ChildFailedError as error:
@@ -77,17 +79,17 @@ def _torch_launch_config(args: argparse.Namespace, log_dir: str) -> Any:
     parser = get_args_parser()
     known = [word for word in words if word.partition("=")[0] in parser._option_string_actions]
     if dropped := [word for word in words if word not in known and not word.startswith("--shutdown")]:
-        raise LaunchError(f"{dropped[0]}: this torch does not know it; install a newer one, or leave it out")
+        raise LaunchError(f"{dropped[0]}: this version of torch lacks it; install a newer one, or leave it out")
     try:
         config, _, _ = config_from_args(parser.parse_args([*known, "script"]))
     except (ValueError, RuntimeError) as error:
-        raise LaunchError(f"torch refuses these flags: {error}") from error
+        raise LaunchError(f"torch rejects these flags: {error}") from error
     return config
 
 
 @contextlib.contextmanager
 def _temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """The agent has no other way to give ranks variables than its own environment."""
+    """Set variables in this process's environment, from which the agent's ranks inherit them; restore it at the end."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -99,7 +101,7 @@ def _temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored_signal_handlers() -> Iterator[None]:
-    """Puts back the handlers that the agent replaces and leaves behind."""
+    """Restore the signal handlers that the agent replaces and does not restore."""
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None))}
     try:
@@ -111,7 +113,7 @@ def _restored_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silenced_torch_log() -> Iterator[None]:
-    """The agent's own account of a failure repeats what ranks printed; torch's `LOGLEVEL` brings it back."""
+    """Silence the agent's report of a failure, which repeats the output of ranks, unless `LOGLEVEL` is set."""
     if "LOGLEVEL" in os.environ:
         yield
         return

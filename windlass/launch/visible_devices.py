@@ -1,4 +1,4 @@
-"""The devices that this process was given: by CUDA_VISIBLE_DEVICES, by Slurm, or all that the machine has."""
+"""Devices available to this process: by CUDA_VISIBLE_DEVICES, by Slurm, or all devices of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.base.text import one_line
 from windlass.launch.launch_errors import LaunchError
 
 _MAX_NUMBER = 65_536
-"""Cores or local ranks that a list may name."""
+"""Upper bound on core numbers and local ranks in a list."""
 
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _SLURM_VARIABLES = ("GPU_DEVICE_ORDINAL", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
@@ -19,20 +19,20 @@ _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidia-caps/*", "/dev/kfd", "/dev/dx
 
 
 def available_devices(environ: Mapping[str, str], count: int) -> list[str]:
-    """The devices that ranks may use, by the names that CUDA_VISIBLE_DEVICES takes.
+    """Return the devices that ranks may use, as names for CUDA_VISIBLE_DEVICES.
 
     Args:
-        environ: CUDA_VISIBLE_DEVICES goes first. Slurm's own variables count where that is not set: its numbers are
-            those of the machine, unless Slurm shows the job no other devices, which are then numbered anew.
-        count: how many devices a process of this environment sees (those that CUDA_VISIBLE_DEVICES hides left out);
-            0 on a machine without GPUs, where no variable gives any.
+        environ: environment of the ranks. CUDA_VISIBLE_DEVICES has priority over Slurm's own variables. Slurm's numbers
+            are those of the machine, unless the job sees only its own devices, which are then numbered from 0.
+        count: number of devices that a process with this environment sees (without those that CUDA_VISIBLE_DEVICES
+            hides); 0 on a machine without GPUs, where the result is always empty.
     """
     if count == 0:
         return []
     if VISIBLE_DEVICES_VARIABLE in environ:
         names = [name.strip() for name in environ[VISIBLE_DEVICES_VARIABLE].split(",")]
         ends = next((at for at, name in enumerate(names) if not name or name.startswith("-")), len(names))
-        return names[: min(ends, count)]  # as the driver reads it: the first that is none ends the list
+        return names[: min(ends, count)]  # as the driver reads it: the first invalid entry ends the list
     for variable in _SLURM_VARIABLES:
         if environ.get(variable):
             numbers = parse_numbers(environ[variable], variable)
@@ -41,7 +41,7 @@ def available_devices(environ: Mapping[str, str], count: int) -> list[str]:
 
 
 def slurm_device_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to set where Slurm gives devices by its own variables alone, so that ranks see no others."""
+    """Return CUDA_VISIBLE_DEVICES from Slurm's own variables if it is not set, so that ranks see no other devices."""
     if VISIBLE_DEVICES_VARIABLE in environ or not any(environ.get(variable) for variable in _SLURM_VARIABLES):
         return {}
     given = available_devices(environ, count_devices())
@@ -49,7 +49,7 @@ def slurm_device_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def count_devices() -> int:
-    """How many GPUs this process sees; torch is asked only where the machine has any."""
+    """Return the number of GPUs that this process sees. torch is imported only if the machine has GPU device files."""
     if "torch" not in sys.modules and not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
         return 0
     import torch
@@ -58,13 +58,13 @@ def count_devices() -> int:
 
 
 def select_devices(slots: Sequence[int | str], available: Sequence[str], host: str) -> list[str] | None:
-    """The devices of these slots: a number counts through the devices given, a name is one of them.
+    """Return the devices of these slots: a number is an index into the available devices, a name is one of them.
 
     Returns:
-        None where there are no GPUs: ranks are then CPU processes.
+        None if there are no GPUs; ranks are then CPU processes.
 
     Raises:
-        LaunchError: a slot for which no device is given.
+        LaunchError: no device is available for a slot.
     """
     if not available:
         return None
@@ -76,17 +76,17 @@ def select_devices(slots: Sequence[int | str], available: Sequence[str], host: s
             found.append(available[slot])
         else:
             raise LaunchError(
-                f"device {slot} is asked for on {host}, which gives {','.join(available)} ({len(available)} in all); "
-                f"ask for fewer, or set {VISIBLE_DEVICES_VARIABLE}"
+                f"device {slot} is requested on {host}, which has {','.join(available)} ({len(available)} in all); "
+                f"request fewer, or set {VISIBLE_DEVICES_VARIABLE}"
             )
     return found
 
 
 def parse_numbers(text: str, source: str) -> list[int]:
-    """`1,3-5,7` as [1, 3, 4, 5, 7].
+    """Parse `1,3-5,7` as [1, 3, 4, 5, 7].
 
     Raises:
-        LaunchError: something else than numbers and ranges.
+        LaunchError: the text contains anything but numbers and ranges.
     """
     found: list[int] = []
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""What a run says about itself: timers, memory, monitors. A rank that is asked nothing pays nothing."""
+"""Timers, memory figures and monitor writers of a run. Disabled ones cost nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory this process has: resident, proportional, peak, and on the device."""
+"""Memory usage of this process: resident, proportional and peak on the host, and on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What torch's allocator holds on a device, in bytes."""
+    """Memory in torch's allocator on a device, in bytes."""
 
     allocated: int
     peak_allocated: int
@@ -24,25 +24,26 @@ class DeviceMemory:
 
 
 def resident_bytes() -> int | None:
-    """Resident bytes of this process, pages shared with others counted in full; None without Linux's /proc."""
+    """Return the resident bytes of this process, with shared pages counted in full; None without Linux's /proc."""
     return _read_proc_field("status", "VmRSS")
 
 
 def peak_resident_bytes() -> int | None:
-    """The largest `rss()` so far, in bytes; None without Linux's /proc."""
+    """Return the peak of `resident_bytes` so far; None without Linux's /proc."""
     return _read_proc_field("status", "VmHWM")
 
 
 def proportional_bytes() -> int | None:
-    """Proportional bytes: a page shared by n processes counts 1/n in each, so ranks add up to what the host holds.
+    """Return the proportional bytes of this process, so that the sum over ranks is the host's memory use.
 
-    The kernel walks all pages for it (milliseconds a GiB). None where /proc/self/smaps_rollup is absent or forbidden.
+    A page shared by n processes counts 1/n in each. The kernel walks all pages for this figure (milliseconds per GiB).
+    None if /proc/self/smaps_rollup is missing or forbidden.
     """
     return _read_proc_field("smaps_rollup", "Pss")
 
 
 def device_memory(device: torch.device | str | None = None) -> DeviceMemory | None:
-    """What is in use on a CUDA device (by default the current one); None on a CPU."""
+    """Return the memory in use on a CUDA device (by default the current one); None on a CPU."""
     if not torch.cuda.is_available() or (device is not None and torch.device(device).type != "cuda"):
         return None
     return DeviceMemory(
@@ -54,7 +55,7 @@ def device_memory(device: torch.device | str | None = None) -> DeviceMemory | No
 
 
 def see_memory_usage(message: str, device: torch.device | str | None = None) -> str:
-    """Log one line, on rank 0: `message`, then host and device memory in GiB. Returns the line."""
+    """Log one line on rank 0 with `message` and the host and device memory in GiB, and return the line."""
     host = {"resident": resident_bytes(), "peak": peak_resident_bytes(), "proportional": proportional_bytes()}
     parts = [f"{name} {_format_gib(size)}" for name, size in host.items() if size is not None]
     line = f"{message}: host {', '.join(parts) if parts else 'unknown (no /proc here)'}"

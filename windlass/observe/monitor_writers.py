@@ -1,4 +1,4 @@
-"""Writes a run's numbers to TensorBoard, CSV files, Weights & Biases and Comet, from rank 0."""
+"""Writers of metrics to TensorBoard, CSV files, Weights & Biases and Comet, from rank 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 
 Event = tuple[str, float, int]
-"""Name of a quantity (`Train/loss`), its value, and the step it belongs to."""
+"""Name of a metric (`Train/loss`), its value, and its step."""
 
 
 class _FileMonitorSection(Protocol):
@@ -61,7 +61,7 @@ class _CometSection(Protocol):
 
 
 class MonitorSections(Protocol):
-    """The sections of the configuration that are read."""
+    """Sections of the configuration that `RunMonitor` reads."""
 
     @property
     def tensorboard(self) -> _FileMonitorSection: ...
@@ -74,27 +74,27 @@ class MonitorSections(Protocol):
 
 
 class EventWriter(Protocol):
-    """One place that events go to."""
+    """Destination of events."""
 
     def write(self, events: list[Event]) -> None:
-        """Write and flush."""
+        """Write the events and flush."""
 
     def close(self) -> None:
-        """Finish; nothing is written after."""
+        """Finish. Nothing is written afterwards."""
 
 
 class RunMonitor:
-    """Every writer that the configuration turns on; none on ranks other than 0.
+    """All writers that the configuration enables; none on ranks other than 0.
 
-    Each `write_events` is flushed before it returns, so an interrupt loses at most the events in hand. A writer that
-    fails (disk full, network) is dropped with an error in the log and training goes on.
+    Each `write_events` flushes before it returns, so an interrupt loses at most the events of a running call. A writer
+    that fails (disk full, network) is removed with an error in the log, and training continues.
 
     Args:
-        config: with sections `tensorboard`, `csv_monitor`, `wandb`, `comet`.
-        rank: this process; by default torch.distributed's, else the environment's RANK, else 0.
+        config: configuration with the sections `tensorboard`, `csv_monitor`, `wandb` and `comet`.
+        rank: rank of this process; by default torch.distributed's, else the environment's RANK, else 0.
 
     Raises:
-        ConfigError: a section is enabled whose package is not installed, or whose folder cannot be made.
+        ConfigError: the package of an enabled section is not installed, or its folder can't be created.
     """
 
     def __init__(self, config: MonitorSections, rank: int | None = None) -> None:
@@ -121,11 +121,11 @@ class RunMonitor:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is written; a loop may skip computing events otherwise."""
+        """True if any writer is enabled. A training loop may skip the computation of events otherwise."""
         return bool(self._writers)
 
     def write_events(self, events: Iterable[tuple[str, SupportsFloat, int]]) -> None:
-        """Write `(name, value, step)` triples everywhere; a value may be a one-element tensor."""
+        """Write `(name, value, step)` triples to every writer. A value may be a one-element tensor."""
         if not self._writers:
             return
         plain = [(name, float(value), int(step)) for name, value, step in events]
@@ -137,7 +137,7 @@ class RunMonitor:
                 del self._writers[name]
 
     def close(self) -> None:
-        """Close every writer; safe to call twice."""
+        """Close every writer. May be called twice."""
         while self._writers:
             name, writer = self._writers.popitem()
             try:
@@ -155,31 +155,34 @@ class RunMonitor:
 
 
 class CsvWriter:
-    """One file a quantity, `Train_loss.csv` for `Train/loss`, of `step,loss` rows; an existing file is continued."""
+    """Writer of one CSV file per metric, `Train_loss.csv` for `Train/loss`, with rows `step,loss`.
+
+    Existing files are continued.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, events: list[Event]) -> None:
-        """Append one row an event; quantities written together open each file once."""
+        """Append one row per event. Each file is opened once per call."""
         by_name: dict[str, list[tuple[int, float]]] = {}
         for name, value, step in events:
             by_name.setdefault(name, []).append((step, value))
         for name, rows in by_name.items():
             path = self.folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-            with path.open("a", newline="") as file:  # closed after each write: a row never waits in a buffer
+            with path.open("a", newline="") as file:  # closed after each write, so that no row stays in a buffer
                 writer = csv.writer(file, lineterminator="\n")
                 if file.tell() == 0:
                     writer.writerow(["step", name.rpartition("/")[2]])
                 writer.writerows(rows)
 
     def close(self) -> None:
-        """Nothing: no file is open."""
+        """Do nothing: no file is open."""
 
 
 class TensorBoardWriter:
-    """Event files in a folder, by torch's SummaryWriter.
+    """Writer of TensorBoard event files through torch's SummaryWriter.
 
     Raises:
         ConfigError: the package tensorboard is not installed.
@@ -194,7 +197,7 @@ class TensorBoardWriter:
         self._writer = make(log_dir=str(folder))
 
     def write(self, events: list[Event]) -> None:
-        """Add scalars and flush."""
+        """Add the scalars and flush."""
         for name, value, step in events:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -205,10 +208,10 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A run of Weights & Biases.
+    """Writer of a Weights & Biases run.
 
     Raises:
-        ConfigError: the package wandb is not installed, or it cannot start (no key, no network).
+        ConfigError: the package wandb is not installed, or it can't start (no key, no network).
     """
 
     def __init__(self, section: _WandbSection) -> None:
@@ -218,14 +221,14 @@ class WandbWriter:
             raise ConfigError(_missing_package_message("wandb", "wandb", "monitor", error)) from error
         try:
             self._run = wandb.init(project=section.project, group=section.group, entity=section.team)
-        except Exception as error:  # wandb has kinds of its own: no key, no network, no such team
+        except Exception as error:  # wandb raises exceptions of its own: no key, no network, no such team
             raise ConfigError(
                 f"wandb.enabled is true but wandb cannot start ({error}): run `wandb login`, set WANDB_MODE=offline, "
                 "or set wandb.enabled to false"
             ) from error
 
     def write(self, events: list[Event]) -> None:
-        """Log all quantities of a step together, as W&B's own step counter never goes back."""
+        """Log all metrics of a step together, since W&B's step counter must not decrease."""
         by_step: dict[int, dict[str, float]] = {}
         for name, value, step in events:
             by_step.setdefault(step, {})[name] = value
@@ -233,15 +236,17 @@ class WandbWriter:
             self._run.log(by_step[step], step=step)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self._run.finish()
 
 
 class CometWriter:
-    """An experiment of Comet. A quantity is logged when `samples_log_interval` samples have passed since the last time.
+    """Writer of a Comet experiment.
+
+    It logs a metric once `samples_log_interval` samples have passed since its last value.
 
     Raises:
-        ConfigError: the package comet_ml is not installed, or it cannot start (no key, no network).
+        ConfigError: the package comet_ml is not installed, or it can't start (no key, no network).
     """
 
     def __init__(self, section: _CometSection) -> None:
@@ -260,7 +265,7 @@ class CometWriter:
             )
             if section.experiment_name is not None:
                 self._experiment.set_name(section.experiment_name)
-        except Exception as error:  # comet_ml has kinds of its own: no key, no network, no such experiment
+        except Exception as error:  # comet_ml raises exceptions of its own: no key, no network, no such experiment
             raise ConfigError(
                 f"comet.enabled is true but comet_ml cannot start ({error}): set COMET_API_KEY, write comet.online "
                 "false, or set comet.enabled to false"
@@ -269,7 +274,7 @@ class CometWriter:
         self._logged: dict[str, int] = {}
 
     def write(self, events: list[Event]) -> None:
-        """Log what is due; the step of an event is its number of samples."""
+        """Log the metrics that are due. The step of an event is its number of samples."""
         for name, value, step in events:
             last = self._logged.get(name)
             if last is None or step - last >= self._interval:
@@ -277,7 +282,7 @@ class CometWriter:
                 self._experiment.log_metric(name, value, step=step)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self._experiment.end()
 
 

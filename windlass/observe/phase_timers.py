@@ -1,4 +1,4 @@
-"""Named timers for `wall_clock_breakdown`: what the phases of a step take on host and device together."""
+"""Named timers for `wall_clock_breakdown`, which measure the phases of a step on host and device together."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from windlass.base.errors import WindlassError
 
 @dataclass
 class TimerTotal:
-    """How often a timer ran, and for how long altogether."""
+    """Number of runs of a timer and their total time."""
 
     count: int = 0
     seconds: float = 0.0
 
     @property
     def mean_ms(self) -> float:
-        """Milliseconds a run; 0 where there was none."""
+        """Mean milliseconds per run; 0 without runs."""
         return 1000 * self.seconds / self.count if self.count else 0.0
 
 
 class Timers:
-    """A group of named timers: `with timers("forward"): ...`, or `start(name)` and `stop(name)`.
+    """Group of named timers: `with timers("forward"): ...`, or `start(name)` and `stop(name)`.
 
-    Different timers may overlap and nest. Synchronising costs the overlap of host and device, so a group that is not
-    `enabled` neither synchronises nor measures.
+    Different timers may overlap and nest. Synchronization costs the overlap of host and device, so a group that is not
+    `enabled` neither synchronizes nor measures.
 
     Args:
-        device: whose queue is waited for at every start and stop.
+        device: device that every start and stop synchronizes.
     """
 
     def __init__(self, device: torch.device | str = "cpu", enabled: bool = True) -> None:
@@ -44,7 +44,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a block; it is counted also when it raises."""
+        """Time a block. The time counts even if the block raises."""
         self.start(name)
         try:
             yield
@@ -55,7 +55,7 @@ class Timers:
         """Start a timer.
 
         Raises:
-            WindlassError: it is running.
+            WindlassError: the timer is already running.
         """
         if not self.enabled:
             return
@@ -64,10 +64,10 @@ class Timers:
         self._started[name] = self._synchronized_time()
 
     def stop(self, name: str) -> None:
-        """Stop a timer and add up.
+        """Stop a timer and add its time to its total.
 
         Raises:
-            WindlassError: it is not running.
+            WindlassError: the timer is not running.
         """
         if not self.enabled:
             return
@@ -80,12 +80,14 @@ class Timers:
         lap.count += 1
 
     def take_totals(self) -> dict[str, TimerTotal]:
-        """What was measured since the last `take`, in order of first use; running timers go on."""
+        """Return and clear the totals since the last call, in order of first use. Running timers continue."""
         laps, self.totals = self.totals, {}
         return laps
 
     def summary(self, steps: int = 1) -> str:
-        """What `take` returns as one line in ms a step, `forward 12.3 ms | backward 24.6 ms`; empty if nothing ran."""
+        """Return and clear the totals as one line in ms per step, `forward 12.3 ms | backward 24.6 ms`; empty if
+        nothing ran.
+        """
         return " | ".join(f"{name} {1000 * lap.seconds / steps:.1f} ms" for name, lap in self.take_totals().items())
 
     def _synchronized_time(self) -> float:

@@ -45,7 +45,7 @@ class CPUOptimizer(torch.optim.Optimizer):
     - `grad_scale`: one-element tensor; gradients are divided by it, not written; `torch.amp.GradScaler` sets it;
     - `found_inf`: one-element tensor; where it is 1 nothing is updated, counters included;
     - `low_precision_copies`: parameter -> bf16 or fp16 tensor that receives the new parameter, rounded to nearest even;
-    - `gradients`: parameter -> gradient that is taken instead of `.grad`, of any of the three dtypes.
+    - `gradient_overrides`: parameter -> gradient that is taken instead of `.grad`, of any of the three dtypes.
 
     Args:
         state_dtype: of the moments: "fp32"; "bf16", rounded stochastically; or "8bit", two in 2.03 bytes an element.

@@ -161,7 +161,7 @@ def has_placement(parameter: nn.Parameter) -> bool:
 def get_global_name(parameter: nn.Parameter, local_name: str) -> str:
     """The name of a parameter in the whole model, which is called `here` in this rank's."""
     found = _placements.get(parameter)
-    return local_name if found is None or not found.name else str(found.name)
+    return local_name if found is None or not found.global_name else found.global_name
 
 
 def get_global_numel(parameter: nn.Parameter) -> int:

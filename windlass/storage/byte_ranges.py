@@ -1,4 +1,4 @@
-"""A set of byte positions, kept as sorted spans that do not touch."""
+"""Set of byte positions, stored as sorted ranges that do not touch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from bisect import bisect_left, bisect_right
 
 
 class ByteRanges:
-    """Which bytes of something were written. All spans are half open: `[first, last)`."""
+    """Set of the written bytes of an extent. All ranges are half open: `[first, last)`."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
         self._lasts: list[int] = []
 
     def add(self, first: int, last: int) -> None:
-        """Put the positions of `[first, last)` in."""
+        """Add the positions `[first, last)`."""
         if first >= last:
             return
-        low = bisect_left(self._lasts, first)  # the first span that reaches, or touches, the new one
+        low = bisect_left(self._lasts, first)  # the first range that overlaps or touches the new one
         high = bisect_right(self._firsts, last)
         if low < high:
             first, last = min(first, self._firsts[low]), max(last, self._lasts[high - 1])
         self._firsts[low:high], self._lasts[low:high] = [first], [last]
 
     def remove(self, first: int, last: int) -> None:
-        """Take the positions of `[first, last)` out."""
+        """Remove the positions `[first, last)`."""
         low, high = self._overlapping(first, last)
         if low >= high:
             return
@@ -32,11 +32,11 @@ class ByteRanges:
         self._firsts[low:high], self._lasts[low:high] = [k[0] for k in kept], [k[1] for k in kept]
 
     def covers(self, first: int, last: int) -> bool:
-        """Whether every position of `[first, last)` is in."""
+        """Return True if every position of `[first, last)` is in the set."""
         return first >= last or self.first_gap(first, last) is None
 
     def first_gap(self, first: int, last: int) -> tuple[int, int] | None:
-        """The first span within `[first, last)` that is not in; None if there is none."""
+        """Return the first range within `[first, last)` that is not in the set, or None."""
         low, high = self._overlapping(first, last)
         if low < high and self._firsts[low] <= first:
             first = self._lasts[low]
@@ -46,7 +46,7 @@ class ByteRanges:
         return first, self._firsts[low] if low < high else last
 
     def overlaps(self, first: int, last: int) -> bool:
-        """Whether any position of `[first, last)` is in."""
+        """Return True if any position of `[first, last)` is in the set."""
         low, high = self._overlapping(first, last)
         return low < high
 

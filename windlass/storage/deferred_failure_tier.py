@@ -1,4 +1,4 @@
-"""A disk tier that goes on after a failure, until all ranks can hear of it."""
+"""Disk tier that continues after a failure until all ranks check for failures together."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ from windlass.storage.extent_transfer import Extent
 
 
 class DeferredFailureTier(DiskTier):
-    """A disk tier whose transfers end, well or not, without an error where they are awaited.
+    """Disk tier whose failed transfers raise no error where they are awaited.
 
-    [Note: a disk that fails] Ranks do their work in one order. One that raised in the middle of it would leave the
-    others waiting for what it owes them until they time out. So a failed transfer is logged at once and noted here,
-    what was to be read becomes NaN, and the rank goes on to the next point at which all ranks ask each other
-    (zero/core/disk_health.py): the end of a forward, the norm before a step, the end of a step, a save. There all of them raise.
+    [Note: a disk that fails] Ranks issue collectives in one order. A rank that raised in between would leave the others
+    waiting until they time out. So a failed transfer is logged at once and recorded here, a failed read fills its
+    tensor with NaN, and the rank continues to the next sync point at which all ranks exchange their state
+    (zero/core/disk_health.py): the end of a forward, the norm before a step, the end of a step, or a save. There all
+    ranks raise.
 
-    What is wrong in the call itself (a closed tier, an extent of another) is raised as ever.
+    Errors of the call itself (a closed tier, an extent of another tier) are raised immediately.
 
     Attributes:
-        failure: the first transfer that failed since `take_failure`.
-        torn: extents of which a part was not written, or was damaged on the disk, and why: what they should hold is
-            lost.
+        failure: first transfer failure since the last `take_failure`.
+        damaged_extents: extents with lost contents, because a part was not written or was damaged on the disk, and the
+            error of each.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.failure: StorageError | None = None
         self.damaged_extents: dict[Extent, StorageError] = {}
-        self._unallocated: set[Extent] = set()  # for which there was no space
+        self._unallocated: set[Extent] = set()  # extents that found no space
 
     def take_failure(self) -> StorageError | None:
-        """The first failure since the last call, which is hereby told."""
+        """Return the first failure since the last call and clear it."""
         found, self.failure = self.failure, None
         return found
 
     def allocate(self, nbytes: int, name: str) -> Extent:
-        """As `DiskTier.allocate`; what finds no space is a failure of every transfer of it."""
+        """Allocate as `DiskTier.allocate` does.
+
+        Without enough space, record a failure, and fail every transfer of the extent.
+        """
         self._transfers.check_usable()
         try:
             return super().allocate(nbytes, name)
@@ -53,7 +57,7 @@ class DeferredFailureTier(DiskTier):
             return extent
 
     def reserve(self, nbytes: int) -> None:
-        """As `DiskTier.reserve`; too little space is noted."""
+        """Reserve as `DiskTier.reserve` does. Record a failure if there is too little space."""
         self._transfers.check_usable()
         try:
             super().reserve(nbytes)
@@ -61,7 +65,7 @@ class DeferredFailureTier(DiskTier):
             self._record_failure(error)
 
     def free(self, extent: Extent) -> None:
-        """As `DiskTier.free`."""
+        """Free as `DiskTier.free` does."""
         self.damaged_extents.pop(extent, None)
         if extent in self._unallocated:
             self._unallocated.discard(extent)
@@ -69,13 +73,13 @@ class DeferredFailureTier(DiskTier):
             super().free(extent)
 
     def discard(self, extent: Extent) -> None:
-        """As `DiskTier.discard`; what was torn is to be written anew."""
+        """Discard as `DiskTier.discard` does. The extent no longer counts as damaged."""
         self.damaged_extents.pop(extent, None)
         if extent not in self._unallocated:
             super().discard(extent)
 
     def write(self, extent: Extent, offset: int, source: torch.Tensor) -> Pending:
-        """As `DiskTier.write`."""
+        """Write as `DiskTier.write` does."""
         self._check_extent(extent)
 
         def failed(error: StorageError) -> None:
@@ -85,12 +89,12 @@ class DeferredFailureTier(DiskTier):
         return _DeferredFailureTransfer(lambda: super(DeferredFailureTier, self).write(extent, offset, source), failed)
 
     def read(self, extent: Extent, offset: int, into: torch.Tensor) -> Pending:
-        """As `DiskTier.read`; `into` is NaN where that fails."""
+        """Read as `DiskTier.read` does. A failed read fills `into` with NaN."""
         self._check_extent(extent)
 
         def failed(error: StorageError) -> None:
             into.detach().reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
-            if isinstance(error, DamageError):  # another error may pass, and the bytes be there still
+            if isinstance(error, DamageError):  # other errors may be temporary, and the bytes on the disk intact
                 self.damaged_extents.setdefault(extent, error)
             self._record_failure(error)
 
@@ -105,11 +109,11 @@ class DeferredFailureTier(DiskTier):
 
 
 class _DeferredFailureTransfer:
-    """Finished also where what it stands for failed.
+    """Pending transfer that finishes without an error also if the inner transfer fails.
 
     Args:
         start: starts a transfer.
-        failed: is told, once, what went wrong.
+        on_failure: called once with the error of a failed transfer.
     """
 
     def __init__(self, start: Callable[[], Pending], on_failure: Callable[[StorageError], None]) -> None:
@@ -130,7 +134,7 @@ class _DeferredFailureTransfer:
             self._inner = None
 
     def _attempt(self, act: Callable[[], Any]) -> bool:
-        """Whether it returned something true, or failed."""
+        """Return True if `act` returned a true value or failed."""
         try:
             return bool(act())
         except StorageError as error:

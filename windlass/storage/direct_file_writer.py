@@ -1,4 +1,4 @@
-"""A new file of known size, written in large blocks past the page cache, many of them in flight at once."""
+"""Writer of a new file of known size, with large direct-I/O blocks of which many are in flight at once."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ _SPAN = 16 * PAGE
 
 
 class DirectFileWriter:
-    """Bytes in any order, each once. Use it in a `with` statement: left without an error, the file is durable.
+    """Writer that accepts every byte of a file once, in any order.
 
-    Whole spans of 64 KiB go to the disk from where they lie; of what fills no span the rest is awaited, in memory of
-    its own: many small pieces become a few large writes. File systems that refuse direct I/O get the same blocks
-    through the page cache.
+    Leaving its `with` statement without an error makes the file durable.
+
+    Whole spans of 64 KiB are written from the caller's memory. Bytes of incomplete spans are copied into buffers until
+    the span is complete, so that many small pieces become a few large writes. On file systems that refuse direct I/O
+    the same blocks pass through the page cache.
 
     Args:
-        nbytes: of the file; they are taken on the disk at once, so that a full one shows before anything is written.
+        nbytes: size of the file. The space is allocated at once, so that a full disk fails before any write.
 
     Raises:
-        OSError: as the system says it, here and by all methods.
+        OSError: a system call failed. All methods raise it.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path, self._nbytes = path, nbytes
-        self._spans: dict[int, tuple[torch.Tensor, int]] = {}  # by offset: a span in part, and its bytes so far
+        # by offset: buffer of an incomplete span, and the number of its bytes so far
+        self._spans: dict[int, tuple[torch.Tensor, int]] = {}
         self._in_flight: list[tuple[IoRequest, torch.Tensor]] = []
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -52,11 +55,14 @@ class DirectFileWriter:
             raise
 
     def submit(self, offset: int, data: torch.Tensor) -> None:
-        """Start to write `data` `[bytes]`, uint8 on the CPU, at byte `offset`; it may not change before `settle`."""
+        """Start to write `data` `[bytes]`, uint8 on the CPU, at byte `offset`.
+
+        `data` must not change before `wait` returns.
+        """
         first, last = offset, offset + data.numel()
         if first == last:
             return
-        if first // _SPAN == (last - 1) // _SPAN:  # one of many small ones
+        if first // _SPAN == (last - 1) // _SPAN:  # within one span: a small piece
             self._fill_page(first, data)
             return
         parts, (body, end) = split_at_pages(first, last, _SPAN)
@@ -65,9 +71,9 @@ class DirectFileWriter:
         self._submit_blocks(body, end, data[body - first : end - first])
 
     def wait(self) -> None:
-        """Wait until all that was sent is written, spans in part excepted: those have been copied."""
+        """Wait until all submitted data is written. Incomplete spans stay in their buffers."""
         for request, _ in self._in_flight:
-            while not request.wait(0.2):  # in slices, so that Ctrl-C is heard
+            while not request.wait(0.2):  # in slices, so that Ctrl-C is handled
                 pass
         over, self._in_flight = self._in_flight, []
         for request, _ in over:
@@ -87,7 +93,7 @@ class DirectFileWriter:
                 os.ftruncate(self._file, self._nbytes)
                 os.fsync(self._file)
         finally:
-            self._engine.close()  # before the memory of what may still be under way goes
+            self._engine.close()  # before the buffers of writes in flight are freed
             self._in_flight, self._spans = [], {}
             os.close(self._file)
 
@@ -95,7 +101,8 @@ class DirectFileWriter:
         offset = first // _SPAN * _SPAN
         size = min(_SPAN, self._nbytes - offset)
         span, filled = self._spans.get(offset) or (aligned_buffer(page_up(size))[0], 0)
-        ctypes.memmove(span.data_ptr() + first - offset, part.data_ptr(), part.numel())  # a copy_ takes ten times that
+        # ten times faster than copy_ for small pieces
+        ctypes.memmove(span.data_ptr() + first - offset, part.data_ptr(), part.numel())
         self._spans[offset] = span, filled + part.numel()
         if filled + part.numel() == size:
             self._send_span(offset)

@@ -1,4 +1,4 @@
-"""What the system says about files, put into words with what to do about it."""
+"""Texts for system errors of files, with advice for the user."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ _ADVICE = {
     errno.EROFS: "it is mounted read-only; name another directory (nvme_path)",
     errno.ENOTDIR: "a file is where a directory should be; name a directory (nvme_path)",
     errno.EEXIST: "a file is where a directory should be; name a directory (nvme_path)",
-    errno.ENOENT: "it is not there and can't be made; name another directory (nvme_path)",
+    errno.ENOENT: "it does not exist and can't be created; name another directory (nvme_path)",
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
     errno.ENOMEM: "the system has no memory left for it; use smaller buffers (buffer_size, buffer_count)",
-    errno.ENODATA: "something cut the file short; what it held is lost: resume from a checkpoint",
-    errno.EBADMSG: "the disk, its cable or its controller fails (see dmesg and smartctl), or something else wrote to "
-    "the file; what was there is lost: resume from a checkpoint",
+    errno.ENODATA: "the file was truncated and its contents are lost: resume from a checkpoint",
+    errno.EBADMSG: "the disk, its cable or its controller fails (see dmesg and smartctl), or another program wrote to "
+    "the file; its contents are lost: resume from a checkpoint",
     errno.ECANCELED: "the disk tier was closed first",
 }
 _LOST = (
-    "the device failed or went away (see dmesg); if it does not come back, what it held is lost: resume from a "
+    "the device failed or was removed (see dmesg); if it does not come back, its contents are lost: resume from a "
     "checkpoint on another one"
 )
 _ADVICE.update(dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.ESTALE), _LOST))
 
 
 def error_name(error: int) -> str:
-    """As `ENOSPC: No space left on device`."""
+    """Return the name and text of an error number, e.g. `ENOSPC: No space left on device`."""
     if error == errno.ENODATA:
         return "short read"
     if error == errno.EBADMSG:
-        return "damaged, these are not the bytes that were written there (their checksum differs)"
+        return "damaged: the checksum differs from that of the written bytes"
     return f"{errno.errorcode.get(error, error)}: {os.strerror(error)}"
 
 
 def is_data_lost(error: int) -> bool:
-    """Whether an error of a read means that what was written is lost, whatever the device does next."""
+    """Return True if an error of a read means that the written data is lost, whatever the device does next."""
     return error in (errno.ENODATA, errno.EBADMSG)
 
 
 def advice_for(error: int) -> str:
-    """What to do about an error number."""
-    return _ADVICE.get(error, "see dmesg for what the system says about it")
+    """Return the advice for an error number."""
+    return _ADVICE.get(error, "see dmesg for details")
 
 
 def abbreviate_names(names: Iterable[str], limit: int = 4) -> str:
-    """Names for a message, separated by commas; of many, the first and how many more there are."""
+    """Join names for a message with commas. More than `limit` names become the first ones and the number of others."""
     every = list(names)
     more = len(every) - limit
     return ", ".join(every[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes as people read it, with the exact one where it is small."""
+    """Format a number of bytes in GiB or MiB; below 1 MiB as the exact number."""
     for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {name}"

@@ -1,4 +1,4 @@
-"""What can be said of a path before a disk tier is opened there; nothing is made or changed."""
+"""Information about a path before a disk tier is opened there. Inspecting changes nothing on the disk."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from windlass.storage.striped_files import MEMORY_FILESYSTEMS, filesystem_of
 
 @dataclass(frozen=True)
 class DiskPathInfo:
-    """A path that a disk tier may be asked to use.
+    """Path that a disk tier may use.
 
     Attributes:
-        problem: why it can't be used; empty if nothing speaks against it.
-        kind: of its file system.
-        free: bytes.
+        problem: reason why it can't be used; empty if it can.
+        filesystem: type of its file system.
+        free_bytes: free space.
     """
 
     path: Path
@@ -29,7 +29,7 @@ class DiskPathInfo:
 
     @property
     def is_memory(self) -> bool:
-        """Whether what is stored there takes memory."""
+        """True if files there are stored in memory."""
         return self.filesystem in MEMORY_FILESYSTEMS
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class DiskPathInfo:
 
 
 def inspect_disk_path(path: Path) -> DiskPathInfo:
-    """Look at a path, or where it is not there yet, at the directory in which it would be made."""
+    """Inspect a path. If it does not exist yet, inspect its nearest existing parent."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -1,4 +1,4 @@
-"""The disk tier: tensors kept in files, moved by direct I/O, many blocks in flight at once."""
+"""Disk tier: tensors in files, moved by direct I/O with many blocks in flight at once."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from windlass.storage.striped_files import StripedFiles
 from windlass.storage.transfer_queue import TransferQueue
 
 _LARGEST_BLOCK = 1 << 30
-_LARGEST_REGION = 1 << 30  # what the kernel takes as one registered buffer
+_LARGEST_REGION = 1 << 30  # maximum size of one registered buffer in the kernel
 _MEASURED_AT_ONCE = 64 << 20
 
 
 class DiskTier:
-    """Tensors on one or more disks.
+    """Storage of tensors on one or more disks.
 
-    Transfers run in any order, but two that share a page, one of them writing, run in the order of the calls: the
-    later call waits for the earlier transfer. Bytes that were never written can't be read, nor those that a failed
-    write was to replace. Methods may be called from any thread, but in the process that made the tier only.
+    Transfers run in any order, except that two transfers that share a page, of which one writes, run in call order:
+    the later call waits for the earlier transfer. Bytes that were never written, or whose last write failed, can't be
+    read. Methods may be called from any thread, but only in the process that constructed the tier.
 
     Args:
-        paths: a directory on each disk; blocks go round them. See [Note: unlinked files] for what is in them.
-        queue_depth: blocks in flight at once, where io_uring serves.
+        paths: a directory on each disk. Blocks are striped over them. See [Note: unlinked files] for their contents.
+        queue_depth: blocks in flight at once under io_uring.
         block_size: bytes of a block, a multiple of 4096.
-        threads: blocks in flight at once, where threads serve. [queue_depth, at most 16]
-        label: becomes part of the name of this process's directories.
-        engine: `io_uring`, `threads` or `python`. [what WINDLASS_DISK_ENGINE says, else the first that works]
+        threads: blocks in flight at once under the other engines. [queue_depth, at most 16]
+        label: part of the names of this process's directories.
+        engine: `io_uring`, `threads` or `python`. [the variable WINDLASS_DISK_ENGINE, else the first that works]
 
     Raises:
-        StorageError: a path is a file, may not be written to or is full; or a number makes no sense.
+        StorageError: a path is a file, not writable or full; or a number is out of range.
     """
 
     def __init__(
@@ -73,17 +73,18 @@ class DiskTier:
         self._allocator, self._reserved = ExtentAllocator(), 0
         self._rates_at_reset = IoRates()
         self._logged_unregistered = False
-        # Also at exit, after an exception too, and when nobody holds the tier any more.
+        # Close also at exit, after exceptions too, and when the last reference to the tier is gone.
         weakref.finalize(self, self._transfers.close)
 
     def allocate(self, nbytes: int, name: str) -> Extent:
-        """Take space for `nbytes` bytes, in whole pages of 4096. It holds nothing until it is written.
+        """Allocate `nbytes` bytes, rounded up to pages of 4096. The extent has no contents until it is written.
 
         Args:
-            what: its name in messages.
+            name: its name in messages.
 
         Raises:
-            StorageError: a disk has less; names it, what was asked, what is free and what to do.
+            StorageError: a disk has too little space. The message gives the disk, the requested and the free bytes, and
+                advice.
         """
         if nbytes < 0:
             raise StorageError(f"{name} cannot have {nbytes} bytes on disk; ask for 0 or more")
@@ -96,21 +97,21 @@ class DiskTier:
             return extent
 
     def reserve(self, nbytes: int) -> None:
-        """Take space for `nbytes` bytes in all, what is allocated included, before anything begins.
+        """Reserve space for `nbytes` bytes in total, including what is allocated, before the first transfer.
 
         Each extent rounds its bytes up to whole pages of 4096.
 
         Raises:
-            StorageError: as `allocate`.
+            StorageError: as in `allocate`.
         """
         with self._lock:
             self._transfers.check_usable()
             reserved = max(self._reserved, page_up(nbytes))
-            self._stripes.resize(max(self._allocator.end, reserved), "all that is to be offloaded")
+            self._stripes.resize(max(self._allocator.end, reserved), "all offloaded tensors")
             self._reserved = reserved
 
     def free(self, extent: Extent) -> None:
-        """Give an extent's space back, once what is in flight on it has finished."""
+        """Free an extent's space after its transfers have finished."""
         _wait_until_writable(extent)
         with self._lock:
             self._transfers.check_usable(extent)
@@ -121,7 +122,7 @@ class DiskTier:
             self._stripes.resize(max(self._allocator.end, self._reserved), extent.name)
 
     def discard(self, extent: Extent) -> None:
-        """Forget what an extent holds: all of it counts as never written. Nothing else of it changes."""
+        """Mark all bytes of an extent as never written. The extent stays allocated."""
         _wait_until_writable(extent)
         with self._lock:
             self._transfers.check_usable(extent)
@@ -133,39 +134,40 @@ class DiskTier:
         """Start writing a tensor's bytes at `offset` bytes into the extent.
 
         Args:
-            offset: any. Parts of pages at either end cost a page each, and a read where they hold other values.
-            source: contiguous, on the CPU, of any dtype; not to be changed until this is done.
+            offset: any byte. A partial page at either end costs the write of a page, and a read if the page has other
+                contents.
+            source: contiguous, on the CPU, of any dtype. It must not change until the transfer has finished.
 
         Raises:
-            StorageError: it does not fit there. What goes wrong on the disk is raised by the result's poll and wait.
+            StorageError: the range exceeds the extent. Disk errors are raised by `poll` and `wait` of the result.
         """
         _wait_until_writable(extent)
         return self._transfers.start(True, extent, offset, source)
 
     def read(self, extent: Extent, offset: int, into: torch.Tensor) -> Pending:
-        """Start reading, from `offset` bytes into the extent, as many bytes as the tensor `into` has.
+        """Start reading from `offset` bytes into the extent, as many bytes as the tensor `into` has.
 
         Args:
-            offset: any, as in `write`.
-            into: contiguous, on the CPU, of any dtype; whole only once this is done.
+            offset: any byte, as in `write`.
+            into: contiguous, on the CPU, of any dtype. Its contents are undefined until the transfer has finished.
 
         Raises:
-            StorageError: they reach beyond the extent, or were never written. Else as `write`; a `DamageError` where
-                the disk returned other bytes than were written.
+            StorageError: the range exceeds the extent or was never written. Disk errors are raised by `poll` and
+                `wait`, as `DamageError` if the disk returned other bytes than were written.
         """
         return self._transfers.start(False, extent, offset, into)
 
     def read_unguarded(self, extent: Extent, offset: int, into: torch.Tensor) -> None:
-        """As `read`, and wait; what goes wrong on the disk is raised here and noted nowhere else."""
+        """Read and wait. A disk error is raised here and recorded nowhere else."""
         self._transfers.start(False, extent, offset, into).wait()
 
     def allocate_buffer(self, nbytes: int) -> torch.Tensor:
-        """`[nbytes]` uint8 memory for which transfers are fastest: whole pages, which the kernel keeps at hand.
+        """Allocate `[nbytes]` uint8 memory for fast transfers: whole pages, registered with the kernel if possible.
 
-        It is zero at first, and goes with its last view.
+        The memory is zero at first and is freed with its last view.
 
         Raises:
-            StorageError: there is no such memory.
+            StorageError: there is not enough memory.
         """
         with self._lock:
             self._transfers.check_usable()
@@ -181,9 +183,10 @@ class DiskTier:
             return tensor
 
     def measure_rates(self, nbytes: int = 256 << 20) -> IoRates:
-        """The rate of writing and then reading `nbytes` with nothing else to do, over space already written once.
+        """Measure the rates of writing and then reading `nbytes` on the idle tier, in space that was written once
+        before.
 
-        It takes that space, and a buffer of at most 64 MiB, while it runs. `achieved` does not count it.
+        The measurement temporarily uses that space and a buffer of at most 64 MiB. `io_rates` does not include it.
         """
         with self._lock:
             before, size = self._transfers.totals(), page_up(max(nbytes, 1))
@@ -202,7 +205,7 @@ class DiskTier:
             return found
 
     def io_rates(self, *, reset: bool = False) -> IoRates:
-        """What passed since the last reset; `reset` begins anew after this."""
+        """Return bytes and times since the last reset. `reset` starts a new measurement."""
         now = self._transfers.totals()
         found = now.since(self._rates_at_reset)
         if reset:
@@ -210,18 +213,21 @@ class DiskTier:
         return found
 
     def description(self) -> str:
-        """How blocks travel, why so, and where to, in one line."""
+        """Describe the engine, the reason for it, the I/O mode and the paths in one line."""
         how = "direct" if self._stripes.is_direct else "through the page cache"
-        return f"{self._engine_choice.name} ({self._engine_choice.reason}), {how}, to {', '.join(self._stripes.path_names)}"
+        return (
+            f"{self._engine_choice.name} ({self._engine_choice.reason}), {how}, to "
+            f"{', '.join(self._stripes.path_names)}"
+        )
 
     def directories(self) -> list[Path]:
-        """This process's own directories, one a path; gone once the tier is closed."""
+        """Return this process's own directories, one for each path. `close` removes them."""
         return self._stripes.directories
 
     def close(self) -> None:
-        """Cancel what waits, await what is in flight, and give the space back: what was kept is gone.
+        """Cancel waiting transfers, wait for those in flight, and free the space. All stored data is lost.
 
-        A failure that nobody was told of is logged. Closing again does nothing.
+        Failures that no call has raised yet are logged. Closing again does nothing.
         """
         self._transfers.close()
 
@@ -235,7 +241,10 @@ class DiskTier:
 
 
 def _wait_until_writable(extent: Extent) -> None:
-    """Without any lock of the tier's: whoever the guard waits for reads from it."""
+    """Wait until the extent may be overwritten or freed.
+
+    The caller must not hold the tier's lock, because the reader that this waits for needs it.
+    """
     if extent.wait_until_writable is not None:
         extent.wait_until_writable()
 

@@ -1,9 +1,9 @@
-"""Where in the tier's bytes extents lie: first fit among what was given back, else at the end. Arithmetic alone."""
+"""First-fit allocation of byte ranges for extents, without I/O."""
 
 from __future__ import annotations
 
 PAGE = 4096
-"""Bytes on whose multiples direct I/O begins and ends; extents are made of whole ones."""
+"""Alignment of direct I/O in bytes. Extents consist of whole pages."""
 
 
 def page_up(nbytes: int) -> int:
@@ -15,10 +15,10 @@ def page_down(nbytes: int) -> int:
 
 
 class ExtentAllocator:
-    """One range of bytes from 0 to `end`, in which every byte is taken or free.
+    """Byte range from 0 to `end`, in which every byte is allocated or free.
 
     Attributes:
-        end: where the last taken byte ends.
+        end: end of the last allocated byte.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class ExtentAllocator:
         self._free: list[tuple[int, int]] = []  # (first, last), sorted, neighbours joined, none at the end
 
     def find_free(self, nbytes: int) -> int:
-        """Where `take` would put so many bytes."""
+        """Return the offset at which `allocate` would place `nbytes` bytes."""
         return next((first for first, last in self._free if last - first >= nbytes), self.end)
 
     def allocate(self, nbytes: int) -> int:
-        """Take so many bytes; returns where they begin."""
+        """Allocate `nbytes` bytes and return their offset."""
         for index, (first, last) in enumerate(self._free):
             if last - first >= nbytes:
                 self._free[index : index + 1] = [(first + nbytes, last)] if first + nbytes < last else []
@@ -40,7 +40,7 @@ class ExtentAllocator:
         return start
 
     def free(self, start: int, nbytes: int) -> None:
-        """Free what `take(nbytes)` returned; `end` falls if nothing follows it."""
+        """Free a range that `allocate(nbytes)` returned. `end` decreases if no allocated byte follows it."""
         first, last = start, start + nbytes
         joined = [span for span in self._free if span[1] == first or span[0] == last]
         for span in joined:
@@ -54,7 +54,11 @@ class ExtentAllocator:
 
 
 def split_at_pages(first: int, last: int, size: int = PAGE) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """The parts of `[first, last)` that fill no whole page, or span of another `size`, and the rest between them."""
+    """Split `[first, last)` into partial pages of `size` bytes at its ends and the whole pages between them.
+
+    Returns:
+        The ranges of the partial pages, and the range of the whole pages.
+    """
     up, down = -(-first // size) * size, last // size * size
     if up > down:
         return [(first, last)], (last, last)

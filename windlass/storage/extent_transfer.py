@@ -1,4 +1,4 @@
-"""A place on the disk, and one reading or writing of a part of it."""
+"""Extents of a disk tier, and transfers of a part of an extent."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from windlass.storage.io_engine import IoRequest
 
 @dataclass(eq=False)
 class Extent:
-    """Bytes of a tier that belong to one thing, from `allocate` until `free`.
+    """Bytes of a tier that belong to one slot, from `allocate` until `free`.
 
     Attributes:
-        what: its name in messages.
-        nbytes: how many bytes it has.
-        start: where it begins among the tier's bytes; a whole page.
-        size: what it takes of them: whole pages.
-        written: which of its bytes have a value.
-        sums: a checksum of every page, as it was last written. See [Note: checksums of pages].
-        transfers: what was started on it and not yet found to be finished.
-        guard: called before anything of it is written over or freed; returns when that may be.
-        describe: names what lies in bytes `[first, last)` of it, for messages.
+        name: its name in messages.
+        nbytes: number of its bytes.
+        start: its offset in the tier's bytes; a multiple of the page size.
+        allocated_bytes: `nbytes` rounded up to whole pages.
+        written_ranges: bytes that have a value.
+        page_checksums: checksum of every page as it was last written. See [Note: checksums of pages].
+        transfers: transfers that were started and not yet found finished.
+        wait_until_writable: called before any part of it is overwritten or freed; returns when that is allowed.
+        describe_content: names the contents of bytes `[first, last)` for messages.
 
     [Note: checksums of pages] A disk may return other bytes than were written: flipped bits, an old version of a block
-    whose write was lost, a block of another file. So the engine takes a checksum of every page that it writes, from the
-    memory that is to be written, and compares it with that of what it reads. All transfers are of whole pages, so that
-    no checksum is ever of a part of what was moved. They are in memory only, as the files are of use to this process
-    only, and take a thousandth of what is on disk.
+    whose write was lost, or a block of another file. So the engine computes a checksum of every page that it writes,
+    from the memory to be written, and compares it with the checksum of the page that it reads. All transfers are of
+    whole pages, so a checksum always covers a whole page. Checksums are in memory only, since no other process reads
+    the files, and take a thousandth of the bytes on disk.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class PartialPage:
-    """A page of which only a part is asked for; it passes through memory of its own.
+    """Page of which a transfer needs only a part. It passes through a buffer of its own.
 
     Attributes:
-        page: where in the extent the page begins, in bytes.
-        low: where in the page the part begins, in bytes.
-        memory: `[4096]` uint8, page-aligned.
+        page_offset: offset of the page in the extent, in bytes.
+        offset_in_page: offset of the part in the page, in bytes.
+        page_buffer: `[4096]` uint8, page-aligned.
         part: uint8 view of the caller's tensor.
     """
 
@@ -67,24 +67,24 @@ class PartialPage:
     part: torch.Tensor
 
     def copy_in(self) -> None:
-        """Bring the part into the page."""
+        """Copy the part into the page buffer."""
         self.page_buffer[self.offset_in_page : self.offset_in_page + self.part.numel()].copy_(self.part)
 
     def copy_out(self) -> None:
-        """Bring the part to where it was asked for."""
+        """Copy the part from the page buffer to the caller's tensor."""
         self.part.copy_(self.page_buffer[self.offset_in_page : self.offset_in_page + self.part.numel()])
 
 
 @dataclass(eq=False)
 class DiskTransfer:
-    """One request, as a `Pending`. Holds its tensor until it is found finished.
+    """One transfer, as a `Pending`. It holds its tensor until it is found finished.
 
     Attributes:
-        first, last: bytes of the extent, half open.
-        request: of the engine; None once it was found finished.
-        settle: notes how it went; called once.
-        error: what went wrong, if anything did.
-        told: whether the error was raised.
+        first, last: byte range of the extent, half open.
+        request: the engine's request; None after the transfer was found finished.
+        on_finished: records the result; called once.
+        error: error of the transfer, or None.
+        error_was_raised: True once a call has raised the error.
     """
 
     write: bool
@@ -100,10 +100,11 @@ class DiskTransfer:
     owner_pid: int = field(default_factory=os.getpid)
 
     def poll(self) -> bool:
-        """True once finished.
+        """Return True once the transfer has finished.
 
         Raises:
-            StorageError: it failed; says where, why and what to do. So does every later call.
+            StorageError: the transfer failed. The message gives place, reason and advice. Every later call raises it
+                again.
         """
         self._check_process()
         request = self.request
@@ -115,21 +116,23 @@ class DiskTransfer:
         return True
 
     def wait(self) -> None:
-        """Block until finished. Raises as `poll` does."""
+        """Wait until the transfer has finished. Raises as `poll` does."""
         self.finish()
         self._raise()
 
     def finish(self) -> None:
-        """Block until finished, well or not."""
+        """Wait until the transfer has finished, without raising its error."""
         self._check_process()
         request = self.request
         if request is not None:
-            while not request.wait(0.2):  # in slices, so that Ctrl-C is heard
+            while not request.wait(0.2):  # in slices, so that Ctrl-C is handled
                 pass
             self.on_finished(self)
 
     def conflicts_with(self, write: bool, first: int, last: int) -> bool:
-        """Whether this must be over before another on `[first, last)` may begin: they share a page, and one writes."""
+        """Return True if a new transfer of `[first, last)` must wait for this one: they share a page, and one
+        writes.
+        """
         shares = page_down(first) < page_up(self.last) and page_down(self.first) < page_up(last)
         return shares and (write or self.write)
 

@@ -1,4 +1,4 @@
-"""Who does the I/O: io_uring or threads of the native module, or threads of Python; which, and why."""
+"""Choice of the I/O engine: io_uring or threads of the native module, or Python threads."""
 
 from __future__ import annotations
 
@@ -17,46 +17,49 @@ VARIABLE = "WINDLASS_DISK_ENGINE"
 
 
 class IoRequest(Protocol):
-    """What one `submit` started. Done when none of it is queued or in flight, also after a failure."""
+    """Blocks that one `submit` started. Done when none of them is queued or in flight, also after a failure."""
 
     def done(self) -> bool: ...
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long; whether it is done."""
+        """Wait at most `seconds`. Return True if the request is done."""
         ...
 
     def failure(self) -> tuple[int, int, int, int] | None:
-        """The first block that failed, if any: errno, file, offset in it, bytes done.
+        """Return the first failed block as (errno, file, offset in it, bytes done), or None.
 
-        ENODATA is a short read; EBADMSG: the page after those bytes is not what was written there.
+        ENODATA is a short read. EBADMSG: the page after those bytes differs from what was written there.
         """
         ...
 
 
 class IoEngine(Protocol):
-    """Moves blocks between files and memory, many at once, in any order."""
+    """Engine that moves many blocks between files and memory at once, in any order."""
 
     def submit(self, write: bool, spans: Sequence[BlockSpan]) -> IoRequest | None:
-        """Start moving `spans`. None once closed."""
+        """Start moving `spans`. Return None if the engine is closed."""
         ...
 
     def add_region(self, address: int, nbytes: int) -> int:
-        """Tell of memory that will be used often. A number for `remove_region`, or -errno where that is no use."""
+        """Register memory that transfers use often.
+
+        Return a number for `remove_region`, or -errno if that is not possible.
+        """
         ...
 
     def remove_region(self, place: int) -> None: ...
 
     def totals(self) -> tuple[int, int, float, float, float]:
-        """Bytes read and written; seconds with reads, writes, either outstanding."""
+        """Return bytes read and written, and the seconds with reads, with writes, and with either outstanding."""
         ...
 
     def close(self) -> None:
-        """Cancel what waits, await what is in flight."""
+        """Cancel queued blocks and wait for those in flight."""
         ...
 
 
 class IoEngineChoice(NamedTuple):
-    """An engine, its name among `ENGINES`, and why it is that one."""
+    """Engine, its name in `ENGINES`, and the reason for the choice."""
 
     engine: IoEngine
     name: str
@@ -73,28 +76,28 @@ class _IoEngineOptions(NamedTuple):
 
 @functools.cache
 def native_module() -> tuple[Any, str]:
-    """The native module and "", or None and why it is not there."""
+    """Return the native module and "", or None and the reason why it can't be imported."""
     try:
         return importlib.import_module("windlass.kernels._disk"), ""
     except ImportError as error:
-        return None, f"the native module is not there ({error})"
+        return None, f"the native module is missing ({error})"
 
 
 def start_io_engine(
     files: list[int], *, requested: str | None, queue_depth: int, threads: int, block_size: int, alignment: int
 ) -> IoEngineChoice:
-    """The best engine that this machine has, or the one that is asked for.
+    """Start the requested engine, or the fastest one that works on this machine.
 
     Args:
-        files: descriptors, which spans name by their index.
-        asked: one of `ENGINES`; None: what the variable WINDLASS_DISK_ENGINE says, else the first that works.
-        depth: blocks in flight at once, under io_uring.
-        threads: the same, of the others.
-        largest: bytes of the largest block.
-        alignment: of addresses, as these files need it; blocks elsewhere are copied on their way.
+        files: descriptors. Spans refer to them by index.
+        requested: one of `ENGINES`. None: the value of the variable WINDLASS_DISK_ENGINE, else the first that works.
+        queue_depth: blocks in flight at once under io_uring.
+        threads: blocks in flight at once under the other engines.
+        block_size: bytes of the largest block.
+        alignment: alignment of addresses that these files need. Blocks at other addresses pass through a buffer.
 
     Raises:
-        StorageError: the one that is asked for is unknown, or refused here.
+        StorageError: the requested engine is unknown or does not work here.
     """
     requested = requested or os.environ.get(VARIABLE) or None
     if requested is not None and requested not in ENGINES:
@@ -107,12 +110,12 @@ def start_io_engine(
             return IoEngineChoice(engine, name, "; ".join(refused) or ("as asked" if requested else "the fastest"))
         refused.append(engine)
     raise StorageError(
-        f"disk engine {requested!r} ({VARIABLE}) does not work here: {refused[0]}; ask for another, or none"
+        f"disk engine {requested!r} ({VARIABLE}) does not work here: {refused[0]}; choose another, or none"
     )
 
 
 def default_io_engine() -> str:
-    """The engine that a tier started now would use, and why, in one line."""
+    """Return the engine that a tier started now would use, and the reason, in one line."""
     file = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
         running = start_io_engine([file], requested=None, queue_depth=1, threads=1, block_size=4096, alignment=1)
@@ -123,7 +126,7 @@ def default_io_engine() -> str:
 
 
 def _try_start(name: str, options: _IoEngineOptions) -> IoEngine | str:
-    """The engine, or why there is none."""
+    """Return the engine, or the reason why it can't start."""
     if name == "python":
         return PythonIoEngine(options.files, options.threads, options.block_size, options.alignment)
     module, why = native_module()

@@ -1,4 +1,4 @@
-"""How much went to and from the disk, in how much time."""
+"""Byte counts and times of disk transfers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True)
 class IoRates:
-    """What passed between two moments. Times count while at least one such request was outstanding.
+    """Bytes and times of disk transfers in an interval.
+
+    Times count while at least one request of the kind is outstanding.
 
     Attributes:
-        read_bytes, write_bytes: asked for by requests that succeeded.
-        disk_read_bytes, disk_write_bytes: what passed to and from the disk, whole pages and what failed included.
-        read_seconds, write_seconds: with a read, or a write, outstanding.
-        busy_seconds: with either outstanding.
+        read_bytes, write_bytes: bytes of successful requests.
+        disk_read_bytes, disk_write_bytes: bytes moved from and to the disk, in whole pages and including failed
+            requests.
+        read_seconds, write_seconds: time with a read, or a write, outstanding.
+        busy_seconds: time with either outstanding.
     """
 
     read_bytes: int = 0
@@ -26,25 +29,25 @@ class IoRates:
 
     @property
     def read_rate(self) -> float:
-        """Bytes a second while reading; 0 if nothing was read."""
+        """Bytes per second while a read is outstanding; 0 without reads."""
         return self.read_bytes / self.read_seconds if self.read_seconds else 0.0
 
     @property
     def write_rate(self) -> float:
-        """Bytes a second while writing; 0 if nothing was written."""
+        """Bytes per second while a write is outstanding; 0 without writes."""
         return self.write_bytes / self.write_seconds if self.write_seconds else 0.0
 
     @property
     def rate(self) -> float:
-        """Bytes a second in both directions while anything was outstanding; 0 if nothing was."""
+        """Bytes per second in both directions while any request is outstanding; 0 without requests."""
         return (self.read_bytes + self.write_bytes) / self.busy_seconds if self.busy_seconds else 0.0
 
     def since(self, earlier: IoRates) -> IoRates:
-        """What came after `earlier`."""
+        """Return the bytes and times since `earlier`."""
         return IoRates(*(mine - before for mine, before in zip(astuple(self), astuple(earlier), strict=True)))
 
     def plus(self, other: IoRates) -> IoRates:
-        """Both together."""
+        """Return the sum of both intervals."""
         return IoRates(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The private directory of one process on one disk, and the removal of those that dead processes left."""
+"""Private directory of one process on one disk, and removal of directories that dead processes left behind."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NAME = re.compile(r"windlass-(\d+)-(.+)-(\d+)-(\d+)-([A-Za-z0-9._]+)-(\w+)")
 
 
 class ProcessDirectory:
-    """`windlass-<user>-<host>-<process>-<start time>-<label>-<random>` under a directory, mode 0700.
+    """Directory `windlass-<user>-<host>-<process>-<start time>-<label>-<random>` in a folder, with mode 0700.
 
-    While it lives, the directory is locked: whoever can take the lock knows that its process is gone, also from
-    another container, where the same process number means another process.
+    The process holds a lock on the directory while it lives. Another process that gets the lock can conclude that the
+    owner is dead, even in another container, where the same process number means another process.
 
     Args:
-        folder: made if it is not there.
-        label: what the tier is for.
+        folder: created if it does not exist.
+        label: purpose of the tier.
 
     Raises:
-        StorageError: the folder is a file, or may not be written to.
+        StorageError: the folder is a file or not writable.
     """
 
     def __init__(self, folder: Path, label: str) -> None:
@@ -47,8 +47,10 @@ class ProcessDirectory:
         self._released = False
 
     def release(self) -> None:
-        """Remove the directory, which its files have left by now. What somebody else put in its place stays; a device
-        that went away, and the directory with it, is no error. Releasing again does nothing."""
+        """Remove the directory, whose files are already unlinked. Releasing again does nothing.
+
+        Another directory that has taken its place stays. It is no error if the device and the directory are gone.
+        """
         if self._released:
             return
         self._released = True
@@ -59,14 +61,14 @@ class ProcessDirectory:
             pass
         except OSError as error:
             number = error.errno or errno.EIO
-            logger.warning("%s stays behind: %s; %s", self.path, error_name(number), advice_for(number))
+            logger.warning("%s could not be removed: %s; %s", self.path, error_name(number), advice_for(number))
         finally:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
 
     def _is_ours(self) -> bool:
-        """Whether what has the directory's name is still that directory."""
+        """Return True if the path still refers to the directory that this object created."""
         found = os.stat(self.path, follow_symlinks=False)
         if self._lock is not None:
             return os.path.samestat(found, os.fstat(self._lock))
@@ -74,13 +76,13 @@ class ProcessDirectory:
 
 
 def unusable_path_error(path: Path, error: OSError) -> StorageError:
-    """The error that says that nothing can be stored at `path`, and what to do."""
+    """Return the error for a path at which nothing can be stored, with advice."""
     number = error.errno or errno.EIO
     return StorageError(f"no disk tier at {path}: {error_name(number)}; {advice_for(number)}")
 
 
 def remove_stale_directories(folder: Path) -> None:
-    """Remove what processes of this user on this host left in `folder` when they were killed; nobody else's."""
+    """Remove directories in `folder` that killed processes of this user on this host left behind."""
     for entry in os.scandir(folder):
         found = _NAME.fullmatch(entry.name)
         if found is None or not entry.is_dir(follow_symlinks=False):
@@ -88,7 +90,7 @@ def remove_stale_directories(folder: Path) -> None:
         user, host, pid, started = found[1], found[2], int(found[3]), found[4]
         try:
             owner = entry.stat(follow_symlinks=False).st_uid
-        except FileNotFoundError:  # its process ended, or another rank was quicker
+        except FileNotFoundError:  # its process ended, or another rank removed it first
             continue
         ours = int(user) == os.getuid() == owner and host == _host()
         if not ours or process_start_time(pid) == started:
@@ -99,14 +101,16 @@ def remove_stale_directories(folder: Path) -> None:
         try:
             shutil.rmtree(entry.path)
             logger.info("removed %s, which process %d left when it was killed", entry.path, pid)
-        except FileNotFoundError:  # another rank was quicker
+        except FileNotFoundError:  # another rank removed it first
             continue
         finally:
             os.close(lock)
 
 
 def process_start_time(pid: int) -> str:
-    """When a process began, in the kernel's ticks: with its number, it names a process for good. `0`: there is none."""
+    """Return the start time of a process in kernel ticks, which identifies it together with its number; `0` if it is
+    gone.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -119,12 +123,12 @@ def _host() -> str:
 
 
 def _sanitize(name: str) -> str:
-    """Without what a part of the directory's name may not hold."""
+    """Replace characters that are not allowed in a part of the directory's name."""
     return re.sub(r"[^A-Za-z0-9.]", "_", name) or "unknown"
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of a directory; None if somebody else does, or the file system has no locks."""
+    """Lock a directory and return a descriptor that holds the lock. None: it is locked already, or can't be locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

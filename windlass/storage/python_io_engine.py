@@ -1,8 +1,8 @@
-"""The I/O where the native module is missing: threads of Python, each with one preadv or pwritev at a time.
+"""I/O engine for installations without the native module: Python threads, each with one preadv or pwritev at a time.
 
-What the native engines promise (windlass/kernels/native/disk_queue.hpp) holds here too: reads and writes take turns,
-the first failure of a request stops what is left of it, closing cancels what waits and awaits what is in flight.
-Checksums of pages are those of zlib: they never leave the process, so that both kinds of engine need not agree.
+It gives the guarantees of the native engines (windlass/kernels/native/disk_queue.hpp): reads and writes alternate; the
+first failure of a request cancels the rest of it; closing cancels queued blocks and waits for those in flight. Page
+checksums are zlib's. They never leave the process, so both kinds of engine need not use the same checksum.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from windlass.storage.extent_allocator import PAGE
 
 BlockSpan = tuple[int, int, int, int, int]
-"""File, offset, address, bytes, and the address of one 32-bit checksum a page; all but addresses in whole pages.
+"""File, offset, address, bytes, and the address of one 32-bit checksum per page. Offset and bytes are whole pages.
 
-A write sets the checksums, a read compares them; at address 0 there are none.
+A write sets the checksums, and a read compares them. A checksum address of 0 turns them off.
 """
 
 
 class PythonIoRequest:
-    """What one call asked for."""
+    """Blocks that one `submit` started."""
 
     def __init__(self, write: bool, left: int, changed: threading.Condition) -> None:
         self.write, self.left = write, left
@@ -46,7 +46,7 @@ class PythonIoRequest:
 
 
 class _BusyTimer:
-    """A stopwatch that runs while at least one thing is outstanding."""
+    """Stopwatch that runs while at least one request is outstanding."""
 
     def __init__(self) -> None:
         self._outstanding, self._total, self._since = 0, 0.0, 0.0
@@ -66,13 +66,13 @@ class _BusyTimer:
 
 
 class PythonIoEngine:
-    """Moves blocks between files and memory.
+    """Engine that moves blocks between files and memory.
 
     Args:
         files: descriptors.
-        at_once: threads, hence blocks in flight.
-        largest: bytes of the largest block.
-        alignment: of addresses; blocks elsewhere are copied on their way.
+        threads: number of threads, hence blocks in flight at once.
+        block_size: bytes of the largest block.
+        alignment: alignment of addresses that the files need. Blocks at other addresses pass through a buffer.
     """
 
     def __init__(self, files: Sequence[int], threads: int, block_size: int, alignment: int) -> None:
@@ -82,7 +82,7 @@ class PythonIoEngine:
         self._busy_timers = (_BusyTimer(), _BusyTimer(), _BusyTimer())  # reads, writes, either
         self._transferred_bytes = [0, 0]
         self._next_is_write, self._stopped = False, False
-        # Daemons: Python joins all others before it runs what closes the tier at exit.
+        # Daemon threads: at exit Python joins all others before it runs the finalizers that close the tier.
         self._threads = [
             threading.Thread(target=self._run_worker, name=f"windlass-disk-{i}", daemon=True) for i in range(threads)
         ]
@@ -105,7 +105,7 @@ class PythonIoEngine:
         return -errno.ENOTSUP
 
     def remove_region(self, place: int) -> None:
-        """Nothing: no place is ever given."""
+        """Do nothing, since `add_region` never registers memory."""
 
     def totals(self) -> tuple[int, int, float, float, float]:
         with self._changed:
@@ -149,7 +149,7 @@ class PythonIoEngine:
                 self._finish(request, (error, file, offset, done) if error else None)
 
     def _transfer_block(self, write: bool, file: int, offset: int, memory: memoryview) -> tuple[int, int]:
-        """Errno (ENODATA: the file ended) and bytes done."""
+        """Return the errno (ENODATA: the file ended) and the bytes done."""
         move, done = os.pwritev if write else os.preadv, 0
         while done < len(memory):
             try:
@@ -186,7 +186,7 @@ class PythonIoEngine:
 
 
 def _verify_checksums(memory: memoryview, sums: ctypes.Array[ctypes.c_uint32]) -> tuple[int, int]:
-    """EBADMSG and the bytes before the first page that is not what was written, or 0 and all bytes."""
+    """Return EBADMSG and the bytes before the first page with another checksum, or 0 and all bytes."""
     for page, at in enumerate(range(0, len(memory), PAGE)):
         if zlib.crc32(memory[at : at + PAGE]) != sums[page]:
             return errno.EBADMSG, at

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked before anything is allocated: https://github.com/huggingface/safetensors"""
+"""Header of a safetensors file, checked before any allocation: https://github.com/huggingface/safetensors"""
 
 from __future__ import annotations
 
@@ -31,19 +31,22 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-METADATA_KEY = "__metadata__"  # of the header: no tensor can have this name
+METADATA_KEY = "__metadata__"  # key of the header that no tensor can have as its name
 _LONGEST_HEADER = 100_000_000  # safetensors' own limit
 _MOST_DIMS = 64
 _LARGEST = 1 << 63
 
 
 class SafetensorsHeaderError(ValueError):
-    """A header that is damaged or forged."""
+    """Damaged or forged header."""
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry:
-    """One tensor: bytes `[begin, end)` of the data. `dtype` is safetensors' name of it, which may be unknown here."""
+    """Location of one tensor: bytes `[begin, end)` of the data.
+
+    `dtype` is safetensors' name, which may be unknown to us.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,7 +56,7 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """All tensors of a file by name, and at which byte of the file the data begin."""
+    """All tensors of a file by name, and the file offset at which the data begins."""
 
     entries: dict[str, SafetensorsEntry]
     data_offset: int
@@ -63,9 +66,9 @@ def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
     """Read and check the header of an open file.
 
     Raises:
-        HeaderError: it is no header, a tensor lies outside of the file or over another one, or a shape and its dtype
-            make another number of bytes than it has.
-        OSError: as the system says it.
+        SafetensorsHeaderError: the header is invalid, a tensor lies outside the file or overlaps another one, or its
+            number of bytes does not match its shape and dtype.
+        OSError: the file can't be read.
     """
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
@@ -80,13 +83,13 @@ def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
         raise SafetensorsHeaderError("its header is no JSON object")
     remarks = fields.pop(METADATA_KEY, None) or {}
     if not isinstance(remarks, dict) or not all(isinstance(value, str) for value in remarks.values()):
-        raise SafetensorsHeaderError(f"its {METADATA_KEY} is not a table of texts")
+        raise SafetensorsHeaderError(f"its {METADATA_KEY} is not an object of strings")
     data = 8 + length
     entries = {name: _entry(name, one, size - data) for name, one in fields.items()}
     end = 0
     for name, one in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if one.begin < end:
-            raise SafetensorsHeaderError(f"tensor {name!r} lies over another one, at byte {one.begin}")
+            raise SafetensorsHeaderError(f"tensor {name!r} overlaps another one, at byte {one.begin}")
         end = one.end
     return SafetensorsHeader(entries, data)
 
@@ -94,13 +97,13 @@ def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
 def encode_safetensors_header(
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The first bytes of a file whose tensors follow each other in this order.
+    """Encode the header of a file whose tensors follow each other in this order.
 
     Args:
-        remarks: goes into the file's metadata, beside `format`.
+        metadata: entries of the file's metadata, beside `format`.
 
     Raises:
-        ValueError: a name that no safetensors file can hold; it says which.
+        ValueError: no safetensors file can hold a name. The message gives the name.
     """
     for name in (*entries, *metadata):
         require_tensor_name(name)
@@ -118,7 +121,7 @@ def encode_safetensors_header(
 
 
 def require_tensor_name(name: str) -> None:
-    """Raises ValueError for a name that no safetensors file can hold."""
+    """Raise ValueError for a name that no safetensors file can hold."""
     if name == METADATA_KEY:
         raise ValueError(f"{name!r} cannot name a tensor: safetensors keeps its own data under it; rename it")
     try:

@@ -1,4 +1,4 @@
-"""One flat shard of a unit, and where it rests: in device memory, in host memory, or on disk."""
+"""Slot: a named flat tensor of a unit in device memory, in host memory, or on NVMe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.storage.staging_pool import StagingPool
 
 
 class Tier(Enum):
-    """Where a slot rests."""
+    """Memory that holds a slot."""
 
     DEVICE = "device"
     HOST = "host"
@@ -26,19 +26,19 @@ class Tier(Enum):
 
 
 class Slot:
-    """A flat shard `[numel]` with a home.
+    """Flat tensor `[numel]` of a unit, kept on a tier.
 
     Args:
-        name: what it is, for messages (`parameters of layers.3`).
-        numel, dtype: of the shard.
-        home: where it rests. Host memory that is the device's own memory counts as host and costs no copy.
-        device: where it is computed with.
-        tier: the disk, for NVME.
-        staging: lends host memory between it and a device that has its own.
+        name: its name in messages (`parameters of layers.3`).
+        numel, dtype: size and dtype of the tensor.
+        tier: memory that holds it. On a device without memory of its own, such as the CPU, HOST costs no copy.
+        device: device that computes with it.
+        disk: the disk tier, for NVME.
+        staging: host buffers between the disk and a device with memory of its own.
         pin: page-lock host memory.
 
     Attributes:
-        tensor: `[numel]` where it rests, or None on disk.
+        tensor: `[numel]` on DEVICE and HOST; None on NVME.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Slot:
         staging: StagingPool | None = None,
         pin: bool = True,
     ) -> None:
-        tier = tier if numel else Tier.DEVICE  # nothing takes no room anywhere
+        tier = tier if numel else Tier.DEVICE  # an empty tensor needs no memory on any tier
         self.name, self.numel, self.dtype, self.tier, self._device = name, numel, dtype, tier, device
         self._pin, self._disk, self._staging = pin, disk, staging
         self.tensor: torch.Tensor | None = None
@@ -70,11 +70,11 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shard."""
+        """Size of the tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> bool:
-        """Start to bring all of it from disk into host memory, for the next `fetch`; False if there is no room."""
+        """Start to read all of it from disk into host memory for the next `fetch`. Return False if there is no room."""
         if self.tensor is None and self._prefetched is None:
             assert self._staging is not None
             if not self._staging.has_room(self.nbytes):
@@ -84,24 +84,24 @@ class Slot:
         return True
 
     def keep_staged(self, staged: torch.Tensor, start: int, written: Pending) -> None:
-        """Have `staged`, of the staging memory, serve the next `fetch` of all that is here in place of a reading.
+        """Keep `staged`, a staging buffer, so that the next `fetch` of the whole slot copies it instead of reading the
+        disk.
 
         Args:
-            staged: the values of elements `[start, start + staged.numel())`, which `store` is writing.
-            written: when it has.
+            staged: values of elements `[start, start + staged.numel())`, which a `store` is writing to disk.
+            written: pending write of these values.
         """
         assert self._staging is not None
         self._kept_staged.append((start, staged, written))
         self._staging.track(written)
 
     def set_content_description(self, names: Callable[[int, int], Iterable[str]]) -> None:
-        """Have messages about damage on disk name what `names(start, stop)`, a method, gives for elements `[start,
-        stop)`."""
+        """Set the method `names`, whose names for elements `[start, stop)` appear in messages about damage on disk."""
         if self.tensor is None:
             self._extent.describe_content = partial(_describe_content, WeakMethod(names), self.dtype.itemsize)
 
     def discard(self) -> None:
-        """Forget what is on disk, damaged or not: `read` gives zeros until it is written anew."""
+        """Mark the contents on disk, damaged or not, as lost. `read` returns zeros until the next write."""
         if self.tensor is None:
             assert self._disk is not None
             self.drop_staged()
@@ -109,7 +109,7 @@ class Slot:
             self._discarded = True
 
     def drop_staged(self) -> None:
-        """What was read ahead or kept is not what is on disk: drop it."""
+        """Release staging buffers that were prefetched or kept, because they no longer equal the contents on disk."""
         kept, self._kept_staged = self._kept_staged, []
         for _, staged, written in kept:
             assert self._staging is not None
@@ -122,7 +122,7 @@ class Slot:
 
     @property
     def extent(self) -> Extent | None:
-        """Its place on disk, where it rests there."""
+        """Extent on disk; None on other tiers."""
         return self._extent if self.tensor is None else None
 
     def fetch(self, into: torch.Tensor, start: int = 0) -> Pending:
@@ -157,7 +157,7 @@ class Slot:
         return ChainedPending(copy_to_host(staged, source), lambda: self._store_and_release(staged, start))
 
     def load(self, into: torch.Tensor, start: int = 0) -> Pending:
-        """As `fetch`, into host memory."""
+        """Start to copy elements to `into` as `fetch` does, with `into` in host memory."""
         if self.tensor is not None:
             into.copy_(self.tensor.narrow(0, start, into.numel()))
             return DONE
@@ -165,7 +165,10 @@ class Slot:
         return self._disk.read(self._extent, start * self.dtype.itemsize, into)
 
     def store(self, source: torch.Tensor, start: int = 0) -> Pending:
-        """As `put`, from host memory; `source` may not change before it is finished."""
+        """Start to copy `source` as `put` does, from host memory.
+
+        `source` must not change before the transfer has finished.
+        """
         if self.tensor is not None:
             self.tensor.narrow(0, start, source.numel()).copy_(source)
             return DONE
@@ -177,7 +180,7 @@ class Slot:
         return self._disk.write(self._extent, start * self.dtype.itemsize, source)
 
     def read(self) -> torch.Tensor:
-        """All of it in memory: where it rests, or a copy of what is on disk."""
+        """Return all values in memory: the tensor itself, or a copy of the contents on disk."""
         if self.tensor is not None:
             return self.tensor
         into = empty_host_tensor(self.numel, self.dtype, pin=False)
@@ -187,18 +190,20 @@ class Slot:
         return into
 
     def read_unguarded(self, into: torch.Tensor) -> None:
-        """Read all of it from disk into host memory, from any thread and for nobody who trains: what goes wrong is
-        raised here alone."""
+        """Read all of it from disk into host memory, from any thread.
+
+        Errors are raised here and not reported to training.
+        """
         assert self._disk is not None
         self._disk.read_unguarded(self._extent, 0, into)
 
     def write(self, values: torch.Tensor) -> None:
-        """Put back what `read` gave, changed."""
+        """Write changed values that `read` returned."""
         if self.tensor is None or self.tensor.data_ptr() != values.data_ptr():
             self.store(values).wait()
 
     def _is_fully_kept(self) -> bool:
-        """Whether what was kept is all of it: pieces never overlap."""
+        """Return True if the kept buffers hold the whole slot. Kept buffers never overlap."""
         return sum(staged.numel() for _, staged, _ in self._kept_staged) == self.numel
 
     def _copy_kept_to_device(self, into: torch.Tensor) -> Pending:
@@ -211,7 +216,9 @@ class Slot:
         return AllPending(copies)
 
     def _take_prefetched_or_read(self, start: int, numel: int) -> tuple[torch.Tensor, Pending]:
-        """Elements `[start, start + numel)` on their way from disk: what was read ahead, if it is all of them."""
+        """Return a buffer with elements `[start, start + numel)` and its pending read: the prefetched one if it has all
+        of them.
+        """
         if self._prefetched is not None and numel == self.numel:
             found, self._prefetched = self._prefetched, None
             return found
@@ -240,6 +247,10 @@ class Slot:
 
 
 def _describe_content(names: WeakMethod[Callable[[int, int], Iterable[str]]], size: int, first: int, last: int) -> str:
-    """Weakly, as the tier holds this to its end: it would keep the model alive that is to close it."""
+    """Name the contents of bytes `[first, last)`.
+
+    The tier keeps this function until it is closed, so it refers to the model weakly: else the model, which closes the
+    tier, would stay alive.
+    """
     found = names()
     return "" if found is None else abbreviate_names(found(first // size, -(-last // size)))

@@ -1,4 +1,4 @@
-"""Memory for staging: page-aligned buffers, and how large they may be in what is free."""
+"""Memory for staging buffers: page-aligned allocation, and buffer sizes that fit in the free memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from windlass.base.errors import StorageError
 from windlass.storage.disk_error_messages import format_bytes
 from windlass.storage.extent_allocator import page_up
 
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, the default, gets no huge pages
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, mmap's default, gets no huge pages
 _LEAST = 1 << 20
 _UNKNOWN = 1 << 30
 _UNLIMITED = 1 << 60
 
 
 def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
-    """A page-aligned `[nbytes]` uint8 tensor on memory of its own, and the object that dies just before that memory."""
+    """Return a page-aligned `[nbytes]` uint8 tensor with memory of its own, and the object that is freed just before
+    it.
+    """
     if nbytes < 1:
-        raise StorageError(f"a staging buffer of {nbytes} bytes was asked for; ask for at least 1")
+        raise StorageError(f"a staging buffer can't have {nbytes} bytes; request at least 1")
     try:
         memory = mmap.mmap(-1, page_up(nbytes), flags=_PRIVATE)
     except (OSError, OverflowError) as error:
         raise StorageError(
             f"no memory for a staging buffer of {format_bytes(nbytes)} ({error}); lower buffer_size or buffer_count"
         ) from error
-    with contextlib.suppress(OSError, AttributeError):  # huge pages are quicker to fill and to look up, and optional
+    # huge pages are optional: faster page faults and address translation
+    with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # mmap tells its end only after the memory is gone; ctypes tells it before.
+    # Finalizers attach to the ctypes array: one on the mmap would run after the memory is unmapped.
     owner = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
     return torch.frombuffer(owner, dtype=torch.uint8)[:nbytes], owner
 
@@ -39,43 +42,42 @@ def aligned_buffer(nbytes: int) -> tuple[torch.Tensor, object]:
 def staging_buffer_bytes(
     wanted: int, count: int, *, requested: int | None = None, ranks: int = 1, fraction: float = 0.25
 ) -> int:
-    """How large each of `count` staging buffers should be, in whole pages.
+    """Return the size of each of `count` staging buffers, in whole pages.
 
-    What the host and its control groups have left is shared by all ranks; what this process may still take under its
-    own limits (`ulimit -d`, `ulimit -v`) is not.
+    All ranks of the host share the free memory of the host and its control groups. This process's own limits (`ulimit
+    -d`, `ulimit -v`) are not shared.
 
     Args:
-        wanted: bytes beyond which a buffer is of no use: the largest thing that passes through one.
-        count: buffers that are in use at once.
-        told: bytes that the user asked for; taken as they are, also where memory looks too small for them.
-        ranks: processes of this host that take as many.
-        share: of the free memory that all buffers of all ranks may take together.
+        wanted: size of the largest transfer in bytes. A larger buffer is useless.
+        count: buffers in use at once.
+        requested: bytes that the user configured. They are used unchecked, even if memory looks too small.
+        ranks: processes on this host that allocate as much.
+        fraction: fraction of the free memory that all buffers of all ranks may use together.
 
     Raises:
-        StorageError: not even buffers of 1 MiB fit into the free memory.
+        StorageError: buffers of 1 MiB do not fit in the free memory.
     """
     if requested is not None:
         return page_up(max(requested, 1))
     allowed = int(available_memory(ranks=ranks) * fraction) // max(1, count)
     if allowed < min(_LEAST, wanted):
         raise StorageError(
-            f"{count} staging buffers on each of {ranks} ranks do not fit into {format_bytes(available_memory(ranks=1))} of free "
-            "memory; "
-            "free some, or say a smaller buffer_count"
+            f"{count} staging buffers on each of {ranks} ranks do not fit into "
+            f"{format_bytes(available_memory(ranks=1))} of free memory; free some, or set a smaller buffer_count"
         )
     return page_up(min(wanted, allowed))
 
 
 def available_memory(*, ranks: int) -> int:
-    """Bytes of host memory that this process may take, where `ranks` processes of the host take as many."""
+    """Return the bytes of host memory that this process may use if `ranks` processes on the host use as much each."""
     free = free_memory()
     return min((_UNKNOWN if free is None else free) // max(1, ranks), _rlimit_headroom())
 
 
 def free_memory() -> int | None:
-    """Bytes that this process can take without swapping: of the host, and of the control groups it is in.
+    """Return the bytes that this process can use without swapping, given the host and the process's control groups.
 
-    None where the system does not tell.
+    None if the system does not provide the number.
     """
     found = [_host(), *_cgroups_available()]
     known = [nbytes for nbytes in found if nbytes is not None]
@@ -83,7 +85,9 @@ def free_memory() -> int | None:
 
 
 def _rlimit_headroom() -> int:
-    """Bytes that this process may still map under its limits of data (`ulimit -d`) and address space (`ulimit -v`)."""
+    """Return the bytes that this process may still map under its data (`ulimit -d`) and address-space (`ulimit -v`)
+    limits.
+    """
     left = _UNLIMITED
     with contextlib.suppress(OSError, ImportError, ValueError):
         import resource
@@ -105,7 +109,7 @@ def _host() -> int | None:
 
 
 def _cgroups_available() -> list[int | None]:
-    """What every limit above this process leaves, under both versions of control groups."""
+    """Return the memory left under each limit that applies to this process, in both versions of control groups."""
     found: list[int | None] = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -121,7 +125,7 @@ def _cgroups_available() -> list[int | None]:
 
 
 def _cgroup_chain_available(root: Path, path: str, limit: str, usage: str, cache: str) -> list[int | None]:
-    """Of a group and all that it lies in: its limit, less what is in use and can't simply be dropped."""
+    """Return, for a group and each of its parents, its limit minus the memory in use that is not reclaimable cache."""
     group = root / path.lstrip("/")
     return [
         _cgroup_available(folder, limit, usage, cache)
@@ -137,5 +141,5 @@ def _cgroup_available(folder: Path, limit: str, usage: str, cache: str) -> int |
             return None
         kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return int(most) - used + int(kept.get(cache, 0))
-    except (OSError, ValueError):  # no such file in the root group, or a container that hides it
+    except (OSError, ValueError):  # the root group has no such file, and some containers hide it
         return None

@@ -1,4 +1,4 @@
-"""The host memory through which a disk tier's tensors pass: buffers that are lent, and used again once returned."""
+"""Pool of host buffers through which the tensors of a disk tier are transferred."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from windlass.base.pending import DONE, Pending
 from windlass.storage.disk_tier import DiskTier
 
-_GRAIN = 1 << 16  # bytes: buffers of nearly the same size serve each other
-_WASTE = 2  # times what was asked for: a larger buffer would be lent for little, and missing elsewhere
+_GRAIN = 1 << 16  # bytes: sizes are rounded up, so that buffers of similar size are interchangeable
+_WASTE = 2  # factor: a much larger buffer is not used for a small request, because it would be missing elsewhere
 
 
 class StagingPool:
-    """Lends a tier's buffers.
+    """Pool of a disk tier's buffers.
 
-    They are made as they are needed and kept for the next. All together stay within a limit, unless what is lent at
-    once takes more: a lender of memory that refuses would stop a step half way. Methods may be called from any thread.
+    Buffers are allocated on demand and reused. All together stay within a limit, unless the buffers in use at once need
+    more: a pool that refused a buffer would abort a step half way. Methods may be called from any thread.
 
     Args:
-        tier: makes the buffers.
+        disk: tier that allocates the buffers.
         limit: bytes of all buffers together.
 
     Attributes:
-        peak: the most bytes that all buffers together had.
+        peak: largest number of bytes that all buffers had together.
     """
 
     def __init__(self, disk: DiskTier, limit: int) -> None:
@@ -37,16 +37,16 @@ class StagingPool:
         self._tracked: list[Pending] = []
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more can be lent without waiting, and within the limit."""
+        """Return True if `nbytes` more can be acquired within the limit and without waiting."""
         with self._lock:
             self._collect_finished()
             return sum(map(torch.Tensor.numel, self._lent.values())) + nbytes <= self.limit
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[numel]` of undefined content; give it back.
+        """Return a buffer `[numel]` with undefined contents. The caller must `release` it.
 
         Raises:
-            StorageError: a transfer that had a buffer failed, or there is no memory for one.
+            StorageError: a transfer that used a buffer failed, or there is no memory for a new one.
         """
         nbytes = numel * dtype.itemsize
         with self._lock:
@@ -69,17 +69,19 @@ class StagingPool:
             return best[:nbytes].view(dtype)
 
     def release(self, buffer: torch.Tensor, after: Pending = DONE) -> None:
-        """Return what `take` gave; it is lent again once `after`, which may still use it, is finished."""
+        """Return a buffer that `acquire` returned. It is reused once `after`, which may still use it, has finished."""
         with self._lock:
             self._returning.append((after, self._lent[_address(buffer)]))
 
     def track(self, transfer: Pending) -> None:
-        """Have `settle` wait for a transfer whose buffer stays lent, and every call find out whether it failed."""
+        """Make `wait_all` wait for a transfer whose buffer stays in use, and make later calls raise if the transfer
+        failed.
+        """
         with self._lock:
             self._tracked.append(transfer)
 
     def wait_all(self) -> None:
-        """Wait until whatever uses returned buffers, and whatever is watched, is finished.
+        """Wait until all transfers of released buffers and all tracked transfers have finished.
 
         Raises:
             StorageError: a transfer failed.
@@ -124,7 +126,7 @@ class StagingPool:
         self._free.append(buffer)
 
     def _drop_buffer(self, buffer: torch.Tensor) -> None:
-        """Part with a buffer whose transfer failed."""
+        """Remove a buffer whose transfer failed from the pool."""
         del self._lent[_address(buffer)]
         self._total -= buffer.numel()
 

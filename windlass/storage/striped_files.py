@@ -1,4 +1,4 @@
-"""The files of a disk tier, one on each path; the tier's bytes go round them block by block."""
+"""Files of a disk tier, one on each path, over which the tier's bytes are striped block by block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 
 class StripeSpan(NamedTuple):
-    """A span of one file. `start` is where it begins among the bytes that were asked for."""
+    """Range of one file. `start` is its offset in the requested range."""
 
     file: int
     offset: int
@@ -42,19 +42,19 @@ class _StripeFile:
 
 
 class StripedFiles:
-    """Files that together hold bytes 0, 1, 2, ...: block `b` lies in file `b % paths`.
+    """Files that together hold the bytes 0, 1, 2, ...: block `b` is in file `b % paths`.
 
-    [Note: unlinked files] Each file is removed from its directory as soon as it is open: the kernel gives the space
-    back when the process ends, however it ends, and no other user can open it. The directory stays, so that one can
-    see who uses the disk.
+    [Note: unlinked files] Each file is unlinked as soon as it is open. The kernel frees its space when the process
+    ends, for whatever reason, and no other user can open it. The directory stays, so that an administrator can see
+    which process uses the disk.
 
     Args:
-        paths: one directory a disk.
+        paths: one directory per disk.
         block_size: bytes of a block, a multiple of the page size.
         label: part of the directories' names.
 
     Raises:
-        StorageError: a path can't be used; names it, the reason and the remedy. None of them is left behind.
+        StorageError: a path can't be used. The message gives the path, the reason and advice. No files are left behind.
     """
 
     def __init__(self, paths: Sequence[Path], block_size: int, label: str) -> None:
@@ -74,7 +74,7 @@ class StripedFiles:
 
     @property
     def path_names(self) -> list[str]:
-        """Of the directories, for messages."""
+        """Paths of the directories, for messages."""
         return [str(file.path) for file in self._files]
 
     @property
@@ -84,16 +84,19 @@ class StripedFiles:
 
     @property
     def is_direct(self) -> bool:
-        """Whether all files pass by the page cache."""
+        """True if the I/O of all files bypasses the page cache."""
         return all(file.is_direct for file in self._files)
 
     def memory_alignment(self, ask: Callable[[int], int] | None) -> int:
-        """What I/O on these files asks of addresses; `ask` tells it for a descriptor, 0 for unknown."""
+        """Return the alignment of addresses that I/O on these files needs.
+
+        `ask` returns it for a descriptor, 0 if unknown.
+        """
         direct = [file.descriptor for file in self._files if file.is_direct]
         return max([(ask(descriptor) if ask else 0) or PAGE for descriptor in direct], default=1)
 
     def locate(self, first: int, last: int) -> list[StripeSpan]:
-        """Where `[first, last)` lies, in order, cut at every block's end."""
+        """Return the ranges of the files that hold `[first, last)`, in order, split at block boundaries."""
         pieces, at = [], first
         while at < last:
             block, within = divmod(at, self._block)
@@ -104,15 +107,15 @@ class StripedFiles:
         return pieces
 
     def tier_offset(self, file: int, offset: int) -> int:
-        """Which byte of the tier lies at `offset` of a file; the inverse of `locate`."""
+        """Return the offset in the tier of the byte at `offset` of a file; the inverse of `locate`."""
         turn, within = divmod(offset, self._block)
         return (turn * len(self._files) + file) * self._block + within
 
     def resize(self, end: int, what: str) -> None:
-        """Make the files hold `[0, end)` and no more, with all of it really taken on the disks.
+        """Resize the files to hold exactly `[0, end)`, with all space allocated on the disks.
 
         Raises:
-            StorageError: a disk has too little left. Nothing has changed then.
+            StorageError: a disk has too little space. Nothing has changed.
         """
         if end == self._end:
             return
@@ -132,10 +135,10 @@ class StripedFiles:
         self._end = end
 
     def close(self) -> None:
-        """Give the space back and remove the directories. Closing again does nothing."""
+        """Free the space and remove the directories. Closing again does nothing."""
         for file in self._files:
-            with contextlib.suppress(OSError):  # of a lost device
-                os.ftruncate(file.descriptor, 0)  # the kernel may hold a registered file longer than we do
+            with contextlib.suppress(OSError):  # the device may be gone
+                os.ftruncate(file.descriptor, 0)  # frees the space even if io_uring holds the file longer
             os.close(file.descriptor)
             file.directory.release()
         self._files = []
@@ -146,7 +149,7 @@ class StripedFiles:
         return (turns + (index < more)) * self._block + (rest if index == more else 0)
 
     def _check_free(self, sizes: list[int], what: str) -> None:
-        asked: dict[int, int] = defaultdict(int)  # two paths may lie on one disk
+        asked: dict[int, int] = defaultdict(int)  # two paths may be on one disk
         for file, size in zip(self._files, sizes, strict=True):
             disk = os.fstat(file.descriptor).st_dev
             asked[disk] += max(0, size - file.size)
@@ -158,12 +161,12 @@ class StripedFiles:
         state = os.fstatvfs(file.descriptor)
         free = format_bytes(state.f_bavail * state.f_frsize)
         return StorageError(
-            f"no space for {what}: {format_bytes(asked)} more asked of {file.path}, {free} free; {reason}"
+            f"no space for {what}: {format_bytes(asked)} more needed on {file.path}, {free} free; {reason}"
         )
 
 
 def filesystem_of(path: Path) -> str:
-    """The type of the file system that `path` lies on, as `ext4`; `unknown` where the system does not tell."""
+    """Return the type of the file system of `path`, e.g. `ext4`; `unknown` if the system does not provide it."""
     where, best, found = os.path.realpath(path), -1, "unknown"
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -194,11 +197,11 @@ def _open_stripe(path: Path, label: str) -> _StripeFile:
 
 
 def enable_direct_io(descriptor: int) -> bool:
-    """Turn the page cache off for an empty file; False where the file system needs it."""
+    """Turn the page cache off for an empty file. Return False if the file system needs it."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
-        os.pwrite(descriptor, mmap.mmap(-1, PAGE), 0)  # some accept the flag and refuse the I/O
+        os.pwrite(descriptor, mmap.mmap(-1, PAGE), 0)  # some file systems accept the flag and refuse the I/O
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -218,7 +221,7 @@ def _warn_about_filesystem(file: _StripeFile) -> None:
         )
     elif not file.is_direct:
         logger.warning(
-            "%s (%s) refuses direct I/O: what is offloaded to it also passes through the page cache, which takes memory"
+            "%s (%s) refuses direct I/O: offloaded tensors also pass through the page cache, which takes memory"
             " and time; name a directory on another file system (nvme_path)",
             file.path,
             kind,
@@ -234,5 +237,5 @@ def _resize(file: _StripeFile, size: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            os.ftruncate(file.descriptor, size)  # no such promise on this file system: a full disk shows when written
+            os.ftruncate(file.descriptor, size)  # can't preallocate here: a full disk shows at a write
     file.size = size

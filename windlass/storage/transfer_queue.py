@@ -1,4 +1,4 @@
-"""Moves tensors between memory and extents: starts transfers, keeps those that meet in order, notes how they went."""
+"""Queue of transfers between memory and extents, which orders conflicting transfers and records their results."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from windlass.storage.striped_files import StripedFiles
 
 
 class TransferQueue:
-    """What a tier is beneath its space: files, the engine that moves blocks, and what is under way.
+    """Files, I/O engine and running transfers of a tier, without its space allocation.
 
-    Nothing here refers to the tier, so that a tier that nobody holds any more ends at once, and this after it.
+    It holds no reference to the tier, so that a tier without references is collected at once and closes this queue.
 
     Attributes:
-        lock: held by whoever changes anything.
-        live: every extent of the tier.
-        owner: the only process that may use it.
+        lock: held during any change of the state.
+        extents: every extent of the tier.
+        owner_pid: the only process that may use it.
     """
 
     def __init__(self, stripes: StripedFiles, engine: IoEngine) -> None:
@@ -38,32 +38,33 @@ class TransferQueue:
         self.lock = threading.RLock()
         self.extents: set[Extent] = set()
         self.owner_pid = os.getpid()
-        self._transferred_bytes = [0, 0]  # bytes of transfers that succeeded: reads, writes
+        self._transferred_bytes = [0, 0]  # bytes of successful reads and of successful writes
         self._failed_transfers: list[DiskTransfer] = []
         self._open = True
 
     def check_usable(self, extent: Extent | None = None) -> None:
-        """Raises StorageError if this can't be used here and now, or no longer has the extent."""
+        """Raise StorageError if this process can't use the queue, it is closed, or it does not have the extent."""
         if os.getpid() != self.owner_pid:
             raise StorageError(
-                f"a disk tier of process {self.owner_pid} can't be used in {os.getpid()}, forked from it; open one there"
+                f"a disk tier of process {self.owner_pid} can't be used in {os.getpid()}, forked from it; open one "
+                "there"
             )
         if not self._open:
-            raise StorageError("the disk tier is closed, and what it held is gone; open another")
+            raise StorageError("the disk tier is closed and its contents are gone; open another")
         if extent is not None and extent not in self.extents:
             raise StorageError(
                 f"{extent.name} is no longer on this disk tier (freed, or of another one); allocate it anew"
             )
 
     def start(self, write: bool, extent: Extent, first: int, tensor: torch.Tensor) -> Pending:
-        """Start moving all bytes of `tensor` to or from the extent, from its byte `first` on."""
+        """Start moving all bytes of `tensor` to or from the extent, starting at its byte `first`."""
         data = _byte_view(tensor, extent)
         last = first + data.numel()
         with self.lock:
             self.check_usable(extent)
             if first < 0 or last > extent.nbytes:
                 raise StorageError(
-                    f"bytes {first} to {last} of {extent.name} were asked for, but it has {extent.nbytes} on disk; "
+                    f"bytes {first} to {last} of {extent.name} were requested, but it has {extent.nbytes} on disk; "
                     "stay within them"
                 )
             if first == last:
@@ -75,19 +76,19 @@ class TransferQueue:
             gap = None if write else extent.written_ranges.first_gap(first, last)
             if gap is not None:
                 raise StorageError(
-                    f"bytes {gap[0]} to {gap[1]} of {extent.name} are read but hold nothing: they were never written, "
-                    "or writing them failed; write them first"
+                    f"bytes {gap[0]} to {gap[1]} of {extent.name} have no value: they were never written, "
+                    "or their last write failed; write them before reading"
                 )
             return self._submit(write, extent, first, data)
 
     def collect_finished(self, extent: Extent) -> None:
-        """Find out what has finished, so that its tensors are let go."""
+        """Record the extent's finished transfers, so that their tensors are freed."""
         for transfer in list(extent.transfers):
             if transfer.request is not None and transfer.request.done():
                 self._finish_transfer(transfer)
 
     def totals(self) -> IoRates:
-        """Since the beginning."""
+        """Return the totals since the construction."""
         with self.lock:
             for extent in self.extents:
                 self.collect_finished(extent)
@@ -95,7 +96,7 @@ class TransferQueue:
             return IoRates(self._transferred_bytes[0], self._transferred_bytes[1], read, write, reading, writing, busy)
 
     def close(self) -> None:
-        """Cancel what waits, await what is in flight, give the space back; log failures that nobody was told of."""
+        """Cancel queued blocks, wait for those in flight, and free the space. Log failures that no call has raised."""
         if os.getpid() != self.owner_pid or not self._open:
             return
         with self.lock:
@@ -106,7 +107,7 @@ class TransferQueue:
             self._stripes.close()
             for transfer in self._failed_transfers:
                 if not transfer.error_was_raised and transfer.error is not None:
-                    logger.error("nobody waited for this, and it went wrong: %s", transfer.error)
+                    logger.error("a transfer failed, and no call waited for it: %s", transfer.error)
             self._failed_transfers, self.extents = [], set()
 
     def _submit(self, write: bool, extent: Extent, first: int, data: torch.Tensor) -> DiskTransfer:
@@ -121,7 +122,7 @@ class TransferQueue:
         return transfer
 
     def _partial_page(self, write: bool, extent: Extent, first: int, part: torch.Tensor) -> PartialPage:
-        """A page that is partly asked for. One to be written must hold what else is there."""
+        """Return the buffer of a partial page. For a write, it is filled with the page's other contents."""
         page = page_down(first)
         edge = PartialPage(page, first - page, aligned_buffer(PAGE)[0], part)
         if write:
@@ -137,7 +138,7 @@ class TransferQueue:
         return edge
 
     def _spans(self, extent: Extent, first: int, last: int, address: int) -> list[BlockSpan]:
-        """Whole pages `[first, last)` of an extent, as the engine moves them."""
+        """Return the engine's spans for the whole pages `[first, last)` of an extent."""
         pieces = self._stripes.locate(extent.start + first, extent.start + last)
         sums = extent.page_checksums.data_ptr() + first // PAGE * extent.page_checksums.itemsize
         return [
@@ -146,7 +147,7 @@ class TransferQueue:
         ]
 
     def _finish_transfer(self, transfer: DiskTransfer) -> None:
-        """Note how a finished transfer went; once."""
+        """Record the result of a finished transfer, once."""
         with self.lock:
             request, extent = transfer.request, transfer.extent
             if request is None:
@@ -160,14 +161,14 @@ class TransferQueue:
                     for edge in transfer.partial_pages:
                         edge.copy_out()
             else:
-                if transfer.write:  # what shared its first or last page may be torn too
+                if transfer.write:  # its first and last page, which other transfers share, may be damaged too
                     extent.written_ranges.remove(page_down(transfer.first), page_up(transfer.last))
                 transfer.error = self._build_error(transfer, *failure)
                 if failure[0] != errno.ECANCELED:
                     self._failed_transfers.append(transfer)
             extent.transfers.remove(transfer)
             transfer.data, transfer.partial_pages = None, []
-            transfer.request = None  # last: who polls without the lock then finds everything done
+            transfer.request = None  # last: a poll without the lock then finds a completely finished transfer
 
     def _build_error(self, transfer: DiskTransfer, error: int, file: int, offset: int, done: int) -> StorageError:
         doing, names = "writing" if transfer.write else "reading", self._stripes.path_names
@@ -175,12 +176,13 @@ class TransferQueue:
         damaged = is_data_lost(error) and not transfer.write
         return (DamageError if damaged else StorageError)(
             f"{doing} {format_bytes(transfer.last - transfer.first)} of {transfer.extent.name} failed at byte "
-            f"{offset + done} of the file on {where}{self._describe_damaged_page(transfer, file, offset + done) if damaged else ''}: "
+            f"{offset + done} of the file on {where}"
+            f"{self._describe_damaged_page(transfer, file, offset + done) if damaged else ''}: "
             f"{error_name(error)}; {advice_for(error)}"
         )
 
     def _describe_damaged_page(self, transfer: DiskTransfer, file: int, offset: int) -> str:
-        """What lies in a page of a file, as far as its extent can tell."""
+        """Describe the contents of a page of a file, as far as its extent can name them."""
         extent = transfer.extent
         first = page_down(self._stripes.tier_offset(file, offset) - extent.start)
         last = min(first + PAGE, extent.nbytes)
@@ -189,7 +191,7 @@ class TransferQueue:
 
 
 def _byte_view(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
-    """`[bytes]` uint8 view of a tensor's memory."""
+    """Return a `[bytes]` uint8 view of a tensor's memory."""
     if why := native_access_problem(tensor):
         raise StorageError(
             f"{extent.name} can't be moved from or to a {tensor.dtype} tensor of shape {list(tensor.shape)}: it {why}"

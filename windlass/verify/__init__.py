@@ -1,2 +1,6 @@
-"""Proof that a sharded run equals the plain one. Reading order: order, sample, difference, tolerance, verdict, trace,
-call, recorder, plain, alone, comparison, watched, session, subject, rank, run."""
+"""Comparison of a sharded run with plain PyTorch.
+
+Reading order: verification_job, tensor_sample, tensor_difference, tolerance, verification_report, module_trace,
+recorded_forward, step_recorder, reference_model, independent_run, step_comparison, engine_verifier,
+verification_session, named_model_training, verification_rank, verification_run.
+"""

@@ -1,4 +1,4 @@
-"""One engine, each of whose steps is held against the plain one's."""
+"""Comparison of one engine's steps with those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from windlass.verify.tolerance import Tolerance
 from windlass.verify.verification_report import PHASES, Deviation, VerificationReport
 from windlass.zero import full_grad, full_param
 
-_CONTINUE, _DONE = -1, -2  # where no rank has its turn
+_CONTINUE, _DONE = -1, -2  # values of a turn that name no rank
 
 
 class VerifyError(WindlassError, RuntimeError):
-    """A run that cannot be compared with a plain one; the text says why."""
+    """Run that can't be compared with a plain one. The text gives the reason."""
 
 
 class EngineVerifier:
-    """One engine, and on rank 0 the plain copy of its model; `compared` is called after each compared step.
+    """Verifier of one engine, with the plain copy of its model on rank 0.
+
+    `on_step_compared` is called after each comparison.
 
     Attributes:
-        verdict: what was found so far; of rank 0 alone.
-        steps: compared so far.
-        deviated: something did, on all ranks.
+        report: results so far; complete on rank 0 only.
+        compared_steps: number of steps compared so far.
+        has_deviated: True on all ranks once any tensor has deviated.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class EngineVerifier:
         self._names = [name for name, _ in engine.module.named_parameters()]
         self._trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
         self.compared_steps, self.has_deviated = 0, False
-        self._weights_were_edited = False  # the script set parameters itself
+        self._weights_were_edited = False  # the script has set parameters itself
         self._reduced_gradients: dict[str, torch.Tensor | None] = {}
         self._clip: tuple[float, float] | None = None
         self._options: list[dict[str, Any]] = []
@@ -87,12 +89,12 @@ class EngineVerifier:
         step, load = engine.step, engine.load_checkpoint
 
         def watched_step(lr_kwargs: dict[str, Any] | None = None) -> None:
-            if not engine.progress.ends_at_step():
+            if not engine.progress.would_end_step():
                 step(lr_kwargs)
                 return
             if engine._sharded is not self._sharded:
                 raise VerifyError(
-                    "the model was laid out again in mid-run (parameters unfrozen or added, engine.refresh): verify "
+                    "the model's layout changed during the run (parameters unfrozen or added, engine.refresh): verify "
                     "compares runs whose trained parameters stay the same; verify it with them unfrozen from the start"
                 )
             scale = engine.loss_scale()
@@ -101,7 +103,7 @@ class EngineVerifier:
             try:
                 step(lr_kwargs)
             except BaseException:
-                self._recorder.take_record()  # a refused step has dropped its micro-batches
+                self._recorder.take_record()  # the engine drops the micro-batches of a step that raises
                 raise
             self._compare_step(scale)
             self._on_step_compared(self)
@@ -114,16 +116,18 @@ class EngineVerifier:
         engine.step, engine.load_checkpoint = watched_step, watched_load
         engine.optimizer._step = watched_step
         sharded: Any = self._sharded
-        renewing = sharded.renewing
+        renewing = sharded.replacing_parameters
 
         def watched_renewing(units: Any, **words: Any) -> Any:
             self._weights_were_edited = True
             return renewing(units, **words)
 
-        sharded.before_update, sharded.renewing = self._before_update, watched_renewing
+        sharded.before_update, sharded.replacing_parameters = self._before_update, watched_renewing
 
     def _before_update(self, norm: float, clip: float) -> None:
-        """The reduced gradients are whole on all ranks together; the engine has reduced them by itself."""
+        """All-gather the reduced gradients, and copy norm, clip coefficient and optimizer options, before the
+        update.
+        """
         module = self.engine.module
         self._reduced_gradients = {name: full_grad(module.get_parameter(name)) for name in self._trained}
         self._clip = norm, clip
@@ -133,10 +137,10 @@ class EngineVerifier:
             for group in self.engine.optimizer.param_groups
         ]
 
-    # whole values
+    # Full values
 
     def _full_parameters(self) -> dict[str, torch.Tensor]:
-        """Every parameter, on all ranks. Collective."""
+        """All-gather every parameter. Collective."""
         module = self.engine.module
         with torch.no_grad():
             return {name: full_param(module.get_parameter(name)) for name in self._names}
@@ -154,7 +158,8 @@ class EngineVerifier:
             if ours.get(name) != theirs.get(name):
                 self._record_initial_deviation(
                     name,
-                    f"{_describe_tie(ours.get(name))} in the sharded model, {_describe_tie(theirs.get(name))} in the plain one",
+                    f"{_describe_tie(ours.get(name))} in the sharded model, {_describe_tie(theirs.get(name))} in the "
+                    "plain one",
                 )
         for name, wanted in reference.named_master_weights():
             if name in values:
@@ -165,7 +170,7 @@ class EngineVerifier:
     def _record_initial_deviation(self, name: str, hint: str, difference: Difference | None = None) -> None:
         difference = difference or MISSING
         module = name.rpartition(".")[0]
-        facts = {"step": 0, "phase": "start", "tensor": name, "module": module, "what": "weight before the first step"}
+        facts = {"step": 0, "phase": "start", "tensor": name, "module": module, "role": "weight before the first step"}
         self.report.deviations.append(
             Deviation.from_difference(difference, **facts, allowed="equal bit by bit", hint=hint)
         )
@@ -184,7 +189,7 @@ class EngineVerifier:
                 self.reference.set_value(name, value)
 
     def _load_after_checkpoint(self) -> None:
-        """What a checkpoint brought is where the plain side goes on from, too. Collective."""
+        """Load weights and optimizer state of a loaded checkpoint into the plain copies. Collective."""
         assert self.engine.optimizer is not None
         values, state = self._full_parameters(), self.engine.optimizer.state_dict()
         self._set_reference_values(values)
@@ -195,10 +200,10 @@ class EngineVerifier:
         self._recorder.take_record()
         self._weights_were_edited = False
 
-    # a step
+    # Step
 
     def _compare_step(self, scale: float) -> None:
-        """Hold the step that just ended against the plain one. Collective."""
+        """Compare the step that just ended with the plain one. Collective."""
         record = self._recorder.take_record()
         record.loss_scale = scale
         problems: list[str] = [""] * dist.get_world_size()
@@ -216,7 +221,9 @@ class EngineVerifier:
         self._share_deviated()
 
     def _send_record_when_asked(self, record: StepRecord) -> None:
-        """Hear from rank 0, each time that it got on, until it is through; hand over this rank's record in between."""
+        """Follow the turns that rank 0 broadcasts until the comparison ends, and send this rank's record in its
+        turn.
+        """
         while (turn := _share_turn()) != _DONE:
             if turn == dist.get_rank():
                 dist.send_object_list([record], dst=0)
@@ -292,8 +299,10 @@ class EngineVerifier:
 
 
 def _share_turn(turn: int | None = None) -> int:
-    """Rank 0 says what comes now: the turn of a rank, or none. So no wait of the others is longer than one replay, and
-    their watchdogs know that it gets on. Collective."""
+    """Broadcast the next turn from rank 0: the number of a rank, or `_CONTINUE` or `_DONE`. Collective.
+
+    Rank 0 broadcasts after each replay. So no other rank waits longer than one replay, and the watchdog sees progress.
+    """
     told = [turn]
     with WaitScope("the plain run on rank 0"):
         dist.broadcast_object_list(told, src=0)
@@ -310,7 +319,7 @@ def _receive_record(rank: int) -> StepRecord:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """By every name of every parameter, the first name of the same one."""
+    """Map every name of every parameter to the parameter's first name."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -328,7 +337,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _has_8bit_states(optimizer: CPUOptimizer) -> bool:
-    """Whether any state is kept in 8 bits."""
+    """Return True if any optimizer state is stored in 8 bits."""
     return any(
         kept.is_quantized for group in optimizer.param_groups for kept in optimizer.state_formats(group).values()
     )

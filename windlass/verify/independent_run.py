@@ -1,4 +1,4 @@
-"""A plain copy that trains on its own from the first step to the last: how far rounding alone takes two runs apart."""
+"""Independent plain run, which shows how far rounding alone separates two runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from windlass.verify.step_recorder import StepRecord
 
 
 class IndependentRun:
-    """Takes batches, random numbers and learning rates from the ranks, and nothing else.
+    """Plain copy that trains from the first step to the last without resynchronization.
+
+    It takes from the ranks only batches, random states, learning rates and the decisions to skip steps.
 
     Args:
-        plain: the copy.
-        limit: gradients are clipped to this norm; 0: they are not.
+        reference: the plain copy.
+        gradient_clipping: maximum norm of the gradients; 0: no clipping.
     """
 
     def __init__(self, reference: ReferenceModel, gradient_clipping: float) -> None:
@@ -25,14 +27,14 @@ class IndependentRun:
         self._losses: list[float] = []
 
     def load_values(self, values: dict[str, torch.Tensor], state: dict[str, Any] | None = None) -> None:
-        """Go on from weights, and an optimizer's state, that the script brought."""
+        """Continue from weights, and an optimizer state, that the script loaded."""
         for name, value in values.items():
             self._reference.set_value(name, value)
         if state is not None:
             self._reference.optimizer.load_state_dict(state)
 
     def replay(self, forward: RecordedForward, rank: int) -> None:
-        """Do a call again."""
+        """Replay a forward and its backward."""
         loss = self._reference.replay(forward, rank).loss
         self._losses += [loss] if loss is not None else []
 
@@ -44,7 +46,7 @@ class IndependentRun:
         *,
         applied: bool,
     ) -> tuple[float | None, float]:
-        """Clip and step with what the replays gave, unless the ranks skipped the step (`applied`).
+        """Clip the gradients of the replays and step, unless the ranks skipped the step (`applied` is False).
 
         Returns:
             The mean loss, and the relative distance from the sharded weights `values`.

@@ -1,4 +1,4 @@
-"""What a forward shows module by module: the weights that each saw, and what it returned."""
+"""Trace of a forward: the weights and outputs of each module."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from windlass.verify.tensor_sample import TensorSample, sample_tensor
 from windlass.zero.core.sharded_parameter import ShardedParameter
 
 WEIGHT, OUTPUT = "weight", "output"
-_TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what torch itself keeps on a module
+_TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that torch itself keeps on a module
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A tensor that a module saw or made.
+    """Tensor that a module used or returned.
 
     Attributes:
         kind: `WEIGHT` or `OUTPUT`.
-        module: its path, empty for the model itself.
-        tensor: the parameter's full name; of outputs the place among the module's.
+        module: path of the module, empty for the model itself.
+        tensor: the parameter's full name; for outputs their index among the module's outputs.
+        sample: sample of the tensor's values.
     """
 
     kind: str
@@ -37,14 +38,15 @@ class TraceEvent:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it is, whatever its values."""
+        """Identity of the event without its values."""
         return self.kind, self.module, self.tensor
 
 
 class ModuleTrace:
-    """Hooks on all modules of a model that note down events while `events` is a list.
+    """Hooks on all modules of a model, which record events while `events` is a list.
 
-    A recomputation inside a backward is not noted. What is compiled runs unseen, but for its place in its parent.
+    A recomputation inside a backward is not recorded. Modules inside a compiled module are not recorded; its output is
+    part of its parent's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +64,7 @@ class ModuleTrace:
             self._handles.append(module.register_forward_hook(self._forward_hook(name)))
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -71,7 +73,7 @@ class ModuleTrace:
             if self.events is None or current_backward_id() >= 0:
                 return
             for parameter in module._parameters.values():
-                # one that is not here comes when it is used; to look at it would bring it
+                # A sharded parameter is gathered when the module uses it; reading it here would gather it too early.
                 if parameter is not None and not isinstance(parameter, ShardedParameter):
                     known = self._names.get(id(parameter))
                     if known is not None:
@@ -91,8 +93,10 @@ class ModuleTrace:
 
 
 def differentiable_outputs(model: nn.Module, output: Any) -> list[torch.Tensor]:
-    """The tensors through which gradients enter the model's backward, in an order that its copy has too: what it
-    returned, and what a forward left on its modules (a loss of a router, say)."""
+    """Return the tensors through which gradients enter the model's backward, in an order that a copy reproduces.
+
+    They are the outputs, and tensors that the forward stored on modules (e.g. the loss of a router).
+    """
     found = {id(tensor): tensor for tensor in _tensors_with_graph(output)}
     for _, _, left in _module_attributes(model):
         for tensor in _tensors_with_graph(left):
@@ -101,10 +105,13 @@ def differentiable_outputs(model: nn.Module, output: Any) -> list[torch.Tensor]:
 
 
 def replace_with_copies(model: nn.Module, output: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The output with a copy in place of each of its `exits`, and these copies; also in what was left on modules.
+    """Replace each of the `differentiable_outputs` by a copy, also where modules store it.
 
-    A gradient that comes to a copy comes from outside of the model, while one exit may lie on the way of another (a
-    hidden state that is returned beside the logits).
+    A gradient of a copy always comes from outside the model. A gradient of the original may also come from another
+    output that depends on it, e.g. the logits on a hidden state that is returned with them.
+
+    Returns:
+        The new output, and the copies.
     """
     found = differentiable_outputs(model, output)
     new = {id(tensor): tensor.clone() for tensor in found}
@@ -123,7 +130,7 @@ def _module_attributes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
-    """`value` with tensors exchanged by id, in containers of every kind that `tensors` looks into."""
+    """Replace tensors in `value` by id, in all containers that `iterate_tensors` visits."""
     if isinstance(value, torch.Tensor):
         return replacements.get(id(value), value)
     if not any(id(tensor) in replacements for tensor in iterate_tensors(value)):

@@ -1,4 +1,4 @@
-"""What `windlass verify --model` trains: a model that is named, on generated batches or those of a function."""
+"""Training of `windlass verify --model`: a named model on generated batches or on those of a function."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 _LENGTH = 32  # tokens of a generated sample
 
-BatchFunction = Callable[[int, int, int], Any]  # by step, micro-batch and rank
+BatchFunction = Callable[[int, int, int], Any]  # called with step, micro-batch and rank
 
 
 def train_named_model(job: VerificationJob) -> None:
-    """Train the model of `order` under its configuration until that is ended from elsewhere, or its steps are done."""
+    """Train the model of `job` under its configuration until its steps are done or the session ends the training."""
     import windlass
 
     torch.manual_seed(job.seed)
@@ -41,13 +41,13 @@ def train_named_model(job: VerificationJob) -> None:
 
 
 def build_model(name: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """Build the model that `name` stands for.
+    """Build the model with this name.
 
     Args:
         trust_remote_code: run Python files that come with a Hugging Face model.
 
     Raises:
-        ModelError: there is none, or it needs its own code.
+        ModelError: there is no such model, or it needs its own code.
     """
     if _FUNCTION.fullmatch(name):
         model = _import_function(name, "--model")()
@@ -58,10 +58,10 @@ def build_model(name: str, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def build_batch_function(job: VerificationJob, model: nn.Module, rows: int) -> BatchFunction:
-    """The batches of `order`, by step, micro-batch and rank.
+    """Return a function that makes the job's batches for a step, micro-batch and rank.
 
     Raises:
-        DataError: nothing says what batches the model takes.
+        DataError: the model's inputs are unknown.
     """
     given = job.batch
     if given is not None and _FUNCTION.fullmatch(given):
@@ -89,10 +89,10 @@ def build_batch_function(job: VerificationJob, model: nn.Module, rows: int) -> B
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned: the tensor itself, its `loss`, or the first of a tuple.
+    """Return the loss in a model's output: the tensor itself, its `loss`, or the first item of a tuple.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the output has no scalar loss.
     """
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if found is None and isinstance(output, dict):
@@ -135,7 +135,7 @@ def _from_transformers(name: str, trust_remote_code: bool) -> nn.Module:
             "one, or hub:NAME"
         )
     weights = name.startswith("hub:") or (path.is_dir() and next(path.glob("*.safetensors"), None) is not None)
-    # By its folder: that is where transformers looks for code.
+    # Pass the folder: transformers looks for code there.
     local = file.parent if file.name == "config.json" else file
     source = name.removeprefix("hub:") if name.startswith("hub:") else str(local)
     try:
@@ -149,7 +149,7 @@ def _from_transformers(name: str, trust_remote_code: bool) -> nn.Module:
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(name)) from error
         raise
-    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    model.config.use_cache = False  # training does not use the keys and values of past tokens
     model.train()
     assert isinstance(model, nn.Module)
     return model

@@ -1,4 +1,4 @@
-"""One forward of the sharded model, with all that a plain copy needs to do it again."""
+"""Record of one forward of the sharded model, complete enough for a plain copy to replay it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ _COLLECTIVES = (
 
 @dataclass
 class RecordedForward:
-    """A forward, and the gradients that came back to its outputs.
+    """Forward, and the gradients that returned to its outputs.
 
     Attributes:
-        args: positional arguments, tensors on the CPU and without graph.
-        on_device: of the arguments' tensors, in the order in which `tensors` finds them, whether the device had them.
-        random: states of the generators at its beginning; see `random_states`.
+        args: positional arguments, with tensors on the CPU and without graph.
+        kwargs: keyword arguments, in the same form.
+        on_device: for each tensor of the arguments, in the order of `iterate_tensors`, whether it was on the device.
+        rng_states: states of the random generators at its beginning; see `get_rng_states`.
         autocast: `(enabled, dtype, cache)` of the device's autocast.
-        training: the mode of each module, and `requires_grad` of each parameter, in the model's order.
-        grad: whether gradients were recorded.
-        buffers: by name, what changed since the call before.
-        buffers_after: by name, what the call itself changed.
-        events: what the modules saw and made.
-        gradients: by weight of the backward and number of the exit, the gradient that came in there.
-        loss: number of the exit that is the loss, and the loss; None: it is computed outside.
+        module_modes: training mode of each module, and `requires_grad` of each parameter, in model order.
+        grad_enabled: whether gradients were recorded.
+        buffers: buffers that changed since the previous forward, by name.
+        buffers_after: buffers that this forward changed, by name.
+        events: weights and outputs of the modules.
+        gradients: gradients of the differentiable outputs, by weight of the backward and index of the output.
+        loss: index of the output that is the loss, and its value; None: the loss is computed outside the model.
     """
 
     args: tuple[Any, ...]
@@ -60,14 +61,14 @@ class RecordedForward:
 
     @property
     def max_summands(self) -> int:
-        """Elements of the largest argument: as many summands may a gradient have."""
+        """Number of elements of the largest argument, an upper bound of the summands of a gradient."""
         return max((tensor.numel() for tensor in iterate_tensors((self.args, self.kwargs))), default=1)
 
 
 def begin_recording(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> RecordedForward:
-    """A call that is about to run."""
+    """Record the inputs and modes of a forward that is about to run."""
     found = list(iterate_tensors((args, kwargs)))
     kept_args, kept_kwargs = _copy_to_device((args, kwargs), torch.device("cpu"))
     kind = device.type
@@ -83,7 +84,7 @@ def begin_recording(
 
 
 def replay_arguments(forward: RecordedForward, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to call a copy of the model with; new tensors each time."""
+    """Return fresh copies of the arguments with which to call a copy of the model."""
     here: tuple[tuple[Any, ...], dict[str, Any]] = _copy_to_device(
         (forward.args, forward.kwargs), device, forward.on_device
     )
@@ -99,7 +100,7 @@ def _copy_to_device(value: Any, device: torch.device, which: list[bool] | None =
 
 
 def get_rng_states(device: torch.device) -> dict[str, Any]:
-    """States of the generators that a model may draw from: torch's, Python's, NumPy's."""
+    """Return the states of the generators that a model may use: torch's, Python's and NumPy's."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -111,7 +112,7 @@ def get_rng_states(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def use_rng_states(states: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """Draw random numbers from `states` inside, and go on from where it was after."""
+    """Use the random states `states` inside the context, and restore the previous ones afterwards."""
     before = get_rng_states(device)
     _set_rng_states(states, device)
     try:
@@ -122,8 +123,9 @@ def use_rng_states(states: dict[str, Any], device: torch.device) -> Iterator[Non
 
 @contextmanager
 def impersonate_rank(rank: int) -> Iterator[None]:
-    """Inside, a forward that asks for its rank hears `rank`, and one that would communicate is refused: nobody else
-    runs it now."""
+    """Make `dist.get_rank` return `rank` inside the context, and refuse collectives, since no other rank runs the
+    replay.
+    """
     own = dist.get_rank
 
     def asked(group: Any = None) -> int:
@@ -141,7 +143,7 @@ def _refuse_collective(name: str) -> Any:
     def refused(*args: Any, **kwargs: Any) -> None:
         raise ModelError(
             f"the model's forward calls torch.distributed.{name}, so its output is not that of one rank alone: verify "
-            "does each rank's forward again by itself; call it outside of the model, on what that returns"
+            "replays each rank's forward separately; call it outside the model, on the model's output"
         )
 
     return refused

@@ -1,4 +1,4 @@
-"""The same model in one process: plain PyTorch, which does again what the ranks did."""
+"""Plain PyTorch copy of the model in one process, which replays the ranks' forwards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from windlass.base.errors import ModelError
 from windlass.verify.module_trace import ModuleTrace, TraceEvent, differentiable_outputs
 from windlass.verify.recorded_forward import RecordedForward, impersonate_rank, replay_arguments, use_rng_states
 
-_IMPLEMENTATION_KEYS = ("fused", "foreach", "params")  # how a rule is computed, which is this side's own affair
+# options of an optimizer's implementation, which the copy does not take over
+_IMPLEMENTATION_KEYS = ("fused", "foreach", "params")
 
 
 @dataclass
 class ReplayResult:
-    """What a call showed when it was done again; `buffers` are those that it changed on the other side."""
+    """Results of a replayed forward. `buffers` are those that the recorded forward changed."""
 
     events: list[TraceEvent] = field(default_factory=list)
     loss: float | None = None
@@ -28,20 +29,21 @@ class ReplayResult:
 
 
 class ReferenceModel:
-    """A copy of a model and of its optimizer, made before the model was sharded.
+    """Copy of a model and of its optimizer, made before the model was sharded.
 
-    A 16-bit model is trained by the plain recipe: float32 masters, from the values before the cast, which the optimizer
-    steps and the model holds rounded.
+    A 16-bit model is trained by the plain recipe: the optimizer steps float32 master weights, made from the values
+    before the cast, and the model holds them rounded.
 
     Args:
-        model: not yet sharded; it is left alone.
-        optimizer: of its parameters.
-        compute: dtype that floating-point parameters are cast to; None: each keeps its own.
-        device: where to compute.
-        masters: dtypes in which masters are kept, and in which the optimizer steps them; None: float32.
+        model: a model that is not sharded yet; it is not changed.
+        optimizer: optimizer of its parameters.
+        param_dtype: dtype to which floating-point parameters are cast; None: each keeps its own.
+        device: device of the computation.
+        master_dtypes: dtype in which master weights are stored, and dtype in which the optimizer steps them; None:
+            float32.
 
     Raises:
-        ModelError: the model cannot be copied.
+        ModelError: the model can't be copied.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class ReferenceModel:
                 f"verify needs a second copy of the model, and copy.deepcopy(model) failed: {error}; keep what cannot "
                 "be copied (locks, open files, tensors with a graph) out of the model's attributes"
             ) from error
-        for parameter in model.parameters():  # copies have none of the hooks on gradients
+        for parameter in model.parameters():  # deepcopy drops the hooks on gradients
             for hook in (parameter._backward_hooks or {}).values():
                 memo[id(parameter)].register_hook(hook)
         self.optimizer = _copy_optimizer(optimizer, memo)
@@ -76,18 +78,18 @@ class ReferenceModel:
         self._gradient_sums: dict[str, torch.Tensor] = {}
 
     def named_master_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter as the optimizer sees it, by name, in model order."""
+        """Return every parameter in the optimizer's dtype, by name, in model order."""
         return ((name, master.detach()) for name, master in self.master_weights.items())
 
     def set_value(self, name: str, value: torch.Tensor) -> None:
-        """Go on from `value`, the sharded model's."""
+        """Set a parameter to `value` from the sharded model."""
         with torch.no_grad():
             self.master_weights[name].copy_(value)
             if self.parameters[name] is not self.master_weights[name]:
                 self.parameters[name].copy_(self.master_weights[name])
 
     def replay(self, forward: RecordedForward, rank: int) -> ReplayResult:
-        """Do a forward again, and the backward from the gradients that its outputs got; see `take_sums`.
+        """Replay a forward, and the backward from the recorded gradients of its outputs. See `take_gradient_sums`.
 
         Raises:
             ModelError: the copy returned other tensors than the model, or its forward communicates.
@@ -117,7 +119,7 @@ class ReferenceModel:
         return found
 
     def step(self, gradients: dict[str, torch.Tensor], options: list[dict[str, Any]]) -> None:
-        """One step of the optimizer with these gradients (of masters, by name) under these options of its groups."""
+        """Step the optimizer with these gradients (of master weights, by name) and these options of its groups."""
         for group, given in zip(self.optimizer.param_groups, options, strict=True):
             group.update({key: value for key, value in given.items() if key not in _IMPLEMENTATION_KEYS})
         for name, master in self.master_weights.items():
@@ -134,14 +136,16 @@ class ReferenceModel:
                     self.parameters[name].copy_(master)
 
     def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Count these, by name, as if a replay had given them."""
+        """Add gradients by name, as if a replay had computed them."""
         for name, part in gradients.items():
             self._gradient_sums[name] = (
                 self._gradient_sums[name] + part if name in self._gradient_sums else part.clone()
             )
 
     def take_gradient_sums(self) -> dict[str, torch.Tensor]:
-        """The weighted gradients of all replays since it was asked last, by name, float64 on the CPU."""
+        """Return and clear the weighted gradients of all replays since the last call, by name, in float64 on the
+        CPU.
+        """
         sums, self._gradient_sums = self._gradient_sums, {}
         return sums
 
@@ -149,8 +153,8 @@ class ReferenceModel:
         for number, (weight, entering) in enumerate(forward.gradients.items()):
             if max(entering, default=-1) >= len(outputs):
                 raise ModelError(
-                    f"the plain copy of the model returned {len(outputs)} tensors with a graph, the sharded one more: its "
-                    "forward depends on something that the copy does not share (a global, a counter elsewhere)"
+                    f"the plain copy of the model returned {len(outputs)} tensors with a graph, the sharded one more: "
+                    "its forward depends on something that the copy does not share (a global, a counter elsewhere)"
                 )
             targets = [outputs[index] for index in entering]
             parts = [gradient.to(self.device) for gradient in entering.values()]
@@ -158,7 +162,7 @@ class ReferenceModel:
             self._accumulate_gradients(weight)
 
     def _accumulate_gradients(self, weight: float) -> None:
-        """Move what a backward left in `.grad` to the sums, times its weight."""
+        """Add the `.grad` of a backward to the sums, times its weight, and clear it."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
@@ -194,7 +198,7 @@ class ReferenceModel:
         )
 
     def _redirect_optimizer(self) -> None:
-        """Have the optimizer step masters where it was made for parameters."""
+        """Replace the parameters in the optimizer by their master weights."""
         of = {id(self.parameters[name]): master for name, master in self.master_weights.items()}
         for group in self.optimizer.param_groups:
             group["params"] = [of.get(id(p), p) for p in group["params"]]
@@ -205,7 +209,9 @@ class ReferenceModel:
 
 
 def _copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """A copy over the copied parameters, all attributes included: torch's own copying keeps only groups and state."""
+    """Copy an optimizer over the copied parameters with all attributes. torch's own copy keeps only groups and
+    state.
+    """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     apart = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     twin.__dict__.update(

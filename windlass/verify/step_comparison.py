@@ -1,11 +1,10 @@
-"""One step held against the plain one, phase by phase.
+"""Comparison of one step with the plain one, phase by phase.
 
-[Note: a step at a time] Both sides begin each step with the same weights, bit by bit. What a phase of the plain side
-starts from is what the phase before it gave on the sharded side, once that was found equal: the reduced gradient is
-held against the sum of the gradients that the ranks' autograd gave, and the update against the plain optimizer under
-the very gradient that was reduced. So every bound is that of one phase's own rounding, whatever the optimizer makes of
-noise (Adam turns a gradient that is nothing but rounding into a step of full size, of either sign), and the phase in
-which something deviates is the phase that is wrong.
+[Note: a step at a time] Both sides begin each step with bitwise equal weights. Each phase of the plain side starts from
+the result of the previous phase on the sharded side, after that was found equal: the reduced gradient is compared with
+the sum of the gradients of the ranks' autograd, and the update with the plain optimizer under the reduced gradient
+itself. So each bound covers only the rounding of its own phase, even if the optimizer amplifies noise (Adam turns a
+gradient of pure rounding error into a full-size step of either sign). A deviation appears in the phase that is wrong.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from windlass.verify.tensor_difference import MISSING, Difference, measure_diffe
 from windlass.verify.tolerance import Tolerance
 from windlass.verify.verification_report import Deviation, StepResult
 
-_PROPORTIONAL = 1e-3  # a tensor that is a multiple of another up to this
+_PROPORTIONAL = 1e-3  # relative tolerance for a tensor to count as a multiple of another
 
 
 class StepComparison:
-    """Holds one step, and collects what deviates in the order in which it was found.
+    """Comparison of one step. It collects deviations in the order in which they are found.
 
     Args:
-        model: the plain one, whose modules have names.
-        tolerance: what is rounding.
-        step: counted from 1.
+        model: the plain model, which has the module names.
+        tolerance: bounds of rounding.
+        step: number of the step, from 1.
     """
 
     def __init__(self, model: nn.Module, tolerance: Tolerance, step: int) -> None:
@@ -43,13 +42,13 @@ class StepComparison:
         self._bounds = tolerance.descriptions()
 
     def compare_forward(self, recorded: RecordedForward, replay: ReplayResult, rank: int, micro: int) -> None:
-        """A call's modules in the order in which they ran, then the buffers that it changed."""
+        """Compare the modules of a forward in the order in which they ran, then the buffers that it changed."""
         where: dict[str, Any] = {"rank": rank, "micro": micro}
         rest = iter(replay.events)
         for event in recorded.events:
             again = next(rest, None)
             while again is not None and again.kind == WEIGHT and again.key != event.key:
-                again = next(rest, None)  # a weight that was not there yet when the sharded module began
+                again = next(rest, None)  # a weight that was still sharded when the sharded module began
             if again is None or again.key != event.key or again.sample.shape != event.sample.shape:
                 self._report_module_order(event, again, where)
                 return
@@ -63,7 +62,7 @@ class StepComparison:
             self._record("forward", apart, tensor=name, role="buffer after the forward", **where)
 
     def compare_gradients(self, record: StepRecord, expected_gradients: dict[str, torch.Tensor], rank: int) -> None:
-        """What autograd gave on one rank, in the order in which it came, and what the loss was multiplied by."""
+        """Compare the gradients of one rank's autograd, in order of arrival, and the initial gradient of the loss."""
         for expected, got in record.loss_gradients:
             apart = measure_difference(torch.tensor(got), torch.tensor(expected), 0.0, torch.float32)
             hint = f"backward began with {got:g} where the loss scale is {expected:g}"
@@ -78,7 +77,7 @@ class StepComparison:
             if have is None or want is None:
                 self._report_missing("gradient", name, have, rank=rank)
                 continue
-            if name in record.outside_gradients and dtype is torch.float16:  # parts that only together are too large
+            if name in record.outside_gradients and dtype is torch.float16:  # several finite parts whose sum overflows
                 want = torch.where(have.isfinite(), want, have)
             floor = max(_rms(want), typical)
             allowed = self._tolerance.forward * (want.abs() + floor)
@@ -90,7 +89,7 @@ class StepComparison:
     def compare_reduced(
         self, reduced: dict[str, torch.Tensor | None], records: list[StepRecord], factor: float
     ) -> None:
-        """Compare the reduced gradients with the sum of what the ranks' autograd gave, times `factor`."""
+        """Compare the reduced gradients with the sum of the gradients of the ranks' autograd, times `factor`."""
         for name, have in reduced.items():
             parts = [
                 record.gradient_sums[name] * (factor / record.loss_scale)
@@ -118,7 +117,7 @@ class StepComparison:
             self._record("reduce", apart, tensor=name, role="gradient after the reduction", hint=hint)
 
     def check_overflow(self, records: list[StepRecord]) -> None:
-        """The step was skipped for gradients that are not finite: some are not, indeed."""
+        """Check that a step that was skipped for non-finite gradients has a non-finite gradient."""
         self.result.applied = False
         if all(bool(torch.isfinite(value).all()) for record in records for value in record.gradient_sums.values()):
             hint = "the step was skipped, and every gradient is finite"
@@ -127,7 +126,7 @@ class StepComparison:
     def compare_clip(
         self, reduced: dict[str, torch.Tensor | None], norm: float, coefficient: float, gradient_clipping: float
     ) -> None:
-        """The norm of the reduced gradients, and what they were multiplied by to keep it below `limit` (0: none)."""
+        """Compare the norm of the reduced gradients and the clip coefficient. A `gradient_clipping` of 0 means none."""
         squares = [float(g.double().square().sum()) for g in reduced.values() if g is not None]
         wanted = math.sqrt(math.fsum(squares))
         factor = min(1.0, gradient_clipping / (wanted + 1e-6)) if gradient_clipping > 0 else 1.0
@@ -140,7 +139,7 @@ class StepComparison:
     def compare_update(
         self, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], old: dict[str, torch.Tensor]
     ) -> None:
-        """The weights after the step."""
+        """Compare the weights after the step."""
         for name, value in actual.items():
             allowed = self._tolerance.update(old[name], expected[name])
             apart = measure_difference(value, expected[name], allowed, value.dtype)
@@ -156,7 +155,7 @@ class StepComparison:
                 )
             self._record("update", apart, tensor=name, role="weight after the step", hint=hint)
 
-    # of a forward
+    # Forward
 
     def _compare_event(self, event: TraceEvent, expected: TraceEvent, where: dict[str, Any]) -> None:
         seen, wanted = event.sample, expected.sample
@@ -166,7 +165,7 @@ class StepComparison:
             share = 0.0
         allowed = share * (wanted.values.double().abs() + _finite_or_zero(wanted.rms))
         apart = measure_difference(seen.values, wanted.values, allowed, seen.dtype)
-        if not apart.exceeding_count:  # of what was not kept the norm tells
+        if not apart.exceeding_count:  # the norm also covers the elements that were not sampled
             whole = torch.tensor([seen.norm]), torch.tensor([wanted.norm])
             bound = max(share, 1e-12) * _finite_or_zero(wanted.norm)
             norms = measure_difference(*whole, bound, torch.float64)
@@ -188,7 +187,7 @@ class StepComparison:
             "forward", MISSING, tensor=tensor, module=shown.module, role="order of modules", hint=hint, **where
         )
 
-    # of all phases
+    # All phases
 
     def _report_missing(self, phase: str, name: str, actual: torch.Tensor | None, **where: Any) -> None:
         hint = (
@@ -210,7 +209,7 @@ class StepComparison:
             "phase": phase,
             "tensor": tensor,
             "module": self._describe_module(place),
-            "what": role,
+            "role": role,
         }
         self.deviations.append(Deviation.from_difference(difference, **facts, allowed=self._bounds[phase], **more))
 
@@ -225,7 +224,7 @@ class StepComparison:
         return self._model.get_parameter(name).dtype
 
     def _single_rank_hint(self, name: str, actual: torch.Tensor, records: list[StepRecord]) -> str:
-        """Whether a reduced gradient is one rank's alone."""
+        """Return a hint if a reduced gradient is that of one rank alone, else ""."""
         for rank, record in enumerate(records):
             part = record.gradient_sums.get(name)
             if part is not None and (factor := _proportionality(actual * record.loss_scale, part)) is not None:
@@ -239,7 +238,7 @@ def _multiple_hint(actual: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def _proportionality(actual: torch.Tensor, expected: torch.Tensor) -> float | None:
-    """k where `have` is k times `want`; None where it is no multiple."""
+    """Return k if `actual` is k times `expected`; None if it is not a multiple."""
     a, b = actual.reshape(-1).double(), expected.reshape(-1).double()
     size = float(b.square().sum())
     if not size or not math.isfinite(size):

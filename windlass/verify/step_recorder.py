@@ -1,4 +1,4 @@
-"""Records what one rank's sharded model does between two steps, without changing any of it."""
+"""Recorder of one rank's sharded model between two steps, without side effects on it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ _FOLLOWED = (
 
 @dataclass
 class StepRecord:
-    """What a rank did in one step.
+    """Record of one rank's step.
 
     Attributes:
-        calls: forwards whose outputs a gradient came back to, in order.
-        sums: by parameter, in the order in which they came, the sum of the gradients that autograd gave, each times
-            the weight of its backward; float64, on the CPU.
-        sizes: the same of their magnitudes, where several were added.
-        outside: by parameter, what is in its sum of parts of the loss that are none of the model's outputs.
-        factors: of each `engine.backward` the gradient that the loss should get and got.
-        losses: what `engine.backward` was given.
-        scale: the loss scale that is in the gradients.
-        problem: why the step can't be compared; empty: it can.
+        forwards: forwards with a gradient to one of their outputs, in order.
+        gradient_sums: for each parameter, in order of arrival, the sum of its gradients from autograd, each times the
+            weight of its backward; float64, on the CPU.
+        gradient_magnitudes: the same sum of the gradients' magnitudes, for parameters with several gradients.
+        outside_gradients: for each parameter, the part of its sum from terms of the loss that are no outputs of the
+            model.
+        loss_gradients: for each `engine.backward`, the expected and the actual gradient of the loss.
+        losses: arguments of `engine.backward`.
+        loss_scale: loss scale of the gradients.
+        problem: reason why the step can't be compared; empty if it can.
     """
 
     forwards: list[RecordedForward] = field(default_factory=list)
@@ -49,12 +50,12 @@ class StepRecord:
     problem: str = ""
 
     def magnitude(self, name: str) -> torch.Tensor:
-        """Magnitudes of the parts of a parameter's sum."""
+        """Return the sum of the magnitudes of a parameter's gradients."""
         return self.gradient_magnitudes[name] if name in self.gradient_magnitudes else self.gradient_sums[name].abs()
 
 
 class StepRecorder:
-    """Hooks on a model that an engine trains, and around its `backward` and `scale`."""
+    """Hooks on a model that an engine trains, and wrappers of the engine's `backward` and `scale`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._model, self._device = engine, engine.module, engine.device
@@ -68,12 +69,13 @@ class StepRecorder:
         self._forwards: list[RecordedForward] = []
         self._pending_gradients: list[
             tuple[RecordedForward, int, torch.Tensor]
-        ] = []  # gradients at exits of a backward, not yet known
+        ] = []  # gradients of outputs in the running backward, not yet committed
         self._backward = -1
-        self._reached_parameters = False  # the backward came to a parameter
-        self._partially_dropped = ""  # a parameter whose gradient the script dropped, while others have one
-        self._recorded_losses: list[torch.Tensor] = []  # losses
-        self._graph_ranges: list[tuple[int, int]] = []  # numbers of the first and last graph node of each call
+        self._reached_parameters = False  # the backward has reached a parameter
+        self._partially_dropped = ""  # a parameter whose gradient the script dropped while others kept theirs
+        self._recorded_losses: list[torch.Tensor] = []  # losses whose gradient is recorded
+        # sequence numbers of the first and last graph node of each forward
+        self._graph_ranges: list[tuple[int, int]] = []
         self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         self._model.register_forward_hook(self._after_forward)
@@ -83,13 +85,13 @@ class StepRecorder:
         self._wrap_engine()
 
     def take_record(self) -> StepRecord:
-        """What happened since the last step; a new record begins."""
+        """Return the record since the last step, and begin a new one."""
         record, self.record = self.record, StepRecord()
-        self._engine._sharded.reducer.on_drop = self._on_gradient_dropped  # of another layout, after engine.refresh()
+        self._engine._sharded.reducer.on_drop = self._on_gradient_dropped  # engine.refresh() makes a new reducer
         if self._partially_dropped:
             record.problem = record.problem or (
-                f"the gradient of {self._partially_dropped!r} was dropped and others kept, or set to zero: a replay of backwards "
-                "has all of them; verify a script that drops whole backwards, or none"
+                f"the gradient of {self._partially_dropped!r} was dropped and others kept, or set to zero: a replay of "
+                "backwards has all of them; verify a script that drops whole backwards, or none"
             )
         self._partially_dropped = ""
         for call in self._forwards:
@@ -97,7 +99,7 @@ class StepRecorder:
                 call.buffers = {**self._carried_buffers, **call.buffers}
                 self._carried_buffers = {}
                 record.forwards.append(call)
-            else:  # nobody does it again, but what it left in buffers the next one finds
+            else:  # it is not replayed, but the next replay needs the buffers that it changed
                 self._carried_buffers |= call.buffers | call.buffers_after
         self._forwards, self._current_forward = [], None
         self._backward, self._reached_parameters = -1, False
@@ -105,7 +107,7 @@ class StepRecorder:
         self._graph_ranges.clear()
         return record
 
-    # around the engine
+    # Hooks on the engine
 
     def _wrap_engine(self) -> None:
         engine: Any = self._engine
@@ -124,21 +126,24 @@ class StepRecorder:
             return scale(loss)
 
         engine.backward, engine.scale = watched_backward, watched_scale
-        engine._sharded.gradients.on_drop = self._on_gradient_dropped
+        engine._sharded.reducer.on_drop = self._on_gradient_dropped
 
     def _on_gradient_dropped(self, name: str, zero: bool) -> None:
-        """The script drops the gradient of one parameter. Once all are dropped, the step begins anew."""
+        """Remove a parameter's recorded gradient, which the script dropped.
+
+        If all are dropped, the step starts again.
+        """
         record = self.record
         for of_name in (record.gradient_sums, record.gradient_magnitudes, record.outside_gradients):
             of_name.pop(name, None)
         if not record.gradient_sums:
-            for call in self._forwards:  # some of them may still have their backward before them
+            for call in self._forwards:  # a forward may still get its backward
                 call.gradients.clear()
             record.losses.clear()
         self._partially_dropped = name if record.gradient_sums or zero else ""
 
     def _record_loss(self, loss: Any) -> None:
-        """Note what gradient a loss gets: it is the loss scale, and nothing else."""
+        """Record the gradient of a loss, which must be the loss scale."""
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
             return
         self.record.losses.append(float(loss.detach()))
@@ -150,8 +155,10 @@ class StepRecorder:
         loss.register_hook(lambda gradient: self.record.loss_gradients.append((expected, float(gradient))))
 
     def _hook_outside_gradients(self, loss: torch.Tensor) -> None:
-        """Find the parameters that are a part of the loss themselves (a penalty on weights, `full_param`), so that what
-        comes to them from there is told from what comes through the model's outputs."""
+        """Hook the parameters that the loss uses directly (a penalty on weights, `full_param`).
+
+        Their gradients from there are recorded apart from those that come through the model's outputs.
+        """
         seen: set[Any] = set()
         rest: list[Any] = [loss.grad_fn]
         while rest:
@@ -171,7 +178,7 @@ class StepRecorder:
                 else:
                     node.register_hook(self._outside_gradient_hook(name, place))
 
-    # around the model
+    # Hooks on the model
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if current_backward_id() >= 0 or not (module.training or torch.is_grad_enabled()):
@@ -209,7 +216,7 @@ class StepRecorder:
                 changed[name] = buffer.detach().to("cpu", copy=True)
         return changed
 
-    # in a backward
+    # Hooks in a backward
 
     def _output_gradient_hook(self, forward: RecordedForward, number: int) -> Callable[[torch.Tensor], None]:
         def entered(gradient: torch.Tensor) -> None:
@@ -241,7 +248,7 @@ class StepRecorder:
         self._pending_gradients.clear()
 
     def _commit_pending_gradients(self) -> None:
-        """The backward reached parameters: what came to the exits counts."""
+        """Add the pending gradients of outputs to their forwards, once the backward has reached a parameter."""
         for call, number, gradient in self._pending_gradients:
             known = call.gradients.setdefault(self._weight, {})
             known[number] = known[number] + gradient if number in known else gradient
@@ -274,13 +281,13 @@ class StepRecorder:
         return came
 
     def _weighted(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What a gradient adds to the sum of its parameter."""
+        """Return a gradient times the weight of its backward, in float64 on the CPU."""
         dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         return dense.to("cpu", torch.float64, copy=True).mul_(self._weight)
 
 
 def _next_node_number() -> int:
-    """The number that the next node of a graph would have; torch counts them."""
+    """Return the sequence number that torch would give to the next graph node."""
     with torch.enable_grad():
         node = torch.zeros((), requires_grad=True).clone().grad_fn
     assert node is not None

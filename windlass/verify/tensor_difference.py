@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in units in the last place and relative to their size."""
+"""Distance of two tensors in units in the last place and relative to their size."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 @dataclass(frozen=True)
 class Difference:
-    """What lies between what was found and what was wanted.
+    """Difference between an actual and an expected tensor.
 
     Attributes:
-        share: the largest distance of two elements as a share of what is allowed for them; infinite where nothing is.
-        ulps: the largest distance of two elements, in units in the last place of the larger one.
-        relative: 2-norm of the difference over that of what was wanted.
-        beyond: elements that are further apart than allowed.
-        place: flat index of the element that exceeds its allowance most.
-        found: that element.
-        wanted: what it should be.
+        allowance_ratio: largest ratio of an element's distance to its allowed distance; infinite if none is allowed.
+        ulps: largest distance of two elements in units in the last place of the larger one.
+        relative: 2-norm of the difference over the 2-norm of the expected tensor.
+        exceeding_count: number of elements that are further apart than allowed.
+        worst_index: flat index of the element with the largest ratio.
+        actual: that element of the actual tensor.
+        expected: that element of the expected tensor.
     """
 
     allowance_ratio: float
@@ -32,17 +32,17 @@ class Difference:
 
 
 EQUAL = Difference(0.0, 0.0, 0.0, 0)
-MISSING = Difference(math.inf, math.inf, math.inf, 1)  # what has no counterpart
+MISSING = Difference(math.inf, math.inf, math.inf, 1)  # difference of a tensor without counterpart
 
 
 def measure_difference(
     actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor | float, dtype: torch.dtype
 ) -> Difference:
-    """Compare element by element. Where both are not finite and the same (or both NaN), they are equal.
+    """Compare two tensors element by element. Equal infinities count as equal, and so do two NaN.
 
     Args:
-        allowed: the distance that is no deviation: one number, or one for each element.
-        dtype: whose units in the last place are counted; of integers the distance itself.
+        allowed: distance that is no deviation, one number or one for each element.
+        dtype: dtype whose units in the last place are counted; for integers the unit is 1.
     """
     have, want = actual.detach().double().cpu().reshape(-1), expected.detach().double().cpu().reshape(-1)
     if have.numel() == 0 or torch.equal(have, want):
@@ -65,7 +65,7 @@ def measure_difference(
 
 
 def ulp_size(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The unit in the last place of numbers of this size (float64, not negative) in `dtype`; 1 for integers."""
+    """Return the unit in the last place of numbers of this size (float64, not negative) in `dtype`; 1 for integers."""
     if not dtype.is_floating_point:
         return torch.ones_like(size)
     info = torch.finfo(dtype)

@@ -1,4 +1,4 @@
-"""What is kept of a tensor to compare it later: some of its elements, and the norm of all of them."""
+"""Sample of a tensor for a later comparison: some of its elements and the norm of all of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-LIMIT = 1024  # elements that are kept of a tensor; a smaller one is kept whole
+LIMIT = 1024  # most elements in a sample; a smaller tensor is sampled completely
 
 
 @dataclass(frozen=True)
 class TensorSample:
-    """Every so many elements of a tensor, on the CPU, and the 2-norm of the whole.
+    """Every `stride`-th element of a tensor, on the CPU, and the 2-norm of the whole tensor.
 
     Attributes:
         values: `[at most LIMIT]`, in the tensor's dtype.
-        stride: of these elements in the flat tensor.
-        norm: of all elements, in float64.
+        shape: shape of the tensor.
+        stride: distance of the sampled elements in the flat tensor.
+        norm: 2-norm of all elements, in float64.
     """
 
     values: torch.Tensor
@@ -27,17 +28,17 @@ class TensorSample:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The tensor's."""
+        """Dtype of the tensor."""
         return self.values.dtype
 
     @property
     def rms(self) -> float:
-        """Root of the mean square of all elements."""
+        """Root mean square of all elements."""
         return self.norm / math.sqrt(max(1, self.shape.numel()))
 
 
 def sample_tensor(tensor: torch.Tensor) -> TensorSample:
-    """What is kept of `tensor`, which may change afterwards."""
+    """Copy a sample of `tensor`, which may change afterwards."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

@@ -1,4 +1,4 @@
-"""Which differences are rounding, phase by phase: from the dtypes in use and the number of summands."""
+"""Bounds of rounding errors in each phase, from the dtypes and the number of summands."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 
 from windlass.base.dtypes import dtype_name
 
-_ROUNDINGS = 8  # of one element on its way through an operation and what follows it
-_IN_A_SUM = 8  # times the square root of the number of summands: sums taken in another order
-_OF_UPDATE = 64  # roundings of an optimizer's rule, which has quotients and roots
+_ROUNDINGS = 8  # roundings of one element in an operation and those after it
+_IN_A_SUM = 8  # times the square root of the number of summands: sums in another order
+_OF_UPDATE = 64  # roundings of an optimizer's rule, with its divisions and roots
 _OF_WEIGHT = 4  # roundings of the new weight itself
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ in one verification.
+    """Allowed differences of one verification.
 
     Args:
-        compute: the narrowest dtype in which the model computes.
-        accumulate: dtype in which gradients are added up over micro-batches.
-        wire: dtype in which they travel.
-        longest: summands of the longest sum that the model or its backward takes, as far as shapes tell.
-        parts: micro-batches of a step over all ranks.
-        master: dtype of master weights.
-        coded: optimizer states are kept in 8 bits, whose scales depend on where a tensor is cut.
+        compute_dtype: the narrowest dtype in which the model computes.
+        accumulate_dtype: dtype in which gradients are accumulated over micro-batches.
+        reduce_dtype: dtype of gradients in a reduction.
+        max_summands: summands of the longest sum in the model or its backward, as far as shapes show.
+        micro_batch_count: micro-batches of a step over all ranks.
+        has_8bit_states: optimizer states are stored in 8 bits, and their scales depend on the shard boundaries.
+        master_dtype: dtype of master weights.
     """
 
     compute_dtype: torch.dtype
@@ -39,24 +39,24 @@ class Tolerance:
 
     @property
     def forward(self) -> float:
-        """Of outputs and of a rank's own gradients, relative to an element and the typical size together."""
+        """Tolerance of outputs and of a rank's own gradients, relative to the element plus the rms of its tensor."""
         inside = _eps(
             self.compute_dtype if self.compute_dtype == torch.float64 else torch.float32
-        )  # sums of 16 bits are wider
+        )  # sums of 16-bit values are accumulated in float32
         return _ROUNDINGS * _eps(self.compute_dtype) + _IN_A_SUM * inside * math.sqrt(self.max_summands)
 
     @property
     def reduce(self) -> float:
-        """Of a reduced gradient, relative to the sum of the magnitudes of its parts."""
+        """Tolerance of a reduced gradient, relative to the sum of its parts' magnitudes."""
         return (self.micro_batch_count + 2) * max(_eps(self.accumulate_dtype), _eps(self.reduce_dtype))
 
     @property
     def norm(self) -> float:
-        """Of the norm of all gradients, relative."""
+        """Relative tolerance of the norm of all gradients."""
         return 2 * _ROUNDINGS * max(_eps(self.accumulate_dtype), _eps(torch.float32))
 
     def update(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Of each new weight: of the weight itself, and of the largest change in its tensor."""
+        """Return the tolerance of each new weight, from the weight itself and the largest change in its tensor."""
         wide = old.dtype == torch.float64
         eps = max(_eps(old.dtype), 0.0 if wide else _eps(torch.float32))
         kept = max(eps, 0.0 if wide else _eps(self.master_dtype))
@@ -68,7 +68,7 @@ class Tolerance:
         return 2.0**-2 if self.has_8bit_states else _OF_UPDATE * eps
 
     def descriptions(self) -> dict[str, str]:
-        """What is allowed, in words, by phase."""
+        """Return a text with the tolerance of each phase."""
         narrow = dtype_name(self.compute_dtype)
         reduce = max((self.accumulate_dtype, self.reduce_dtype), key=_eps)
         rule = "2^-2 (8-bit states)" if self.has_8bit_states else f"{_OF_UPDATE} eps"

@@ -1,4 +1,4 @@
-"""What the ranks of a verification are told to do."""
+"""Job of the ranks of a verification."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ RESULT = "verdict.json"
 
 @dataclass(frozen=True)
 class VerificationJob:
-    """One verification on one number of ranks: of a script, or of a model that is named.
+    """One verification on one number of ranks, of a script or of a named model.
 
     Attributes:
-        folder: where rank 0 leaves its verdict, and whoever fails its reason.
+        folder: folder in which rank 0 writes its report, and a rank that fails its reason.
         steps: optimizer steps to compare.
-        config: goes before the script's own; a path or base64.
-        script: what follows `python`: a path and its arguments.
+        config: configuration that overrides the script's own; a path or base64.
+        script: arguments of `python`: a path and the script's arguments.
         model: a Hugging Face configuration or directory, `hub:NAME`, or `package.module:function`.
         batch: `ROWSxLENGTH` of generated tokens, or `package.module:function`.
-        alone: let a second copy train on its own, and tell how far it drifts.
-        seed: of initial weights and generated batches.
+        seed: seed of initial weights and generated batches.
+        independent_run: train a second copy independently, and report its drift.
         trust_remote_code: run Python files that come with the model.
     """
 
@@ -37,21 +37,21 @@ class VerificationJob:
 
     @property
     def result_path(self) -> Path:
-        """The verdict's file."""
+        """File of the report."""
         return Path(self.folder, RESULT)
 
     @property
     def failure_path(self) -> Path:
-        """The file in which the first rank that fails leaves its reason."""
+        """File in which the first rank that fails writes the reason."""
         return Path(self.folder, "failure")
 
     def write(self) -> Path:
-        """Put it into its folder; returns the file."""
+        """Write the job into its folder and return the file."""
         path = Path(self.folder, "order.json")
         path.write_text(json.dumps(asdict(self)))
         return path
 
     @classmethod
     def read(cls, path: str | Path) -> VerificationJob:
-        """What `write` wrote."""
+        """Read a job that `write` wrote."""
         return cls(**json.loads(Path(path).read_text()))

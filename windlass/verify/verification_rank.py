@@ -1,4 +1,4 @@
-"""What each rank of a verification starts as: `python -m windlass.verify.verification_rank ORDER`."""
+"""Program of each rank of a verification: `python -m windlass.verify.verification_rank JOB`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from windlass.verify.verification_job import VerificationJob
 
 
 def main(path: str) -> int:
-    """Run one rank; the exit code is 0 whatever was found, 1 where nothing could be compared."""
+    """Run one rank. Return 0 after a comparison, whatever its result, and 1 if nothing could be compared."""
     order = VerificationJob.read(path)
-    os.dup2(2, 1)  # what a script prints shall not stand between the lines of the verdict
+    os.dup2(2, 1)  # to stderr: output of the script must not mix with the report
     try:
         run_rank(order)
     except BaseException as error:
@@ -29,10 +29,10 @@ def main(path: str) -> int:
 
 
 def run_rank(job: VerificationJob) -> None:
-    """Train what `order` names, watched, in this process, which is a rank; rank 0 leaves the verdict.
+    """Train the script or model of `job` in this process, compare its steps, and write the report on rank 0.
 
     Raises:
-        VerifyError: it ended without a step.
+        VerifyError: the training ended without a step.
     """
     from windlass.engine.initialize_observer import install_observer
     from windlass.verify import named_model_training
@@ -52,7 +52,7 @@ def run_rank(job: VerificationJob) -> None:
         install_observer(before)
     if not session.verifiers:
         raise VerifyError(
-            "the script ended and never made an engine with an optimizer: windlass.initialize(model=..., config=...)"
+            "the script ended without an engine that has an optimizer: windlass.initialize(model=..., config=...)"
         )
     if not session.verifiers[0].compared_steps:
         raise VerifyError("the script ended before its first engine.step() at an accumulation boundary")
@@ -64,7 +64,8 @@ def _run_script(arguments: list[str]) -> None:
     import windlass
     from windlass.verify.verification_session import VerificationFinished
 
-    sys.modules.setdefault("deepspeed", windlass)  # for scripts that say so; its own name wins where it was imported
+    # for scripts that import deepspeed; an installed and imported deepspeed has precedence
+    sys.modules.setdefault("deepspeed", windlass)
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     try:
@@ -75,7 +76,7 @@ def _run_script(arguments: list[str]) -> None:
 
 
 def _write_failure(job: VerificationJob, error: BaseException) -> None:
-    """Keep the first failure of all ranks: what fails later follows from it."""
+    """Write the first failure of all ranks. Later failures are consequences of it."""
     from windlass.base.errors import WindlassError
 
     rank = os.environ.get("RANK", "0")
@@ -85,7 +86,7 @@ def _write_failure(job: VerificationJob, error: BaseException) -> None:
     try:
         with open(job.failure_path, "x") as stream:
             stream.write(f"rank {rank}: {text}")
-    except FileExistsError:  # another rank's
+    except FileExistsError:  # another rank failed first
         return
 
 

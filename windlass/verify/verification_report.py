@@ -1,4 +1,4 @@
-"""What a verification found: equal, or the first tensor that deviates, and by how much."""
+"""Result of a verification: equal, or the first tensors that deviate and by how much."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ PHASES = ("start", "forward", "gradient", "reduce", "clip", "update")
 
 @dataclass(frozen=True)
 class Deviation:
-    """A tensor that differs by more than rounding.
+    """Tensor that differs by more than rounding.
 
     Attributes:
-        step: counted from 1; 0 before the first.
+        step: number of the step from 1; 0: before the first.
         phase: one of `PHASES`.
-        tensor: a parameter, a buffer, or the output of a module.
-        module: path and class of the module that it belongs to.
-        what: in which role it was looked at.
-        rank: whose it is; None: of all.
-        micro: which micro-batch of its rank, from 1; None: no single one.
-        hint: what would explain it.
+        tensor: name of a parameter or buffer, or the output of a module.
+        module: path and class of its module.
+        role: role in which the tensor was compared.
+        rank: its rank; None: the same on all ranks.
+        micro: number of the micro-batch on its rank, from 1; None: no single one.
+        hint: possible explanation.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Deviation:
 
     @classmethod
     def from_difference(cls, difference: Difference, **facts: Any) -> Deviation:
-        """One whose figures are those of `apart`."""
+        """Make a deviation with the figures of `difference`."""
         return cls(
             ulps=difference.ulps,
             relative=difference.relative,
@@ -53,12 +53,17 @@ class Deviation:
 
 @dataclass
 class StepResult:
-    """One compared step. Of a copy that trains on its own, `alone_loss`, and `drift`: the 2-norm of all weights'
-    distance from the sharded ones, over that of these.
+    """Result of one compared step.
 
-    Losses are means over micro-batches; None where the loss is computed outside of the engine.
-
-    `worst`: by phase the largest difference, as a share of what is allowed; `ulps`: in units in the last place.
+    Attributes:
+        step: number of the step, from 1.
+        loss, plain_loss: means over micro-batches; None if the loss is computed outside the engine.
+        applied: False if the step was skipped.
+        independent_loss: mean loss of the independent run.
+        drift: 2-norm of the distance of the independent run's weights from the sharded ones, over the norm of the
+            latter.
+        worst_ratios: largest ratio of a difference to its allowed size, by phase.
+        worst_ulps: largest difference in units in the last place, by phase.
     """
 
     step: int
@@ -71,14 +76,14 @@ class StepResult:
     worst_ulps: dict[str, float] = field(default_factory=dict)
 
     def record_difference(self, phase: str, difference: Difference) -> None:
-        """Keep the largest difference of a phase."""
+        """Update the largest differences of a phase."""
         self.worst_ratios[phase] = max(self.worst_ratios.get(phase, 0.0), difference.allowance_ratio)
         self.worst_ulps[phase] = max(self.worst_ulps.get(phase, 0.0), difference.ulps)
 
 
 @dataclass
 class VerificationReport:
-    """What came of one verification on one number of ranks."""
+    """Result of one verification on one number of ranks."""
 
     ranks: int
     stage: int
@@ -86,23 +91,23 @@ class VerificationReport:
     parameters: int = 0
     micro_batches: int = 1
     steps: list[StepResult] = field(default_factory=list)
-    deviations: list[Deviation] = field(default_factory=list)  # of one step, the first of them first
+    deviations: list[Deviation] = field(default_factory=list)  # deviations of one step, in order of phases
     tolerances: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing deviated."""
+        """True if nothing deviated."""
         return not self.deviations
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `read` takes it."""
+        """Return plain data for `from_dict`."""
         return {**asdict(self), "equal": self.is_equal}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> VerificationReport:
-        """From `as_json`."""
+        """Restore a report from `to_dict`."""
         given = {key: value for key, value in data.items() if key != "equal"}
-        given["rows"] = [StepResult(**row) for row in data["rows"]]
+        given["steps"] = [StepResult(**step) for step in data["steps"]]
         given["deviations"] = [Deviation(**one) for one in data["deviations"]]
         return cls(**given)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a verification, and brings back what rank 0 found."""
+"""Start of the ranks of a verification, and collection of rank 0's report."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from windlass.verify.verification_report import VerificationReport
 
 
 class VerificationRunError(WindlassError, RuntimeError):
-    """The run ended before there was anything to compare."""
+    """Run that ended before anything could be compared."""
 
 
 def run_verification(job: VerificationJob, ranks: int) -> list[VerificationReport]:
-    """Run what `order` says on `ranks` ranks of this machine; the verdict of each engine, the first one's first.
+    """Run `job` on `ranks` ranks of this machine. Return the report of each engine, in order of construction.
 
     Raises:
-        RunFailed: a rank failed; the text is its own.
+        VerificationRunError: a rank failed, with its error as the text, or the run was interrupted.
     """
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as folder:
         job = replace(job, folder=folder)
@@ -32,15 +32,15 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
             ["-m", "windlass.verify.verification_rank", str(job.write())], ranks, env={"PYTHONPATH": here}
         )
         if outcome.interrupted_by is not None:
-            raise VerificationRunError("interrupted before the verdict")
+            raise VerificationRunError("interrupted before the report was complete")
         if job.failure_path.exists():
             raise VerificationRunError(
                 f"the run on {plural(ranks, 'rank')} failed, so there is nothing to compare:\n{_read(job.failure_path)}"
             )
         if not job.result_path.exists():
-            told = "; ".join(str(failure) for failure in outcome.failures) or "no rank says why"
+            told = "; ".join(str(failure) for failure in outcome.failures) or "no rank gave a reason"
             raise VerificationRunError(
-                f"the run on {plural(ranks, 'rank')} left no verdict: {told}; see the output above"
+                f"the run on {plural(ranks, 'rank')} left no report: {told}; see the output above"
             )
         return [VerificationReport.from_dict(one) for one in json.loads(_read(job.result_path))]
 

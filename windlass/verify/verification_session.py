@@ -1,4 +1,4 @@
-"""Sees engines being made, has each of their steps compared, and says when it is enough."""
+"""Session that verifies every engine of a script and ends the script after enough steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from windlass.zero.sharded_init import initial_shard
 
 
 class VerificationFinished(SystemExit):
-    """Enough steps were compared: the script ends here, on all ranks."""
+    """Exit of the script on all ranks after enough steps were compared."""
 
 
 class VerificationSession(InitializeObserver):
-    """All engines of a verification; the first one with an optimizer says when it is over."""
+    """All engines of a verification. The first one with an optimizer determines the end."""
 
     def __init__(self, job: VerificationJob) -> None:
         self.job, self.config_override = job, job.config
@@ -38,7 +38,7 @@ class VerificationSession(InitializeObserver):
         self._pending: tuple[torch.optim.Optimizer | None, Config | None] = None, None
 
     def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-        """Copy the model while it is whole; on rank 0, whose values count."""
+        """Copy the full model before it is sharded, on rank 0, whose values count."""
         self._reference, self._pending = None, (optimizer, config)
         if optimizer is None:
             return
@@ -57,7 +57,7 @@ class VerificationSession(InitializeObserver):
                     self._independent_reference = ReferenceModel(model, optimizer, compute, local_device(), masters)
 
     def after_initialize(self, engine: Engine) -> None:
-        """Watch the engine from now on."""
+        """Verify the engine from now on."""
         optimizer, config = self._pending
         if optimizer is None or config is None:
             return
@@ -73,22 +73,22 @@ class VerificationSession(InitializeObserver):
         self.check_progress(watched)
 
     def write_result(self) -> None:
-        """Leave the verdicts where the order says; only rank 0 has them."""
+        """Write the reports to the job's folder. Only rank 0 has them."""
         if any(watched.reference is not None for watched in self.verifiers):
             found = [watched.report.to_dict() for watched in self.verifiers]
             self.job.result_path.write_text(json.dumps(found))
 
     def note_early_end(self) -> None:
-        """The script ended by itself, before as many steps as were asked for."""
+        """Add a note if the script ended before the requested number of steps."""
         first = self.verifiers[0]
         if first.compared_steps < self.job.steps:
             first.report.notes.append(f"the script ended after {first.compared_steps} of {self.job.steps} steps")
 
     def check_progress(self, verifier: EngineVerifier) -> None:
-        """An engine was compared once more: go on, or end the script on all ranks.
+        """Continue after a comparison, or end the script on all ranks.
 
         Raises:
-            Finished: it is over.
+            VerificationFinished: a tensor deviated, or enough steps were compared.
         """
         over = verifier.has_deviated or (verifier is self.verifiers[0] and verifier.compared_steps == self.job.steps)
         if over:

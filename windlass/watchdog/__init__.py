@@ -1,5 +1,9 @@
-"""Why a run does not go on. Reading order: settings, place (where a rank is), record (what it says of itself), board
-(where ranks read each other), sight (what one sees of the others), verdict, report, watch (the thread), start."""
+"""Watchdog that detects and explains hangs.
+
+Reading order: watchdog_limits, thread_location (position of a rank), heartbeat (record that a rank publishes),
+control_store (exchange of heartbeats), peer_status (state of the other ranks), hang_diagnosis, hang_report,
+watchdog_thread, watchdog_start.
+"""
 
 from windlass.watchdog.watchdog_limits import WatchdogLimits
 from windlass.watchdog.watchdog_start import report_failure, start

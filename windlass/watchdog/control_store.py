@@ -1,4 +1,4 @@
-"""Where ranks leave their records for each other: keys of their own in the store at which they met."""
+"""Exchange of heartbeats between ranks, under separate keys of the process group's store."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from windlass.base.log import logger
 from windlass.watchdog.heartbeat import Heartbeat
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-_store_count = 0  # as many on every rank: a process group after another gets keys of its own
+_store_count = 0  # equal on every rank: successive process groups use different keys
 
 
 class ControlStoreLostError(Exception):
-    """The store does not answer any more: the process that kept it is gone."""
+    """Error of a store that does not answer, because the process that serves it is gone."""
 
 
 class ControlStore:
-    """A connection of its own, so that no wait of the main thread's holds it up.
+    """Separate connection to the store, so that waits of the main thread do not block it.
 
-    One rank writes its record once a tick. A bell tells the others, who read one counter a tick, that somebody is in
-    trouble; only then records are read.
+    Each rank writes its heartbeat once per tick. A rank in trouble increments an alarm counter, which every rank reads
+    once per tick. Other heartbeats are read only after an alarm.
     """
 
     def __init__(self, default_store: Any, store: Any, rank: int) -> None:
@@ -34,12 +34,14 @@ class ControlStore:
             default_store,
             store,
             rank,
-        )  # the origin may be the server: it lives as long
+        )  # keeps the origin alive, which may be the server
 
     @classmethod
     def open(cls) -> ControlStore | None:
-        """A board for the ranks of the default group; None where they did not meet at a TCP store, or it
-        takes no more connections."""
+        """Open a control store for the ranks of the default group.
+
+        None if the group does not use a TCP store, or the store accepts no more connections.
+        """
         global _store_count
         origin = store = cast(Any, _get_default_store())
         while isinstance(store, PrefixStore):
@@ -52,22 +54,22 @@ class ControlStore:
         except RuntimeError as error:
             logger.error("no watchdog: no second connection to %s:%d (%s)", store.host, store.port, error)
             return None
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it starts ranks again
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it restarts ranks
         return cls(origin, PrefixStore(f"windlass watchdog {again}.{_store_count}", own), dist.get_rank())
 
     def is_current(self) -> bool:
-        """Whether the group whose ranks meet here is still the default one."""
+        """Return True if the process group of this store is still the default one."""
         try:
             return dist.is_initialized() and _get_default_store() is self._default_store
-        except ValueError:  # destroyed in between
+        except ValueError:  # the group was destroyed in between
             return False
 
     def write_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Leave this rank's record."""
+        """Write this rank's heartbeat."""
         self._store_call("set", f"rank {self._rank}", heartbeat.to_json())
 
     def read_heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
-        """The records of those of `ranks` that wrote one."""
+        """Return the heartbeats of `ranks` that exist, by rank."""
         keys = [(rank, f"rank {rank}") for rank in ranks]
         if not self._store_call("check", [key for _, key in keys]):
             keys = [(rank, key) for rank, key in keys if self._store_call("check", [key])]
@@ -77,27 +79,27 @@ class ControlStore:
         return {rank: Heartbeat.from_json(text.decode()) for (rank, _), text in zip(keys, texts, strict=True)}
 
     def count_alarms(self, *, raise_alarm: bool) -> int:
-        """How often any rank rang."""
+        """Return the number of alarms so far. `raise_alarm` adds one."""
         return int(self._store_call("add", "bell", int(raise_alarm)))
 
     def post_decision(self, headline: str) -> None:
-        """Tell all ranks to end, and why."""
+        """Write the decision to end all ranks, with its reason."""
         self._store_call("set", "decision", headline)
 
     def read_decision(self) -> str:
-        """What `decide` said, or nothing."""
+        """Return the decision that `post_decision` wrote, or ""."""
         return self._store_call("get", "decision").decode() if self._store_call("check", ["decision"]) else ""
 
     def check_out(self) -> int:
-        """Say that this rank needs the board no longer; returns how many have said so. Once a rank."""
+        """Record that this rank needs the store no longer. Return the number of such ranks. Called once per rank."""
         return int(self._store_call("add", "left", 1))
 
     def count_checked_out(self) -> int:
-        """How many ranks need the board no longer."""
+        """Return the number of ranks that need the store no longer."""
         return int(self._store_call("add", "left", 0))
 
     def _store_call(self, name: str, *arguments: Any) -> Any:
         try:
             return getattr(self._store, name)(*arguments)
-        except (RuntimeError, ValueError) as error:  # torch has kinds of its own for every way in which a store fails
+        except (RuntimeError, ValueError) as error:  # torch raises various subclasses when a store fails
             raise ControlStoreLostError(str(error)) from error

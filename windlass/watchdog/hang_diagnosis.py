@@ -1,9 +1,9 @@
-"""From what is seen of all ranks to whether the run can go on.
+"""Diagnosis of a run from the states of all ranks.
 
-[Note: proofs] A run is ended before `timeout` only where it is proved that it cannot go on: a process that others wait
-for is gone or about to go, or every rank is in a wait, none of them has moved for `proof_after` seconds, and they are
-in different ones. A rank that lives and waits for nobody may come any moment, and a stopped one may be continued: that
-is reported and nothing more.
+[Note: proofs] The watchdog ends a run before `timeout` only with a proof that it can't continue. Either a process that
+other ranks wait for is dead or about to end; or every rank has waited for `deadlock_after` seconds, and the ranks wait
+in different operations. A rank that is alive and does not wait may arrive at any moment, and a stopped one may be
+continued: such cases are only reported.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from windlass.watchdog.watchdog_limits import WatchdogLimits
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """What is wrong, in a sentence, and whether it ends the run."""
+    """Problem of a run as a sentence, and whether it ends the run."""
 
     headline: str
     fatal: bool
 
 
 def diagnose(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
-    """What is to be said now; None while nothing is."""
+    """Diagnose the run. Return None if there is nothing to report."""
     waiting = [one for one in statuses if one.is_participating and one.wait_s >= limits.check_peers_after]
     cut_off = [
         one for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.FAILED_IN_WAIT
@@ -40,7 +40,7 @@ def diagnose(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosi
 
 
 def _diagnose_dead(statuses: list[PeerStatus], affected_ranks: list[int]) -> HangDiagnosis | None:
-    """A process that failed or died, which others wait for."""
+    """Diagnose a process that failed or died while other ranks wait for it."""
     failed = [
         one.rank for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.FAILED
     ]
@@ -60,20 +60,22 @@ def _diagnose_dead(statuses: list[PeerStatus], affected_ranks: list[int]) -> Han
             f"{format_ranks(failed)} ended with an exception, and {_describe_waiting(affected_ranks)} for it", True
         )
     return HangDiagnosis(
-        f"the process of {format_ranks(dead)} is gone (killed, or out of memory), and {_describe_waiting(affected_ranks)} for it",
+        f"the process of {format_ranks(dead)} is gone (killed, or out of memory), and "
+        f"{_describe_waiting(affected_ranks)} for it",
         True,
     )
 
 
 def _diagnose_early_end(statuses: list[PeerStatus], affected: list[PeerStatus]) -> HangDiagnosis | None:
-    """A program that ended well on one rank while all others wait."""
+    """Diagnose a program that ended without an error on one rank while all other ranks wait."""
     done = [one.rank for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.DONE]
     others = [one for one in statuses if one.rank not in done]
     if not done or not others or not all(one in affected for one in others):
         return None
     ranks_left = [one.rank for one in others]
     return HangDiagnosis(
-        f"the program of {format_ranks(done)} ended early, without an error, and {_describe_waiting(ranks_left)} for it",
+        f"the program of {format_ranks(done)} ended early, without an error, and {_describe_waiting(ranks_left)} for "
+        "it",
         True,
     )
 
@@ -81,7 +83,7 @@ def _diagnose_early_end(statuses: list[PeerStatus], affected: list[PeerStatus]) 
 def _diagnose_broken_connections(
     failed_in_wait: list[PeerStatus], affected: list[PeerStatus], statuses: list[PeerStatus]
 ) -> HangDiagnosis | None:
-    """Connections that broke under ranks that all wait."""
+    """Diagnose connections that broke under ranks that all wait."""
     if not failed_in_wait or any(one not in affected for one in statuses if one.state is not PeerState.DEAD):
         return None
     if (different := _diagnose_different_collectives(statuses)) is not None:
@@ -94,7 +96,7 @@ def _diagnose_broken_connections(
 
 
 def _diagnose_deadlock(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
-    """Every rank waits, and in another operation. See [Note: proofs]."""
+    """Diagnose ranks that all wait in different operations. See [Note: proofs]."""
     if any(one.wait_s < limits.deadlock_after for one in statuses):
         return None
     return _diagnose_different_collectives(statuses)
@@ -114,16 +116,16 @@ def _diagnose_different_collectives(statuses: list[PeerStatus]) -> HangDiagnosis
         f"{format_ranks(who)} in {what}{f' of {name}' if name else ''}" for (what, name), who in groups.items()
     )
     left = "; ".join(
-        f"rank {one.rank} has left theirs: {one.heartbeat.caught_error}"
+        f"rank {one.rank} has left its collective: {one.heartbeat.caught_error}"
         for one in statuses
         if one.heartbeat and one.heartbeat.caught_error
     )
-    cause = f". {left}. Its script caught that; without it this run would have ended at once" if left else ""
+    cause = f". {left}. Its script caught the error; uncaught, it would have ended the run at once" if left else ""
     return HangDiagnosis(f"ranks are in different collectives and will never meet: {told}{cause}", True)
 
 
 def _diagnose_long_wait(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
-    """A wait that is long, for whatever reason."""
+    """Diagnose a long wait of any cause."""
     waiting = [one for one in statuses if one.wait_s >= limits.report_after]
     if not waiting:
         return None
@@ -142,9 +144,10 @@ def _diagnose_long_wait(statuses: list[PeerStatus], limits: WatchdogLimits) -> H
 def _describe_stragglers(statuses: list[PeerStatus]) -> str:
     words = {
         PeerState.ALIVE: "alive and elsewhere (a straggler)",
-        PeerState.SILENT: "alive, but no thread of its Python runs (native code holds its lock, or the host is overloaded)",
+        PeerState.SILENT: "alive, but none of its Python threads runs (native code holds the GIL, or the host is "
+        "overloaded)",
         PeerState.STOPPED: "stopped (SIGSTOP; `kill -CONT` continues it)",
-        PeerState.NOT_STARTED: "not there yet: no engine was made on it",
+        PeerState.NOT_STARTED: "not there yet: it has constructed no engine",
     }
     parts = []
     for state, text in words.items():
@@ -159,12 +162,12 @@ def _describe_waiting(waiting_ranks: list[int]) -> str:
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """Format rank numbers as `rank 3` or `ranks 0-2, 5`."""
     return f"rank{'s' * (len(numbers) > 1)} {format_rank_ranges(numbers)}"
 
 
 def format_rank_ranges(numbers: list[int]) -> str:
-    """`0-2, 5`."""
+    """Format numbers as `0-2, 5`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The table of all ranks that a report shows, and the tracebacks above it."""
+"""Hang report: a table of all ranks below the tracebacks of failed ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ COLUMN_HEADINGS = ("rank", "state", "for", "operation", "parameter (module)", "l
 
 
 def format_hang_report(diagnosis: HangDiagnosis, statuses: list[PeerStatus], reporting_rank: int) -> str:
-    """The whole text: tracebacks of what failed first, the verdict, and a row a rank; equal rows are one.
+    """Format the report: tracebacks of ranks that failed first, the diagnosis, and a table with one row for ranks in
+    equal states.
 
     Args:
-        teller: the rank that prints it, whose own traceback is printed already.
+        reporting_rank: rank that prints the report. Its own traceback is already printed.
     """
     parts = []
     for one in statuses:
@@ -41,7 +42,7 @@ def _status_table(statuses: list[PeerStatus]) -> list[str]:
 
 
 def _status_cells(status: PeerStatus) -> tuple[str, ...]:
-    """State, operation, parameter, line."""
+    """Return state, operation, parameter and line of a rank."""
     record = status.heartbeat
     if record is None:
         return (str(status.state), "-", "-", "-")
@@ -91,7 +92,7 @@ def _describe_parameters(location: ThreadLocation) -> str:
 
 
 def _common_module(names: tuple[str, ...]) -> str:
-    """The innermost module that holds all of them."""
+    """Return the path of the innermost module that contains all parameters."""
     paths = [name.split(".")[:-1] for name in names]
     shared = []
     for steps in zip(*paths, strict=False):

@@ -1,4 +1,4 @@
-"""What a rank says of itself, once a tick."""
+"""Heartbeat: record that each rank publishes once per tick."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from windlass.watchdog.thread_location import ThreadLocation
 
 
 class ProgramEnd(StrEnum):
-    """Whether a rank's program is through."""
+    """State of a rank's program."""
 
     RUNNING = ""
-    DONE = "done"  # it ended, or is about to, without an exception
-    FAILED = "failed"  # by an exception that nobody caught
-    FAILED_IN_WAIT = "cut off"  # by an exception in a wait for other ranks, whose cause is as a rule another rank
+    DONE = "done"  # ended or about to end without an exception
+    FAILED = "failed"  # ended by an uncaught exception
+    FAILED_IN_WAIT = "cut off"  # ended by an exception in a wait for other ranks, usually caused by another rank
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank, at one beat.
+    """One rank at one tick.
 
     Attributes:
-        host, pid: of the process; `host` tells machines apart, and boots of one.
-        beat: counts up.
-        place: where the main thread is.
-        waits_s: for how long it has been in this one wait for other ranks; 0 where it is in none.
-        idle_s: since the core last waited for other ranks.
-        end: whether it is through.
-        error: the traceback of what ended it.
-        gone: ranks of this host whose processes are not there any more.
-        left: what raised in a call that it makes with others, and was caught.
+        rank: number of the rank.
+        host, pid: the process. `host` identifies a machine and its boot.
+        beat: counter of heartbeats.
+        location: position of the main thread.
+        wait_s: seconds in the current wait for other ranks; 0 if it does not wait.
+        idle_s: seconds since the engine last waited for other ranks.
+        program_end: state of the program.
+        error: traceback of the exception that ended the program.
+        dead_local_ranks: ranks of this host whose processes are gone.
+        caught_error: error in a collective call that the script caught.
     """
 
     rank: int
@@ -47,12 +48,12 @@ class Heartbeat:
     caught_error: str = ""
 
     def to_json(self) -> str:
-        """As JSON, for the board."""
+        """Return the heartbeat as JSON, for the control store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Heartbeat:
-        """The inverse of `to_text`."""
+        """Parse the result of `to_json`."""
         found = json.loads(text)
         location = found.pop("location")
         location["parameter_names"] = tuple(location["parameter_names"])

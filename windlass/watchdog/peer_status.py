@@ -1,4 +1,4 @@
-"""What one rank sees of the others: records, and how long each has been silent."""
+"""States of the other ranks, from their heartbeats and the time since each last changed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from windlass.watchdog.watchdog_limits import WatchdogLimits
 
 
 class PeerState(StrEnum):
-    """Of a rank's process, as seen from here."""
+    """State of a rank's process, as another rank sees it."""
 
     ALIVE = "alive"
-    SILENT = "silent"  # there, but no thread of Python's comes to run
+    SILENT = "silent"  # exists, but none of its Python threads runs
     STOPPED = "stopped"
     DEAD = "dead"
-    NOT_STARTED = "not there yet"  # it never made an engine
+    NOT_STARTED = "not there yet"  # it has constructed no engine yet
 
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """A rank: its last record (None while there was none), its state, and since when it was silent, in seconds."""
+    """One rank: its last heartbeat (None if it has none), its state, and the seconds since its heartbeat changed."""
 
     rank: int
     heartbeat: Heartbeat | None
@@ -33,25 +33,27 @@ class PeerStatus:
 
     @property
     def is_participating(self) -> bool:
-        """Whether it takes part: its process runs and its program is not through."""
+        """True if the process runs and its program has not ended."""
         return self.state is not PeerState.DEAD and not self.has_ended
 
     @property
     def has_ended(self) -> bool:
-        """Whether its program is through, by its own word."""
+        """True if the rank has published the end of its program."""
         return self.heartbeat is not None and self.heartbeat.program_end is not ProgramEnd.RUNNING
 
     @property
     def wait_s(self) -> float:
-        """For how long it has waited for other ranks."""
+        """Seconds that the rank has waited for other ranks."""
         return self.heartbeat.wait_s if self.heartbeat is not None and self.state is PeerState.ALIVE else 0.0
 
 
 class PeerMonitor:
-    """Remembers when each rank's beat was last seen to change.
+    """Heartbeats of all ranks, with the time at which each last changed.
 
     Args:
-        host: of this process.
+        world_size: number of ranks.
+        host: identity of this process's host.
+        limits: time limits.
     """
 
     def __init__(self, world_size: int, host: str, limits: WatchdogLimits) -> None:
@@ -60,7 +62,7 @@ class PeerMonitor:
         self._last_change: dict[int, float] = {}
 
     def update(self, heartbeats: Mapping[int, Heartbeat]) -> None:
-        """Take in what was read now."""
+        """Record heartbeats that were just read."""
         for rank, record in heartbeats.items():
             before = self.heartbeats.get(rank)
             if before is None or before.beat != record.beat:
@@ -68,21 +70,21 @@ class PeerMonitor:
             self.heartbeats[rank] = record
 
     def ignore_pause(self, seconds: float) -> None:
-        """This process could not run for so long, in which nobody was silent."""
+        """Exclude a pause of this process from the silent times of other ranks."""
         for rank in self._last_change:
             self._last_change[rank] += seconds
 
     def silent_seconds(self, rank: int) -> float:
-        """Seconds since the rank's beat changed, as far as it was looked at."""
+        """Return the seconds since the rank's heartbeat changed, counted from the first read."""
         return time.monotonic() - self._last_change.get(rank, time.monotonic())
 
     def find_dead_local_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Those of `ranks` that ran on this host and whose processes are not there any more."""
+        """Return the ranks of `ranks` that ran on this host and whose processes are gone."""
         known = [(rank, self.heartbeats[rank]) for rank in ranks if rank in self.heartbeats]
         return tuple(rank for rank, record in known if record.host == self._host and not is_alive(record.pid))
 
     def peer_statuses(self) -> list[PeerStatus]:
-        """Every rank, in order."""
+        """Return the status of every rank, in order."""
         gone = {rank for record in self.heartbeats.values() for rank in record.dead_local_ranks}
         heard = {
             record.host
@@ -92,7 +94,7 @@ class PeerMonitor:
         return [self._make_status(rank, gone, heard) for rank in range(self.world_size)]
 
     def peer_status(self, rank: int) -> PeerStatus:
-        """One rank, by its own record alone."""
+        """Return the status of one rank from its own heartbeat alone."""
         return self._make_status(rank, set(), set())
 
     def _make_status(self, rank: int, dead_ranks: set[int], live_hosts: set[str]) -> PeerStatus:

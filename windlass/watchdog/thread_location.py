@@ -1,4 +1,4 @@
-"""Where a thread is: which call of the engine, which wait for other ranks, which line of the user's."""
+"""Position of a thread: the engine call, the wait for other ranks, and the line of user code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NON_COLLECTIVE_FOLDERS = (
     "checkpoint",
     "elastic",
     "launcher",
-)  # folders of torch.distributed that do more than wait for ranks
+)  # folders of torch.distributed whose functions do more than wait for ranks
 _ENGINE_CALLS = {
     "Engine.eval_batch": "evaluation",
     "CheckpointMethods.save_checkpoint": "save",
@@ -35,7 +35,7 @@ _ENGINE_CALLS = {
 
 
 class CodeOrigin(Enum):
-    """Whose code a file is."""
+    """Owner of a source file, or the kind of wait in it."""
 
     USER = "the user's"
     STDLIB = "Python's"
@@ -47,13 +47,13 @@ class CodeOrigin(Enum):
 
 @dataclass(frozen=True)
 class ThreadLocation:
-    """Where a rank is.
+    """Position of a rank.
 
     Attributes:
-        call: of the engine, "" outside.
-        operation: that waits for other ranks, "" where it waits for none.
-        names: of the parameters it is about.
-        line: the innermost one outside windlass and torch.
+        engine_call: running call of the engine, "" outside.
+        operation: operation that waits for other ranks, "" if it does not wait.
+        parameter_names: parameters of the operation.
+        source_line: innermost line outside windlass and torch.
     """
 
     engine_call: str = ""
@@ -64,7 +64,7 @@ class ThreadLocation:
 
 @lru_cache(maxsize=4096)
 def code_origin(path: str) -> CodeOrigin:
-    """By the file's path."""
+    """Classify a source file by its path."""
     if path.startswith(_WINDLASS):
         inner = path[len(_WINDLASS) :].replace(os.sep, "/")
         if inner.startswith("comm/") or inner == "zero/core/gradient_norm.py":
@@ -85,15 +85,15 @@ def code_origin(path: str) -> CodeOrigin:
 
 
 class ThreadObserver:
-    """Looks where the thread that made it is, again and again: the one that trains.
+    """Observer of the training thread, which must construct it.
 
-    Frames are never kept from one look to the next: they would keep the tensors of functions that have returned. A wait
-    without a mark is known again by its frame's number, which Python may give to a later frame too; so it counts as the
-    same only while its thread takes hardly any CPU time. (Where an accelerator is, waits spin: there the number of
-    collectives of the default group has to tell.)
+    It never keeps frames between observations, because a frame keeps the tensors of its function alive. A wait without
+    a mark is identified by the id of its frame, which Python may reuse for a later frame. So it counts as the same wait
+    only while the thread uses hardly any CPU time. With an accelerator waits spin; there the number of collectives of
+    the default group is compared instead.
 
     Attributes:
-        waits: what tells one wait from the next: equal as long as the wait is the same; None: no wait.
+        current_wait: key of the current wait, equal between observations of the same wait; None: no wait.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class ThreadObserver:
         self._progress_count = 0
 
     def observe(self) -> ThreadLocation:
-        """Of the thread that trains, and of one of autograd's where a backward runs there."""
+        """Return the position of the training thread, or of an autograd thread if a backward waits there."""
         self._count_progress()
         frames = sys._current_frames()
         stack = list(_walk_outwards(frames.get(self._thread_id)))
@@ -124,7 +124,7 @@ class ThreadObserver:
         return self._pending_device_collective(place) if self.current_wait is None else place
 
     def _count_progress(self) -> None:
-        """Tell a wait that is over from the next one that looks the same."""
+        """Count progress, to distinguish a wait from a later one at the same place."""
         now = time.monotonic()
         if self._clock is not None:
             used = time.clock_gettime(self._clock)
@@ -140,7 +140,7 @@ class ThreadObserver:
         return (mark, activity.progress_count) if mark is not None else (id(frame), frame.f_lasti, self._progress_count)
 
     def _pending_device_collective(self, location: ThreadLocation) -> ThreadLocation:
-        """What was started on an accelerator's own stream and is not finished is waited for wherever the host is."""
+        """Return a wait for the collective that is unfinished on an accelerator's stream, wherever the host is."""
         if activity.pending_collective is None:
             return location
         work, mark = activity.pending_collective
@@ -157,7 +157,7 @@ class ThreadObserver:
 
 
 def location_of_error(error: BaseException, trace: TracebackType | None) -> tuple[ThreadLocation, bool]:
-    """Where an error arose, and whether that was in a wait for other ranks."""
+    """Return the position at which an error was raised, and True if that was in a wait for other ranks."""
     stack: list[tuple[FrameType, int]] = []
     while trace is not None:
         stack.append((trace.tb_frame, trace.tb_lineno))
@@ -170,29 +170,30 @@ def location_of_error(error: BaseException, trace: TracebackType | None) -> tupl
 
 def _walk_outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
     while frame is not None:
-        yield frame, frame.f_lineno or 0  # Python knows none between two lines
+        yield frame, frame.f_lineno or 0  # f_lineno is None between two lines
         frame = frame.f_back
 
 
 def _read_stack(stack: list[tuple[FrameType, int]], mark: WaitScope | None) -> tuple[ThreadLocation, FrameType | None]:
-    """The place of a stack, innermost frame first; and the frame of the wait that it is in."""
+    """Return the position of a stack, innermost frame first, and the frame of its wait, or None."""
     waits: FrameType | None = None
     operation, line, call, decided, backward = "", "", "", False, False
     for frame, number in stack:
         code = frame.f_code
         kind = code_origin(code.co_filename)
         if code.co_filename.startswith("<") and frame.f_globals.get("__name__") != "__main__":
-            kind = CodeOrigin.STDLIB  # written at run time, as dataclasses do
+            kind = CodeOrigin.STDLIB  # generated at run time, e.g. by dataclasses
         if kind is CodeOrigin.USER and not line:
             line = _source_line(code, number)
-        if kind is CodeOrigin.COLLECTIVE_WAIT and code.co_name == "<module>":  # it is being imported
+        # the frame imports the module and does not wait
+        if kind is CodeOrigin.COLLECTIVE_WAIT and code.co_name == "<module>":
             waits, operation, decided = None, "", True
         if kind is CodeOrigin.COLLECTIVE_WAIT and not decided:
             waits = frame
             if code.co_name not in ("wrapper", "decorate_context"):
                 operation = code.co_name
         elif kind not in (CodeOrigin.STDLIB, CodeOrigin.TORCH):
-            decided = True  # what lies further out called the wait
+            decided = True  # outer frames are callers of the wait
         if kind in (CodeOrigin.WINDLASS, CodeOrigin.COLLECTIVE_WAIT) and code.co_filename.startswith(_WINDLASS):
             call = _engine_call(code)
         backward = backward or code.co_name == "_engine_run_backward"
@@ -213,7 +214,7 @@ def _engine_call(code: CodeType) -> str:
 
 
 def _parameter_names(mark: WaitScope | None) -> tuple[str, ...]:
-    """The parameters of the innermost mark that names some: a wait for the agreed order serves the gather around it."""
+    """Return the parameters of the innermost mark with names: an agreement wait may be part of a named all-gather."""
     while mark is not None and not mark.parameter_names:
         mark = mark.outer
     return tuple(mark.parameter_names) if mark is not None else ()
@@ -230,7 +231,7 @@ def _source_line(code: CodeType, number: int) -> str:
 
 @lru_cache(maxsize=64)
 def _source_lines(path: str) -> list[str]:
-    """The lines of a file of Python; not by `linecache`, which the main thread may be changing."""
+    """Read a Python file's lines without `linecache`, whose cache the main thread may be changing."""
     try:
         with tokenize.open(path) as file:
             return file.readlines()

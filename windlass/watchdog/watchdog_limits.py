@@ -1,4 +1,4 @@
-"""How long is too long."""
+"""Time limits of the watchdog."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WatchdogLimits:
-    """Seconds; the shorter ones follow from `report_after` so that a proof is whole well before that.
+    """Time limits in seconds.
+
+    The shorter ones are derived from `report_after`, so that a diagnosis is ready well before.
 
     Attributes:
-        report_after: a wait of so long is reported.
-        timeout: one of so long ends the run.
+        report_after: length of a wait that is reported.
+        timeout: length of a wait that ends the run.
     """
 
     report_after: float = 30.0
@@ -19,25 +21,27 @@ class WatchdogLimits:
 
     @property
     def beat_interval(self) -> float:
-        """Between two beats."""
+        """Time between two heartbeats."""
         return min(1.0, self.report_after / 10)
 
     @property
     def check_peers_after(self) -> float:
-        """A wait of so long makes ranks look at each other."""
+        """Length of a wait after which ranks read each other's heartbeats."""
         return min(5.0, self.report_after / 6)
 
     @property
     def deadlock_after(self) -> float:
-        """All ranks in waits of so long, and in different ones, will never meet."""
+        """Length of waits of all ranks in different operations that proves a deadlock."""
         return min(15.0, self.report_after / 2)
 
     @property
     def silent_after(self) -> float:
-        """A rank without a beat for so long is looked for among the processes of its host."""
+        """Time without a heartbeat after which a rank's process is examined on its host."""
         return max(4 * self.beat_interval, 1.0)
 
     @property
     def host_lost_after(self) -> float:
-        """A host without a beat of any rank for so long, from the first look at it on, is gone."""
+        """Time without a heartbeat of any rank of a host, from its first check on, after which the host counts as
+        lost.
+        """
         return max(20.0, self.silent_after) if self.report_after >= 30 else max(self.report_after, self.silent_after)

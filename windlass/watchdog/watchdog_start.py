@@ -1,4 +1,4 @@
-"""One watchdog a process, from the first engine to the end of the program."""
+"""Start and stop of the process's single watchdog."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _hooks_installed = False
 
 
 def start(limits: WatchdogLimits | None) -> None:
-    """Watch the ranks of the default group from now on; with other limits if they are watched already. Every rank calls
-    it, and nobody waits for anybody.
+    """Watch the ranks of the default group from now on, or change the limits if they are watched already.
+
+    Every rank calls this; the call does not wait for other ranks.
 
     Args:
-        limits: None: do not watch.
+        limits: time limits; None: stop watching.
     """
     global _watchdog
     if _watchdog is not None and (limits is None or not _watchdog.is_running):
@@ -38,9 +39,9 @@ def start(limits: WatchdogLimits | None) -> None:
         return
     board = ControlStore.open()
     if board is None:
-        logger.debug("no watchdog: the ranks did not meet at a TCP store")
+        logger.debug("no watchdog: the process group does not use a TCP store")
         return
-    # torch's launcher keeps the store itself; elsewhere rank 0 does
+    # torch's launcher may serve the store; else rank 0 does
     keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     _watchdog = WatchdogThread(board, dist.get_rank(), dist.get_world_size(), limits, keeper)
     activity.is_watched = True
@@ -48,8 +49,10 @@ def start(limits: WatchdogLimits | None) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """This rank's program is about to end by `error`, which it tells itself, and past the hook of exceptions: the other
-    ranks shall know it for the cause."""
+    """Publish `error` as the cause before this rank's program ends by it.
+
+    For callers that print the error themselves and so bypass `sys.excepthook`.
+    """
     if _watchdog is not None and _watchdog.is_running and not _watchdog.is_decided:
         _watchdog.record_failure(error, error.__traceback__)
         if not _watchdog.failed_in_wait:
@@ -57,7 +60,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def _install_hooks() -> None:
-    """Hear of the program's end, and of the exception that ends it."""
+    """Install hooks for the program's end and for uncaught exceptions."""
     global _hooks_installed
     if _hooks_installed:
         return
@@ -72,10 +75,10 @@ def _install_hooks() -> None:
             return
         if not watch.is_decided:
             watch.record_failure(error, trace)
-        if watch.is_decided or watch.failed_in_wait:  # the cause first: it is another rank's
+        if watch.is_decided or watch.failed_in_wait:  # wait for the cause, which is on another rank
             watch.wait_for_decision()
             if watch.is_decided:
-                logger.error("this rank ended of it: %s: %s", kind.__name__, error)
+                logger.error("this rank ended because of it: %s: %s", kind.__name__, error)
                 sys.exit(WATCHDOG_EXIT_CODE)
             before(kind, error, trace)
         else:
@@ -88,7 +91,7 @@ def _install_hooks() -> None:
 def _stop_at_exit() -> None:
     if _watchdog is None:
         return
-    # Python keeps it before it calls the hook, which others (tracebacks in colour) may have put in the place of ours
+    # Python sets last_value before it calls excepthook, which another library (coloured tracebacks) may have replaced.
     error = getattr(sys, "last_value", None)
     if isinstance(error, Exception) and not _watchdog.program_ended:
         report_failure(error)

@@ -1,11 +1,11 @@
-"""The watchdog: a thread that beats for its rank, looks at the others when somebody waits long, and ends what is lost.
+"""Watchdog thread, which publishes its rank's heartbeat, checks the other ranks after a long wait, and ends a hung run.
 
-[Note: watchdog] Once a tick the thread leaves the rank's record on the board and reads one counter, the bell. A rank in
-trouble (a long wait, an exception) rings it, and then every rank looks: at what was decided, and at the ranks below
-itself, to find the lowest one that lives. That one reads all records and judges, so that a thousand ranks do not read a
-thousand records each. What it decides it prints, as a table, and leaves on the board; every rank ends itself. A wait
-inside C++ cannot be left, so the thread ends the process (`os._exit`). Nothing needs to be undone then: shared memory
-and files of the disk tier have no names.
+[Note: watchdog] Once per tick the thread writes the rank's heartbeat to the control store and reads the alarm counter.
+A rank in trouble (a long wait, an exception) raises an alarm. Then every rank reads the decision and the heartbeats of
+the ranks below it, to find the lowest rank that is alive. Only that rank reads all heartbeats and diagnoses the run, so
+that a thousand ranks do not read a thousand heartbeats each. It prints a fatal diagnosis as a table and writes it to
+the store, and every rank ends itself. A wait inside C++ can't be interrupted, so the thread ends the process
+(`os._exit`). Nothing needs a cleanup: shared memory and the files of the disk tier are unlinked.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from windlass.watchdog.peer_status import PeerMonitor, PeerState, PeerStatus
 from windlass.watchdog.thread_location import ThreadLocation, ThreadObserver, location_of_error
 from windlass.watchdog.watchdog_limits import WatchdogLimits
 
-_MAX_DECISION_WAIT_S = 10.0  # how long a rank that was cut off waits to hear why
-_CHECK_OUT_TIMEOUT_S = 5.0  # how long a rank that was told to end may take to do so by itself
+_MAX_DECISION_WAIT_S = 10.0  # time that a rank which failed in a collective waits for the decision
+_CHECK_OUT_TIMEOUT_S = 5.0  # longest time for a rank to end by itself after the decision
 
 
 class WatchdogThread:
-    """Of this process.
+    """Watchdog of this process.
 
     Args:
-        board: where the ranks read each other.
-        limits: see there; `use` sets others.
-        keeper: the rank whose process keeps the board, or None: one that outlives them all.
+        control_store: exchange of heartbeats.
+        rank: number of this rank.
+        world_size: number of ranks.
+        limits: time limits; `set_limits` changes them.
+        store_rank: rank whose process serves the store; None: a process that outlives all ranks.
     """
 
     def __init__(
@@ -77,19 +79,19 @@ class WatchdogThread:
             threading.Thread(target=self._run_guard, name="windlass-watchdog-guard", daemon=True).start()
 
     def set_limits(self, limits: WatchdogLimits) -> None:
-        """Go on with other limits."""
+        """Change the time limits."""
         self.limits = self._peers.limits = limits
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs, in this process, for the group that there is now."""
+        """True if the thread runs in this process and its process group is still the current one."""
         return self._thread.is_alive() and os.getpid() == self._pid and self._control_store.is_current()
 
     def stop(self, *, program_ended: bool) -> None:
         """End the thread.
 
         Args:
-            through: the program is, and the others shall know.
+            program_ended: the program has ended; publish that to the other ranks.
         """
         if os.getpid() != self._pid or self._stopping.is_set() or self._decision_event.is_set():
             return
@@ -107,7 +109,7 @@ class WatchdogThread:
                 self._wait_for_check_outs(2 * self.limits.beat_interval + 0.5)
 
     def record_failure(self, error: BaseException, trace: TracebackType | None) -> None:
-        """An exception that nobody caught ends this rank: tell the others."""
+        """Publish that an uncaught exception ends this rank."""
         place, waiting = location_of_error(error, trace)
         cut_off = isinstance(error, CommunicationError) or (waiting and isinstance(error, RuntimeError))
         text = "".join(traceback.format_exception(type(error), error, trace))
@@ -119,31 +121,33 @@ class WatchdogThread:
 
     @property
     def program_ended(self) -> bool:
-        """Whether it was said how this rank's program ended."""
+        """True if the end of this rank's program has been published."""
         return self._end_record is not None
 
     @property
     def failed_in_wait(self) -> bool:
-        """Whether the exception that ends this rank came out of a wait for others."""
+        """True if the exception that ends this rank was raised in a wait for other ranks."""
         return self._end_record is not None and self._end_record[1] is ProgramEnd.FAILED_IN_WAIT
 
     @property
     def is_decided(self) -> bool:
-        """Whether it was said why this rank is ended."""
+        """True once the reason to end this rank is known."""
         return self._decision_event.is_set()
 
     def wait_for_decision(self) -> None:
-        """After `failed`: wait until it is known what became of the others, or until they know of this rank."""
+        """After `record_failure`, wait for the decision about the run, or until the other ranks have read this rank's
+        end.
+        """
         if self.failed_in_wait:
             self._decision_event.wait(min(_MAX_DECISION_WAIT_S, self.limits.report_after))
         elif self._store_rank == self._rank:
             with contextlib.suppress(ControlStoreLostError):
                 self._wait_for_check_outs(_CHECK_OUT_TIMEOUT_S)
 
-    # the thread
+    # Thread
 
     def _run(self) -> None:
-        pause = 0.0  # a rank that dies before its first beat would pass for one that never came
+        pause = 0.0  # the first heartbeat immediately: a rank that dies before it would look as if it had never started
         while not self._stopping.is_set():
             lost = self._sleep(pause)
             pause = self.limits.beat_interval
@@ -159,23 +163,26 @@ class WatchdogThread:
                 self._check_alone() if self._store_lost else self._beat_once()
             except ControlStoreLostError:
                 self._store_lost = True
-            except Exception:  # a fault of the watchdog's own must not end a run that is well
+            except Exception:  # a bug in the watchdog must not end a healthy run
                 if not self._fault_logged:
-                    logger.exception("a fault of the watchdog, which goes on")
+                    logger.exception("error in the watchdog, which continues")
                 self._fault_logged = True
             finally:
                 self._beat_start = 0.0
 
     def _sleep(self, seconds: float) -> float:
-        """Sleep until there is something to do; returns for how long this process could not run, where that was long:
-        it was stopped (Ctrl-Z, a debugger, a scheduler), as a rule with all ranks, and nobody waited in that time."""
+        """Sleep, and return the seconds in which this process could not run, or 0 if they are few.
+
+        A process is stopped by Ctrl-Z, a debugger or a scheduler, usually together with all other ranks. So that time
+        does not count as waiting.
+        """
         began = time.monotonic()
         self._stopping.wait(seconds)
         lost = time.monotonic() - began - seconds
         return lost if lost > self.limits.silent_after else 0.0
 
     def _run_guard(self) -> None:
-        """Where a rank keeps the board and is stopped, the thread never comes back from it: then this one looks."""
+        """Check the ranks while the watchdog thread is blocked in the store, whose serving rank is stopped."""
         while not self._stopping.is_set() and self._thread.is_alive():
             lost = self._sleep(self.limits.beat_interval)
             began = 0.0 if lost or self._decision_event.is_set() else self._beat_start
@@ -211,7 +218,7 @@ class WatchdogThread:
         self._judge_all()
 
     def _check_alone(self) -> None:
-        """The board is gone, or does not answer: what this rank can tell by itself."""
+        """Diagnose the run from local knowledge, because the store is gone or does not answer."""
         record = self._make_heartbeat()
         if record.wait_s < self.limits.check_peers_after and record.program_end is not ProgramEnd.FAILED_IN_WAIT:
             return
@@ -220,7 +227,7 @@ class WatchdogThread:
         verdict = diagnose(sights, self.limits)
         if self._store_lost and (verdict is None or not verdict.fatal):
             keeper = f"rank {self._store_rank}" if self._store_rank is not None else "the launcher"
-            verdict = HangDiagnosis(f"the process of {keeper}, where the ranks met, is gone", True)
+            verdict = HangDiagnosis(f"the process of {keeper}, which served the process group's store, is gone", True)
         if verdict is not None and self._log_diagnosis(verdict, sights):
             self._end_process()
 
@@ -233,11 +240,12 @@ class WatchdogThread:
             self._control_store.post_decision(
                 f"{verdict.headline} (the table of all ranks is in the output of rank {self._rank})"
             )
-            time.sleep(2.5 * self.limits.beat_interval)  # the others read it; this process may keep the board
+            # time for the others to read the decision; this process may serve the store
+            time.sleep(2.5 * self.limits.beat_interval)
             self._end_process()
 
     def _log_diagnosis(self, diagnosis: HangDiagnosis, statuses: list[PeerStatus]) -> bool:
-        """Print a report if it is time for one; whether the run is over."""
+        """Log a report if it is due. Return True if the run must end."""
         longest = max(one.wait_s for one in statuses)
         if diagnosis.fatal or longest >= self._next_report:
             self._next_report = 2 * longest
@@ -291,14 +299,15 @@ class WatchdogThread:
     def _end_process(self) -> None:
         """End this process, whatever its main thread does."""
         self._decision_event.set()
-        if self._end_record is not None:  # its main thread is on the way out
+        if self._end_record is not None:  # the main thread is already exiting
             time.sleep(_CHECK_OUT_TIMEOUT_S)
-        flushing = threading.Thread(target=_flush_streams, daemon=True)  # the main thread may hold a stream's lock
+        # in a thread, since the main thread may hold a stream's lock
+        flushing = threading.Thread(target=_flush_streams, daemon=True)
         flushing.start()
         flushing.join(1.0)
         for child in multiprocessing.active_children():
             child.kill()
-        for other in self._peers.heartbeats.values():  # who is stopped could not read that it is to end, and would stay
+        for other in self._peers.heartbeats.values():  # continue stopped ranks, so that they read the decision and end
             if other.host == self._host and other.pid != self._pid and is_stopped(other.pid):
                 with contextlib.suppress(OSError):
                     os.kill(other.pid, signal.SIGCONT)
@@ -312,8 +321,10 @@ def _flush_streams() -> None:
 
 
 def _host_identity() -> str:
-    """Tells this machine from others, and from itself before it was started again; and containers, which may share a
-    name and do not see each other's processes."""
+    """Return an identity of this machine, its boot and its PID namespace.
+
+    Containers may share a host name without seeing each other's processes.
+    """
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         facts.append(os.readlink("/proc/self/ns/pid"))

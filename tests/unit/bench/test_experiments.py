@@ -119,7 +119,7 @@ def test_offload_names_what_missed_its_promise_and_whose_losses_differ() -> None
     }
     verdicts, same = offload_bench._compare_losses_and_times(rows, 1e-5)
     assert not same and "NOT equal: DeepSpeed, stage 3, all on host is 1.0e-01 apart" in verdicts[0]
-    assert "stage 3, all on host: 1.40 x compute alone (promised: at most 1.35: MISSED)" in verdicts
+    assert "stage 3, all on host: 1.40 x compute alone (target: at most 1.35: MISSED)" in verdicts
     assert "DeepSpeed, stage 3, all on host: 3.30 x compute alone" in verdicts
     rows["DeepSpeed, stage 3, all on host"] = _row(3.3, [float("nan")])
     assert not offload_bench._compare_losses_and_times(rows, 1e-5)[1]

@@ -219,10 +219,10 @@ def test_tables_and_json_hold_everybody() -> None:
 
 def test_parts_that_are_asked_for() -> None:
     module = script()
-    assert module.parts_of("length, bytes") == ["bytes", "length"]
-    assert module.parts_of(",".join(module.PARTS)) == list(module.PARTS)
+    assert module.parse_parts("length, bytes") == ["bytes", "length"]
+    assert module.parse_parts(",".join(module.BENCH_PARTS)) == list(module.BENCH_PARTS)
     with pytest.raises(typer.BadParameter, match=r"steps: there are bytes, tp, sp, pp, ep, link, length"):
-        module.parts_of("tp,steps")
+        module.parse_parts("tp,steps")
 
 
 # ----------------------------------------------------------------------------------------------------- lengths

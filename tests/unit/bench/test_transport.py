@@ -50,7 +50,7 @@ class Ranks:
         assert work.rounds == 1 and not work.measure_memory
         self.calls.append((label, env))
         if label == self.fails:
-            raise WindlassError("a rank of this experiment ended with exit code 1; its own words are above")
+            raise WindlassError("a rank of this experiment ended with exit code 1; its error is printed above")
         losses = [8.0, 7.5, 7.0, 6.5]
         return [
             {

@@ -171,11 +171,11 @@ def _changes(name: str, *rest: bytes) -> bytes:
 ODD = {
     "an attribute of what rebuilds tensors": (
         _changes("torch._utils _rebuild_tensor_v2", b"}X\x01\x00\x00\x00aK\x01sb"),
-        "changes the state of a Inert",
+        "changes the state of a AllowedFunction",
     ),
     "a slot of it": (
         _changes("torch._utils _rebuild_tensor_v2", b"N}X\x09\x00\x00\x00_functionK\x01s\x86b"),
-        "changes the state of a Inert",
+        "changes the state of a AllowedFunction",
     ),
     "a method of a stand-in": (
         _changes("argparse Namespace", b"N}X\x0c\x00\x00\x00__setstate__K\x01s\x86b"),

@@ -462,7 +462,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(kind: str, name: 
             except CheckpointError:
                 continue
             assert read.__code__.co_names[0] == "list_checkpoints" and (
-                getattr(found, "damaged", False) or name[0] == "t"
+                getattr(found, "is_damaged", False) or name[0] == "t"
             )
 
 

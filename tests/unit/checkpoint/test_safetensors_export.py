@@ -148,5 +148,5 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "GB", "-1GB", "1TB!", "5 zettabytes"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="is no size"):
+    with pytest.raises(CheckpointError, match="is not a size"):
         parse_size(text)

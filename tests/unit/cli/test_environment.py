@@ -220,7 +220,8 @@ def test_ds_report_hides_what_it_is_told_to(
     assert ds_report([]) == 0
     full = capsys.readouterr().out
     assert (
-        "[WARNING] async_io: native code was not built" in full and "[WARNING] NCCL_IB_DISABLE = 1: hosts talk" in full
+        "[WARNING] async_io: native code was not built" in full
+        and "[WARNING] NCCL_IB_DISABLE = 1: hosts communicate" in full
     )
     assert "async_io ............... [NO] ....... [OKAY]" in full
     assert ds_report(["--hide_errors_and_warnings"]) == 0
@@ -250,5 +251,5 @@ def test_a_folder_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         "read_bytes_per_second": 10**9, "write_bytes_per_second": 2 * 10**9,
     }  # fmt: skip
     text = "\n".join(format_facts(facts))
-    assert "this is memory, no disk): reads 1.00 GB/s, writes 2.00 GB/s (128 MiB each way)" in text
+    assert "this is memory, not a disk): reads 1.00 GB/s, writes 2.00 GB/s (128 MiB each way)" in text
     assert disk_facts.disk_engine().split()[0] in text

@@ -62,7 +62,7 @@ def test_affinities_are_read_and_absent_where_the_driver_has_none() -> None:
         ("No devices were found\n", "No devices were found"),
         ("\tGPU0\tGPU1\nGPU0\t X \tPHB\n", "no row for GPU1"),
         ("\tGPU0\tGPU1\nGPU0\t X \tWARP\nGPU1\tPHB\t X \n", "WARP"),
-        ("\tGPU0\tGPU1\nGPU0\t X \n", "not understood: GPU0"),
+        ("\tGPU0\tGPU1\nGPU0\t X \n", "cannot be parsed: GPU0"),
     ],
 )
 def test_what_is_no_such_table_is_named(table: str, says: str) -> None:

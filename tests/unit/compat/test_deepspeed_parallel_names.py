@@ -117,7 +117,7 @@ def test_a_script_marks_experts_of_its_own() -> None:
 
 
 def test_groups_of_experts_need_an_engine() -> None:
-    with pytest.raises(AssertionError, match="no expert-parallel group 'ep_size_2': no engine has layers of experts"):
+    with pytest.raises(AssertionError, match="no expert-parallel group 'ep_size_2': no engine has MoE layers"):
         parallel_groups._get_expert_parallel_group("ep_size_2")
     assert (
         parallel_groups._get_expert_parallel_group_dict() == {}
@@ -166,7 +166,7 @@ def test_arguments_that_were_recorded_are_those_of_the_next_model() -> None:
     [
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size is 4, and tp_model_init.*tp_size 2"),
         ({"tensor_parallel": {"tp": {"tp_size": 8}}}, "tensor_parallel.tp.tp_size is 8"),
-        ({"fp16": {"enabled": True}}, r"fp16.enabled, and tp_model_init was called with torch.bfloat16"),
+        ({"fp16": {"enabled": True}}, r"fp16.enabled is true, but tp_model_init was called with torch.bfloat16"),
     ],
 )
 def test_two_sizes_or_dtypes_are_refused(config: dict[str, Any], text: str) -> None:

@@ -106,7 +106,7 @@ def test_rates_and_wrapped_optimizers() -> None:
             self.optimizer = optimizer
 
     assert lr_schedule_arguments.get_torch_optimizer(Wrapper()) is optimizer
-    with pytest.raises(TypeError, match="list is no torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match="list is not a torch.optim.Optimizer"):
         lr_schedule_arguments.get_torch_optimizer([])
 
 

@@ -56,7 +56,7 @@ def test_the_error_has_all_numbers_and_what_would_fit() -> None:
         config.axes(24, "torchrun")
     assert str(caught.value) == (
         "the axes do not multiply to the world: pp 2 x dp_replicate 2 x ep 1 x sp 1 x tp 4 = 16 ranks do not divide "
-        "the world size 24 (torchrun), so nothing whole is left for dp_shard; what would fit: start 16 or 32 ranks; "
+        "the world size 24 (torchrun), so dp_shard would not be a whole number; what would fit: start 16 or 32 ranks; "
         "pp 1 or 3 with the others as they are; tp 3 or 6 with the others as they are; "
         "dp_replicate 1 or 3 with the others as they are"
     )
@@ -78,7 +78,7 @@ def test_mics_is_how_many_ranks_cut(shard: int, world: int) -> None:
 def test_mics_counts_ranks_along_ep_and_sp() -> None:
     source = {"zero_optimization": {"mics_shard_size": 4}, "parallel": {"ep": 2, "sp": 2, "tp": 2}}
     assert load_config(source).axes(16) == Axes(dp_replicate=2, ep=2, sp=2, tp=2)
-    with pytest.raises(ConfigError, match=r"mics_shard_size = 2 is no multiple of ep x sp = 4.* write one of 4 or 8,"):
+    with pytest.raises(ConfigError, match=r"mics_shard_size = 2 is not a multiple of ep x sp = 4.* one of 4 or 8,"):
         load_config({**source, "zero_optimization": {"mics_shard_size": 2}}).axes(16)
     with pytest.raises(ConfigError, match=r"does not divide the world size 16 / \(pp 1 x tp 2\) = 8; write a divisor"):
         load_config({**source, "zero_optimization": {"mics_shard_size": 3}}).axes(16)
@@ -130,7 +130,7 @@ def test_keys_of_deepspeed_say_sizes_too(source: dict[str, Any], wanted: Axes) -
 
 def test_data_parallel_size_is_held_against_what_is_left() -> None:
     config = load_config({"sequence_parallel_size": 2, "data_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"data_parallel_size = 2, .* leave 4 ranks .* write 4, or delete the key"):
+    with pytest.raises(ConfigError, match=r"data_parallel_size = 2, .* leave 4 data-loading ranks; write 4, or"):
         config.axes(8)
 
 

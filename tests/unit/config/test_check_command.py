@@ -65,7 +65,7 @@ def test_everything_wrong_is_printed_at_once(tmp_path: Path) -> None:
         "train_batch_size 3 is not divisible",
         "WORLD_SIZE in the environment",
         "mics_shard_size = 3 does not divide the world size 2",
-        "6 to mend",
+        "6 to fix",
         "stage       0",
     ):
         assert words in text, words
@@ -103,7 +103,7 @@ def test_a_path_that_is_a_file_is_to_be_mended(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     code, text = run(write(tmp_path, _offloaded(tmp_path, tmp_path / "file", tmp_path / "file" / "below")))
     assert code == 1
-    assert "disks that this machine cannot use (2)" in text and "2 to mend" in text
+    assert "disks that this machine cannot use (2)" in text and "2 to fix" in text
     assert f"no disk tier at {tmp_path}/file: ENOTDIR" in text and "name a directory (nvme_path)" in text
 
 
@@ -140,15 +140,15 @@ def test_a_file_for_the_trainer_is_fine_and_says_what_is_filled_in(tmp_path: Pat
             "optimizer.params.betas: [adam_beta1, adam_beta2]",
             "zero_optimization.reduce_bucket_size: hidden_size x hidden_size of the model",
             'at "auto", left at the default (1)\n  zero_optimization.overlap_comm',
-            "batch       as transformers' Trainer fills it in",
+            "batch       filled in by transformers' Trainer",
             ": fine",
         ):
             assert words in text, words
     code, text = run(path, "--client", "none")
-    assert code == 1 and 'optimizer.params.lr = "auto": nobody filled it in' in text and "bf16.enabled" in text
+    assert code == 1 and 'optimizer.params.lr = "auto": no program filled it in' in text and "bf16.enabled" in text
     code, text = run(path, "--client", "accelerate")
     assert code == 1 and 'optimizer.params.betas = "auto": accelerate fails here' in text
-    assert 'zero_optimization.overlap_comm = "auto": accelerate fails here' in text and "2 to mend" in text
+    assert 'zero_optimization.overlap_comm = "auto": accelerate fails here' in text and "2 to fix" in text
 
 
 def test_a_file_for_accelerate_is_guessed(tmp_path: Path) -> None:

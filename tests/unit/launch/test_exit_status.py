@@ -62,4 +62,4 @@ def test_what_watchdogs_end_does_not_hide_the_cause(code: int) -> None:
     assert combine_failures(failures(WATCHDOG_EXIT_CODE, -9)).exit_code == 137
     both = combine_failures(failures(WATCHDOG_EXIT_CODE, WATCHDOG_EXIT_CODE))
     assert both.exit_code == WATCHDOG_EXIT_CODE
-    assert str(both.failures[0]) == "rank 0 was ended by its watchdog, whose report says why"
+    assert str(both.failures[0]) == "rank 0 was ended by its watchdog, whose report gives the reason"

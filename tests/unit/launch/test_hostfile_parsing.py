@@ -32,13 +32,13 @@ def test_a_hostfile_is_read_in_its_order() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["a slots=2", "a slots=1"], "h, line 2: a is there already; write one entry for each host"),
+        (["a slots=2", "a slots=1"], "h, line 2: a is listed already; write one entry for each host"),
         (["a slots=two"], "h, line 1: 'a slots=two' is a bad entry; write HOST slots=N"),
         (["a"], "h, line 1: 'a' is a bad entry; write HOST slots=N"),
         (["slots=3"], "h, line 1: 'slots=3' is a bad entry; write HOST slots=N"),
         ([], "h is empty; write a line HOST slots=N for each host"),
         (["# only", ""], "h is empty; write a line HOST slots=N for each host"),
-        (["-oProxyCommand=id slots=1"], "h, line 1: '-oProxyCommand=id' is no name of a host; "),
+        (["-oProxyCommand=id slots=1"], "h, line 1: '-oProxyCommand=id' is not a host name; "),
     ],
 )
 def test_a_bad_hostfile_is_refused(lines: list[str], message: str) -> None:
@@ -83,8 +83,8 @@ def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> 
         ("", "jeff:0", "host 'jeff' is not in the hostfile; there are worker-0, worker-1, worker-2"),
         ("worker-1:4", "", "host 'worker-1' has no slot 4; there are 0,1"),
         ("", "worker-1:0,4", "host 'worker-1' has no slot 4; there are 0,1"),
-        ("worker-1:x", "", "'worker-1:x' in 'worker-1:x' is no NAME[:SLOT[,SLOT...]]; slots are numbers below 4,096"),
-        ("worker-1:", "", "'worker-1:' in 'worker-1:' is no NAME[:SLOT[,SLOT...]]; slots are numbers below 4,096"),
+        ("worker-1:x", "", "'worker-1:x' in 'worker-1:x' is not NAME[:SLOT[,SLOT...]]; slots are numbers below 4,096"),
+        ("worker-1:", "", "'worker-1:' in 'worker-1:' is not NAME[:SLOT[,SLOT...]]; slots are numbers below 4,096"),
         ("worker-1@", "", "'worker-1@' names no host before ''; write NAME[:SLOT[,SLOT...]][@...]"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_hostfile_of_another_system(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa slots=2\r\nb slots=1\r\n")
     assert fetch_hostfile(tmp_path / "hosts") == {"a": 2, "b": 1}
     (tmp_path / "hosts").write_bytes(b"\xff\xfea")
-    with pytest.raises(HostError, match="hosts is no text: .* write a line HOST slots=N"):
+    with pytest.raises(HostError, match="hosts is not a text file: .* write a line HOST slots=N"):
         fetch_hostfile(tmp_path / "hosts")
 
 
@@ -119,7 +119,7 @@ def test_the_first_hosts_and_slots() -> None:
     assert limit_hosts(POOL, 2) == {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}
     assert limit_hosts(POOL, 2, 1) == {"worker-0": [0], "worker-1": [0]}
     assert limit_hosts(POOL, -1, 3)["worker-2"] == [0, 1, 2], "DeepSpeed does not hold the number against the slots"
-    with pytest.raises(HostError, match="4 nodes are asked for, and the hostfile has 3; ask for fewer"):
+    with pytest.raises(HostError, match="4 nodes are requested, and the hostfile has 3; request fewer"):
         limit_hosts(POOL, 4)
 
 
@@ -135,7 +135,7 @@ def test_a_world_survives_its_coding(world: dict[str, list[int]]) -> None:
 
 def test_the_coding_is_deepspeeds() -> None:
     assert encode_world_info({"a": [0, 1], "b": [2]}) == "eyJhIjogWzAsIDFdLCAiYiI6IFsyXX0="
-    with pytest.raises(HostError, match="is no base64"):
+    with pytest.raises(HostError, match="is not base64"):
         decode_world_info("None")
 
 
@@ -161,5 +161,5 @@ def test_names_of_hosts(name: str) -> None:
     ["", "-oProxyCommand=id", "a b", "a;id", "a\n", "$(id)", "a,b", "a'", "me@-x", "a@b@c", "ä", "a/b", "`id`", "@a"],
 )
 def test_what_is_no_name_of_a_host(name: str) -> None:
-    with pytest.raises(LaunchError, match="is no name of a host"):
+    with pytest.raises(LaunchError, match="is not a host name"):
         check_host_name(name)

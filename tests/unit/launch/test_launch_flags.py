@@ -122,7 +122,7 @@ def test_flags_of_the_deepspeed_command_may_be_cut_short() -> None:
         (["--nproc", "0"], "--nproc is 0; at least one is needed"),
         (["--nproc", "-2"], "--nproc is -2; at least one is needed"),
         (["--nproc", "many"], "--nproc many is neither a number nor gpu, cpu or auto"),
-        (["--nproc", "gpu"], "--nproc gpu, and this machine gives no GPU"),
+        (["--nproc", "gpu"], "--nproc gpu, and this machine has no GPU"),
         (["--nproc", "2", "--num_gpus", "2"], "--num_gpus and --nproc together"),
         (["--num_gpus", "0"], "--num_gpus 0 leaves no rank"),
         (["--num_nodes", "2"], "--num_nodes 2 and no hostfile"),
@@ -131,7 +131,7 @@ def test_flags_of_the_deepspeed_command_may_be_cut_short() -> None:
         (["--include", "a:0", "--num_gpus", "1"], "--include or --exclude with a number"),
         (["--include", "a:0"], "host 'a' is not in the hostfile"),
         (["--exclude", "localhost:0"], "--exclude localhost:0 leaves no slot"),
-        (["--master-port", "65536"], "--master-port 65536 is no port"),
+        (["--master-port", "65536"], "--master-port 65536 is not a port"),
         (["--launcher", "slurm"], "--launcher slurm outside of a job"),
     ],
 )
@@ -149,14 +149,14 @@ def test_what_is_refused(words: list[str], message: str) -> None:
         (["--ssh_port", "22"], "--ssh_port applies to other hosts"),
         (["--node_rank", "1"], "--node_rank 1 of one node"),
         (["--launcher", "OpenMPI"], "--launcher OpenMPI starts ranks on other hosts, and no hostfile names any"),
-        (["--signals_to_handle", "SIGTERM,SIGNOT"], "'SIGNOT' is no signal of this system"),
+        (["--signals_to_handle", "SIGTERM,SIGNOT"], "'SIGNOT' is not a signal of this system"),
         (["--nnodes", "2"], "--node_rank is -1; give each of the 2 hosts its number, 0 to 1"),
         (["--nnodes", "2", "--node_rank", "0", "--max-restarts", "1"], "where hosts start by themselves"),
         (["--redirects", "3"], "--redirects needs --log-dir DIR"),
         (["--log-dir", "x", "--tee", "4"], "--tee 4: write 0, 1 (stdout)"),
         (["--enable_each_rank_log", "x", "--log-dir", "y"], "--enable_each_rank_log and --log_dir together"),
         (["--standalone", "--rdzv-id", "1"], "--standalone with --rdzv_id"),
-        (["--rdzv-backend", "c10d", "--watch"], "--watch does not go with a rendezvous"),
+        (["--rdzv-backend", "c10d", "--watch"], "--watch cannot be combined with a rendezvous"),
         (["--max-restarts", "-1"], "--max-restarts -1"),
     ],
 )
@@ -186,7 +186,7 @@ def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned("--include", "localhost:4").hosts[0].slots == ("4",)
     assert planned("--num_gpus", "1").use_devices
     for words in (("--num_gpus", "3"), ("--include", "localhost:0")):
-        with pytest.raises(LaunchError, match="this machine gives 2|no slot 0; there are 6,4"):
+        with pytest.raises(LaunchError, match="this machine has 2|no slot 0; there are 6,4"):
             planned(*words)
 
 
@@ -243,9 +243,9 @@ def test_the_launcher_of_one_host_is_told_by_its_caller() -> None:
     assert (plan.master_addr, plan.master_port, plan.use_agent_store, plan.use_devices) == ("m", 7, False, True)
     assert plan.program.argv_for_rank(1)[-3:] == ["s.py", "--local_rank=1", "--node_rank"]
     for wrong, words_of_it in (
-        (["--world_info=None"], "no base64 of"),
-        ([f"--world_info={told}", "--node_rank=2"], "has no slot for it"),
-        ([f"--world_info={encode_world_info({'a': 2})}"], "no base64 of"),
+        (["--world_info=None"], "not base64 of"),
+        ([f"--world_info={told}", "--node_rank=2"], "has no slots for this host"),
+        ([f"--world_info={encode_world_info({'a': 2})}"], "not base64 of"),
     ):
         with pytest.raises(LaunchError, match=words_of_it):
             node_plan_from_args(parse_flags(build_node_parser(), [*wrong, "s.py"]))

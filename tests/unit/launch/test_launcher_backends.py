@@ -84,7 +84,7 @@ def test_the_command_line_of_pdsh(tmp_path: Path) -> None:
 def test_what_back_ends_cannot_do() -> None:
     for launcher in ("impi", "mvapich", "slurm"):
         with pytest.raises(
-            LaunchError, match=f"--launcher {launcher} needs as many slots on every host, and there are a 2"
+            LaunchError, match=f"--launcher {launcher} needs equally many slots on every host, and there are a 2"
         ):
             build_launcher_command(launcher, UNEQUAL, LauncherOptions())
     assert "a:2,b:1" in build_launcher_command("mpich", UNEQUAL, LauncherOptions()).argv
@@ -92,7 +92,7 @@ def test_what_back_ends_cannot_do() -> None:
         build_launcher_command("slurm", replace(PLAN, hosts=(Host("a", (0, 1)), Host("b", (1, 3)))), LauncherOptions())
     with pytest.raises(LaunchError, match="--ssh_port and --venv_script do not apply to --launcher mpich"):
         build_launcher_command("mpich", PLAN, LauncherOptions(ssh_port=1))
-    with pytest.raises(LaunchError, match="is no name of a host"):
+    with pytest.raises(LaunchError, match="is not a host name"):
         build_launcher_command("openmpi", replace(PLAN, hosts=(Host("-x", (0,)),)), LauncherOptions())
     with pytest.raises(LaunchError, match='--launcher_args "\'": No closing quotation'):
         build_launcher_command("openmpi", PLAN, LauncherOptions("'"))
@@ -151,7 +151,7 @@ def test_what_a_rank_of_slurm_lacks() -> None:
     given = external_rank_environment({**SLURM, "MASTER_ADDR": "x"})
     assert given is not None and torchrun_environment(given)["MASTER_ADDR"] == "x"
     assert torchrun_environment(RankEnvironment("Open MPI", 1, 2, 1, 2))["MASTER_ADDR"] == "127.0.0.1"
-    with pytest.raises(LaunchError, match="Open MPI says rank 1 of 4, on several hosts, and MASTER_ADDR is not set"):
+    with pytest.raises(LaunchError, match="Open MPI started rank 1 of 4 on several hosts, and MASTER_ADDR is not set"):
         torchrun_environment(RankEnvironment("Open MPI", 1, 4, 1, 2))
 
 
@@ -165,4 +165,4 @@ def test_a_plan_of_one_rank_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(external_rank, "_exec_command", lambda command, environment: became.append(command))
     external_rank.main(encode_plan(plan))
-    assert became == [plan.program.command(0)]
+    assert became == [plan.program.argv_for_rank(0)]

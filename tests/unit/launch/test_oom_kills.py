@@ -1,4 +1,4 @@
-"""A rank that the kernel killed for want of memory is told from one that somebody killed."""
+"""A rank that the kernel killed for lack of memory is told from one that somebody killed."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def test_where_nothing_counts_nothing_is_claimed(tmp_path: Path) -> None:
 
 def test_the_outcome_names_the_rank_and_the_likely_cause() -> None:
     killed = RankFailure(3, -signal.SIGKILL, 0.0, out_of_memory=True)
-    assert str(killed).startswith("rank 3 was ended by SIGKILL: the kernel killed a process for want of memory")
-    assert "the kernel for want of memory: `dmesg` tells" in str(RankFailure(3, -signal.SIGKILL, 0.0))
+    assert str(killed).startswith("rank 3 was ended by SIGKILL: the kernel killed a process for lack of memory")
+    assert "the kernel for lack of memory: see `dmesg`" in str(RankFailure(3, -signal.SIGKILL, 0.0))
     assert str(RankFailure(3, -signal.SIGTERM, 0.0)) == "rank 3 was ended by SIGTERM"

@@ -47,5 +47,5 @@ def test_only_the_main_thread_can_start_ranks() -> None:
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
 def test_a_port_that_is_none_is_refused(port: int) -> None:
-    with pytest.raises(LaunchError, match=f"--master-port {port} is no port"):
+    with pytest.raises(LaunchError, match=f"--master-port {port} is not a port"):
         start_ranks([__file__], 1, master_port=port)

@@ -127,12 +127,12 @@ def test_last_words_are_of_the_rank_that_failed_first() -> None:
 
 def test_a_lost_host_is_one_failure_of_all_its_ranks() -> None:
     events = RankEvents(None, ["a", "b", "b"])
-    events.on_host_lost("b", 1, 2, "its connection is gone (exit code 255)")
+    events.on_host_lost("b", 1, 2, "its connection ended (exit code 255)")
     outcome = combine_failures(events.failures)
     assert (
         outcome.exit_code == 128 + signal.SIGKILL and outcome.failures[0].is_lost and outcome.failures[0].num_ranks == 2
     )
-    assert str(outcome.failures[0]) == "b was lost with ranks 1 to 2: its connection is gone (exit code 255)"
+    assert str(outcome.failures[0]) == "b was lost with ranks 1 to 2: its connection ended (exit code 255)"
 
 
 def test_a_closed_output_is_written_to_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_slots_are_among_the_devices_given() -> None:
         with pytest.raises(LaunchError) as caught:
             visible_devices.select_devices((slot,), ["4", "5"], "node-1")
         assert str(caught.value) == (
-            f"device {slot} is asked for on node-1, which gives 4,5 (2 in all); ask for fewer, or set "
+            f"device {slot} is requested on node-1, which has 4,5 (2 in all); request fewer, or set "
             "CUDA_VISIBLE_DEVICES"
         )
 
@@ -85,7 +85,7 @@ def test_ranks_see_the_devices_of_their_slots_and_no_others(monkeypatch: pytest.
         ("4", "2", "5"),
     ]
     assert second[0]["LOCAL_WORLD_SIZE"] == "3" and second[0]["CROSS_RANK"] == second[0]["GROUP_RANK"] == "1"
-    with pytest.raises(LaunchError, match="device 3 is asked for on b, which gives 0,1"):
+    with pytest.raises(LaunchError, match="device 3 is requested on b, which has 0,1"):
         jobs(monkeypatch, None, 2, plan, 1)
     assert [one.get("CUDA_VISIBLE_DEVICES") for one in jobs(monkeypatch, None, 0, plan)] == [None, None]
     alone = LaunchPlan(program, (Host("a", (0, 1)),), use_devices=True, virtual_local_rank=True)
@@ -124,7 +124,7 @@ def test_cores_are_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         core_binding.core_share([0, 1], 3, 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
     assert core_binding.bindable_cores("5,2-3") == [5, 2, 3]
-    with pytest.raises(LaunchError, match="core 4 is not there or not allowed; this process may use 2,3,5"):
+    with pytest.raises(LaunchError, match="core 4 does not exist or is not allowed; this process may use 2,3,5"):
         core_binding.bindable_cores("4")
     with pytest.raises(LaunchError, match="names a core twice"):
         core_binding.bindable_cores("2,2")

@@ -186,7 +186,7 @@ def test_scaled_16_bit_gradients_and_16_bit_copies(cls: Any, options: dict[str, 
     mixed.grad_scale, mixed.found_inf = torch.tensor(64.0), torch.tensor(0.0)
     for step in range(3):
         gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16() for p in own]
-        mixed.gradients = {p: 64 * gradient for p, gradient in zip(own, gradients, strict=True)}
+        mixed.gradient_overrides = {p: 64 * gradient for p, gradient in zip(own, gradients, strict=True)}
         for p, gradient in zip(theirs, gradients, strict=True):
             p.grad = gradient.float()
         mixed.step()

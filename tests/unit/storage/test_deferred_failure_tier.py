@@ -55,4 +55,4 @@ def test_what_found_no_space_fails_whenever_it_is_used(tmp_path: Path, monkeypat
         assert bool(values.isnan().all()) and tier.take_failure() is not None
         tier.free(extent)
         tier.reserve(1 << 30)
-        assert "all that is to be offloaded" in str(tier.take_failure())
+        assert "all offloaded tensors" in str(tier.take_failure())

@@ -38,7 +38,7 @@ class Model:
         expected = self.bytes[offset : offset + size]
         into = _tensor(size, shift)
         if None in expected:
-            with pytest.raises(StorageError, match=f"extent .*{self.extent.nbytes}|hold nothing"):
+            with pytest.raises(StorageError, match=f"extent .*{self.extent.nbytes}|have no value"):
                 self.tier.read(self.extent, offset, into)
             return None
         return self.tier.read(self.extent, offset, into), into, expected

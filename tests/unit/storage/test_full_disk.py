@@ -40,14 +40,16 @@ def test_a_full_disk_refuses_and_keeps_what_it_has(make_tier: MakeTier, small_di
     kept = tier.allocate(2 * _MIB, "kept")
     values = torch.randint(0, 256, (2 * _MIB,), dtype=torch.uint8)
     tier.write(kept, 0, values).wait()
-    with pytest.raises(StorageError, match=f"no space for moments: 3.00 MiB more asked of {small_disk}, .* free; free"):
+    with pytest.raises(
+        StorageError, match=f"no space for moments: 3.00 MiB more needed on {small_disk}, .* free; free"
+    ):
         tier.allocate(3 * _MIB, "moments")
     assert os.fstat(tier._stripes.descriptors[0]).st_size == 2 * _MIB
     back = torch.zeros_like(values)
     tier.read(kept, 0, back).wait()
     assert torch.equal(back, values)
     tier.allocate(_MIB, "fits")
-    with pytest.raises(StorageError, match="all that is to be offloaded: 97.00 MiB more"):
+    with pytest.raises(StorageError, match="all offloaded tensors: 97.00 MiB more"):
         tier.reserve(100 * _MIB)
     tier.free(kept)
     tier.allocate(2 * _MIB, "fits again")
@@ -97,7 +99,7 @@ def test_space_is_looked_at_before_any_is_taken(
     tier = make_tier(paths=[tmp_path / "a", tmp_path / "b"])  # of one disk, which neither fills alone
     monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: pytest.fail("space was taken"))
     monkeypatch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=10, f_frsize=4096))
-    with pytest.raises(StorageError, match="no space for values: 45056 bytes more asked.*40960 bytes free"):
+    with pytest.raises(StorageError, match="no space for values: 45056 bytes more needed.*40960 bytes free"):
         tier.allocate(40_961, "values")
 
 

@@ -35,10 +35,10 @@ def test_the_path_in_use_names_an_engine_and_a_reason() -> None:
 def test_without_the_native_module_python_serves_and_says_why(
     monkeypatch: pytest.MonkeyPatch, make_tier: MakeTier
 ) -> None:
-    monkeypatch.setattr(engine_file, "native_module", lambda: (None, "the native module is not there (No module)"))
-    assert default_io_engine().startswith("python (the native module is not there")
+    monkeypatch.setattr(engine_file, "native_module", lambda: (None, "the native module is missing (No module)"))
+    assert default_io_engine().startswith("python (the native module is missing")
     assert make_tier().description().startswith("python (")
-    with pytest.raises(StorageError, match="io_uring.*not there"):
+    with pytest.raises(StorageError, match="io_uring.*is missing"):
         make_tier(engine="io_uring")
 
 
@@ -144,7 +144,7 @@ def test_a_device_that_fails_is_named_and_what_it_tore_is_not_read(tier: DiskTie
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     for first, last in ((0, 1), (39_999, 40_000), (40_000, 40_001)):  # the last shares its page with the torn ones
-        with pytest.raises(StorageError, match="torn.*hold nothing"):
+        with pytest.raises(StorageError, match="torn.*have no value"):
             tier.read(torn, first, into[first:last])
 
 
@@ -167,7 +167,7 @@ def test_a_failure_that_nobody_waits_for_is_logged_when_the_tier_closes(
         tier.close()
     finally:
         logger.removeHandler(caplog.handler)
-    assert "nobody waited" in caplog.text and "unheard" in caplog.text
+    assert "no call waited" in caplog.text and "unheard" in caplog.text
 
 
 def test_after_closing_everything_is_refused(tier: DiskTier) -> None:

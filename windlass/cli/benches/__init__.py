@@ -1,2 +1,3 @@
-"""What `windlass bench` runs. Reading order: models, memory, trainee, work, rank (one process); facts, ranks, verdicts,
-picture, zero_memory, training (the command that starts them and tells what came of it)."""
+"""Experiments of `windlass bench`. Reading order: bench_models, memory_sampler, bench_engines, bench_tasks, bench_rank
+(inside one rank); bench_results, bench_launch, expected_order, bar_chart, zero_memory_bench, training_bench (the
+command that starts the ranks and reports)."""

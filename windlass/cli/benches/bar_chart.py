@@ -1,4 +1,4 @@
-"""Draws bars: one panel a quantity, standing side by side, or lying where there are too many for their names."""
+"""Bar charts with one panel for each quantity. The bars are horizontal if there are too many for vertical labels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from windlass.base.atomic_file import write_atomically
 from windlass.base.log import logger
 
 _WINDLASS_COLOR, _BASELINE_COLOR = "#1f4e79", "#a9c4de"
-_MAX_VERTICAL_BARS = 8  # bars whose names can be read below them
+_MAX_VERTICAL_BARS = 8  # more bars than this leave no room for their names below them
 
 
 @dataclass(frozen=True)
 class BarPanel:
-    """Bars of one quantity by label, and a horizontal line where there is something to compare with."""
+    """Bars of one quantity: a value for each label."""
 
     title: str
     unit: str
@@ -25,7 +25,7 @@ class BarPanel:
 
 
 def draw_bars(panels: list[BarPanel], path: Path, title: str) -> bool:
-    """Write a PNG; False, after one line that says so, where matplotlib is missing."""
+    """Write a PNG to `path`. Return False, and log one line, if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def draw_bars(panels: list[BarPanel], path: Path, title: str) -> bool:
         if many:
             axes.margins(x=0.15)
     if many:
-        everything[0].invert_yaxis()  # the first on top, in all panels
+        everything[0].invert_yaxis()  # the first bar at the top, in all panels (they share the y axis)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Where tables go: the terminal, and wide enough for a table where there is none."""
+"""Console on which experiments print their tables."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _WIDTH_WITHOUT_TERMINAL = 170
 
 
 def bench_console() -> Console:
-    """A console for stdout; a pipe or a file gets lines of up to 170 characters."""
+    """Create a console for stdout; lines are up to 170 characters wide if stdout is a pipe or a file."""
     return Console(width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)

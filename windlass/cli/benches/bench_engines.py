@@ -1,4 +1,4 @@
-"""Windlass and its rivals behind one face: call the model, backpropagate, update."""
+"""Uniform interface to windlass and the engines it is compared with: forward, backward, step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _WINDLASS_NAME = re.compile(r"windlass-([0-3])(?:-(shm|gloo|nccl))?")
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """A model in training under some engine; `update` ends a step, gradients cleared."""
+    """Model that an engine trains. `step` updates the parameters and clears the gradients."""
 
     forward: Callable[..., Any]
     backward: Callable[[torch.Tensor], Any]
     step: Callable[[], Any]
-    parameter_sum: Callable[[], float]  # of all whole parameters, in float64; collective
-    engine: Any = None  # windlass's own, where it is one
+    parameter_sum: Callable[[], float]  # sum of all full parameters, in float64; collective
+    engine: Any = None  # windlass's engine; None for other engines
 
 
 @dataclass(frozen=True)
 class BenchHyperparameters:
-    """What all engines have in common: AdamW, and the norm that gradients are clipped to (0: not)."""
+    """Hyperparameters of all engines. The optimizer is AdamW; a `max_grad_norm` of 0 disables clipping."""
 
     lr: float
     max_grad_norm: float
@@ -41,10 +41,10 @@ class BenchHyperparameters:
 
 
 def check_engine_name(name: str) -> str:
-    """`name`, if it is an engine's.
+    """Return `name` if it is the name of an engine.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: no engine has this name.
     """
     if name not in BASELINE_ENGINES and _WINDLASS_NAME.fullmatch(name) is None:
         raise ConfigError(
@@ -55,13 +55,14 @@ def check_engine_name(name: str) -> str:
 
 
 def synchronizes_gradients(name: str) -> bool:
-    """Whether ranks under this engine train one model: its losses then equal those of the others that do."""
+    """Return True if the ranks of this engine train one model. The losses of all such engines are equal."""
     return not name.startswith("none")
 
 
 def preload_engine_modules(name: str) -> None:
-    """Import what `make` would import late, so that code does not count as the memory of training."""
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)  # the first optimizer imports half of torch
+    """Import the modules of the engine, so that their code is not counted as training memory."""
+    # creating the first optimizer imports many torch modules
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)
     modules = {
         "ddp": ["torch.nn.parallel"],
         "zro": ["torch.nn.parallel", "torch.distributed.optim"],
@@ -81,13 +82,13 @@ def make_engine(
     hyperparameters: BenchHyperparameters,
     device: torch.device,
 ) -> BenchEngine:
-    """Put `model` (built whole, alike on all ranks) under the engine `name`. Collective.
+    """Put `model` (full parameters, equal on all ranks) under the engine `name`. Collective.
 
     Args:
-        name: `none` (each rank for itself: the compute), `none-kept` (the same, where malloc keeps freed memory as
-            windlass has it), `ddp`, `zro` (DDP with ZeroRedundancyOptimizer), `fsdp2` and `fsdp3` (FSDP2 that keeps or
-            frees parameters after forward), `ds1` to `ds3` (DeepSpeed), `windlass-STAGE[-TRANSPORT]`.
-        blocks: what FSDP2 shards one by one.
+        name: `none` (each rank trains alone: only the compute), `none-kept` (the same, with malloc set to keep freed
+            memory, as windlass sets it), `ddp`, `zro` (DDP with ZeroRedundancyOptimizer), `fsdp2` and `fsdp3` (FSDP2
+            without and with `reshard_after_forward`), `ds1` to `ds3` (DeepSpeed), `windlass-STAGE[-TRANSPORT]`.
+        blocks: modules that FSDP2 shards one by one.
     """
     check_engine_name(name)
     windlass = _WINDLASS_NAME.fullmatch(name)
@@ -118,7 +119,7 @@ def _windlass_engine(
 
 
 def windlass_engine_from_config(model: nn.Module, config: dict[str, Any]) -> BenchEngine:
-    """Put `model` under windlass with this configuration. Collective."""
+    """Put `model` under windlass with the given configuration. Collective."""
     import windlass
 
     engine, _, _, _ = windlass.initialize(model=model, config=config)
@@ -199,7 +200,7 @@ def _deepspeed_engine(model: nn.Module, stage: int, hyperparameters: BenchHyperp
 
 
 def deepspeed_engine_from_config(model: nn.Module, config: dict[str, Any]) -> BenchEngine:
-    """Put `model` under DeepSpeed with this configuration. Collective."""
+    """Put `model` under DeepSpeed with the given configuration. Collective."""
     deepspeed = import_deepspeed()
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
@@ -211,7 +212,7 @@ def deepspeed_engine_from_config(model: nn.Module, config: dict[str, Any]) -> Be
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed's module, told on which device it is and to say nothing but errors."""
+    """Import DeepSpeed, with its accelerator set to this machine's device and its log level set to errors."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     return importlib.import_module("deepspeed")

@@ -1,4 +1,4 @@
-"""Starts fresh ranks for a piece of work and collects what each of them measured."""
+"""Launch of fresh ranks for one task, and the measurements of each rank."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ _RANK_MODULE = "windlass.cli.benches.bench_rank"
 
 
 def run_task(work: BenchTask, nproc: int, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """What each of `nproc` fresh ranks measured, by rank; `env` is more of their environment.
+    """Run `work` on `nproc` fresh ranks. Return the measurements of each rank, by rank.
+
+    Args:
+        env: variables to add to the environment of the ranks.
 
     Raises:
-        WindlassError: a rank failed; its own words are on stderr.
+        WindlassError: a rank failed. Its error is on stderr.
     """
     kind = next(name for name, one in TASK_TYPES.items() if isinstance(work, one))
     with tempfile.TemporaryDirectory(prefix="windlass-bench-") as folder:
         place = Path(folder)
         (place / "work.json").write_text(json.dumps({"kind": kind, "work": asdict(work)}))
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))  # set, it is not announced every time
+        # if it were not set, the launcher would log its choice at each launch
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))
         code = launch([_RANK_MODULE, folder], nproc, module=True, env={"WINDLASS_LOG_LEVEL": "WARNING", **(env or {})})
         if code:
-            raise WindlassError(f"a rank of this experiment ended with exit code {code}; its own words are above")
+            raise WindlassError(f"a rank of this experiment ended with exit code {code}; its error is printed above")
         return [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(nproc)]
 
 
 def default_nproc() -> int:
-    """One rank for each GPU, else two on the CPU: the fewest that have anything to share."""
+    """Return the number of GPUs, or 2 without a GPU: the smallest number of ranks that has something to shard."""
     import torch
 
     return torch.cuda.device_count() or 2

@@ -1,4 +1,4 @@
-"""The two models that experiments train: a stack of linear layers, and a small language model of torch's own parts."""
+"""Two models that experiments train: a stack of linear layers, and a small language model of torch modules."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch.nn import functional
 
 
 def linear_stack(width: int, depth: int) -> nn.Sequential:
-    """`depth` square linear layers: the model of torch's ZeroRedundancyOptimizer tutorial (there 20 x Linear(2000))."""
+    """Create `depth` square linear layers, as in torch's ZeroRedundancyOptimizer tutorial (20 x Linear(2000))."""
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
 
 
 class LanguageModel(nn.Module):
-    """A pre-norm causal transformer that returns its mean cross-entropy.
+    """Pre-norm causal transformer. Its forward returns the mean cross-entropy.
 
     Args:
         vocabulary: number of tokens.
-        hidden: width, a multiple of 64, which is the size of a head.
+        hidden: width, a multiple of 64, the size of a head.
         layers: number of blocks.
         length: longest sequence.
     """
@@ -31,7 +31,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of predicting each of `tokens` `[batch, length]` from those before it; a float32 scalar."""
+        """Return the mean loss of next-token prediction over `tokens` `[batch, length]`, a float32 scalar."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens) + self.positions(places)  # [batch, length, hidden]
         for block in self.blocks:

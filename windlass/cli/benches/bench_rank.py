@@ -1,4 +1,4 @@
-"""One rank of an experiment: does the work in a folder's work.json, and leaves there what it measured."""
+"""Program of one rank of an experiment: runs the task in a folder's work.json and writes its measurements there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEMORY_POINTS = ("model built", "engine built", "before the step", "after the st
 
 
 def main(folder: Path) -> None:
-    """Do the work in `folder` and leave `rankN.json` there; an error that was foreseen ends in one message."""
+    """Run the task in `folder` and write `rankN.json` there. An expected error is printed as one message."""
     told = json.loads((folder / "work.json").read_text())
     work = TASK_TYPES[told["kind"]](**told["work"])
     try:
@@ -52,10 +52,10 @@ def main(folder: Path) -> None:
 
 
 def measure_zero_memory(work: ZeroMemoryTask) -> dict[str, Any]:
-    """The most memory taken until each of `POINTS`, the sum of parameters after the steps, and the last loss."""
+    """Measure peak memory until each of `MEMORY_POINTS`, the parameter sum after the steps, and the last loss."""
     device, rank = local_device(), dist.get_rank()
     preload_engine_modules(work.engine)
-    dist.barrier()  # connections and their buffers belong to the baseline
+    dist.barrier()  # opens the connections, so that their buffers are part of the baseline
     watch = MemorySampler(device)
     peaks = []
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def measure_zero_memory(work: ZeroMemoryTask) -> dict[str, Any]:
 
 
 def measure_training(work: TrainingTask) -> dict[str, Any]:
-    """Seconds, losses and copies of every step of every configuration, in turns; memory, if watched."""
+    """Measure seconds, losses and copied bytes of each step of each configuration, in turns; memory if requested."""
     device = local_device()
     preload_engine_modules("windlass")
     if any(config.get("engine") == "deepspeed" for config in work.configs.values()):
@@ -106,7 +106,8 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
     copied: dict[str, dict[str, int]] = {}
     labels = list(trainees)
     for turn in range(work.rounds):
-        for label in labels if turn % 2 == 0 else reversed(labels):  # drift of the machine hits all alike
+        # slow drift of the machine then affects all configurations alike
+        for label in labels if turn % 2 == 0 else reversed(labels):
             for step in range(work.steps + 1):
                 before = _copied_bytes(trainees[label])
                 took, loss = _timed_step(trainees[label], work, device, len(losses[label]))
@@ -114,7 +115,7 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
                 if step:
                     seconds[label].append(took)
                     now = _copied_bytes(trainees[label])
-                    copied[label] = {key: now[key] - before[key] for key in now}  # alike in all steps but the first
+                    copied[label] = {key: now[key] - before[key] for key in now}  # equal in all steps but the first
     reports = {label: one.engine.report() if one.engine else {} for label, one in trainees.items()}
     return {
         "memory_kind": watch.counter_name if watch else None,
@@ -140,7 +141,7 @@ def _build_engine(
 
 
 def _copied_bytes(trainee: BenchEngine) -> dict[str, int]:
-    """Bytes that this rank copied so far, by where they went; nothing of who does not tell."""
+    """Return the bytes that this rank has copied so far, by destination. Empty for engines that do not count them."""
     if trainee.engine is None:
         return {}
     disk = trainee.engine.report()["disk"]
@@ -153,7 +154,8 @@ def _copied_bytes(trainee: BenchEngine) -> dict[str, int]:
 
 
 def _timed_step(trainee: BenchEngine, work: TrainingTask, device: torch.device, number: int) -> tuple[float, float]:
-    draw = torch.Generator().manual_seed(1000 * dist.get_rank() + number % 2)  # two batches, so that there is progress
+    # only two batches, so that the loss falls
+    draw = torch.Generator().manual_seed(1000 * dist.get_rank() + number % 2)
     tokens = torch.randint(0, work.vocabulary, (work.batch, work.length), generator=draw).to(device)
     synchronize(device)
     dist.barrier()

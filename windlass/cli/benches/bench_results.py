@@ -1,4 +1,4 @@
-"""Where a measurement was made: machine, versions, commit. Every result carries them."""
+"""Context of a measurement (machine, versions, commit), which every result file contains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KIB_PER_GIB = 1 << 20
 
 
 def run_facts() -> dict[str, Any]:
-    """Plain data that says when, where and with what."""
+    """Collect time, command, machine, versions and commit as plain data."""
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -38,14 +38,14 @@ def run_facts() -> dict[str, Any]:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> Path:
-    """Write `facts()` and `result` as JSON, whole or not at all."""
+    """Write `run_facts()` and `result` as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps({**run_facts(), **result}, indent=1) + "\n")
     return path
 
 
 def available_bytes() -> int | None:
-    """Memory that new processes can have without swapping; None where the system does not tell."""
+    """Return the memory that new processes can allocate without swapping, or None if the system does not report it."""
     gib = _meminfo("MemAvailable")
     return None if gib is None else int(gib * 2**30)
 
@@ -84,7 +84,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Of the source that runs, with `+` if files differ from it; None outside a git checkout."""
+    """Return the commit of the running source, with `+` if files differ from it; None outside a git checkout."""
     folder = Path(windlass.__file__).parent
     try:
         head = _git(folder, "rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""What a rank is told to do and what it tells back: files in a folder that the command made."""
+"""Tasks that the command sends to the ranks as JSON files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ZeroMemoryTask:
-    """One engine trains a linear stack for a few steps; its memory is read at four points of the first.
+    """Training of a linear stack for a few steps under one engine; memory is read at four points of the first step.
 
     Args:
-        engine: a name for `trainee.make`.
-        width, depth: of the stack.
+        engine: a name for `make_engine`.
+        width, depth: width of each layer, number of layers.
         batch: rows on a rank.
-        steps: after which the parameters are added up.
+        steps: number of steps, after which the parameters are summed.
     """
 
     engine: str
@@ -26,15 +26,15 @@ class ZeroMemoryTask:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """Configurations train a language model; several take turns, one alone shows its memory.
+    """Training of a language model under several configurations in turns, or under one to measure its memory.
 
     Args:
-        configs: by label: windlass's own; `{"engine": "none"}`, the compute alone; or `{"engine": "deepspeed",
-            "config": ...}`.
-        vocabulary, hidden, layers, length: of the model.
+        configs: by label: a configuration of windlass; `{"engine": "none"}` for plain compute without an engine; or
+            `{"engine": "deepspeed", "config": ...}`.
+        vocabulary, hidden, layers, length: sizes of the model.
         batch: sequences on a rank.
-        rounds, steps: each configuration trains `steps` steps in each of `rounds` rounds, and one untimed one before.
-        watch: measure memory; the timing suffers from it.
+        rounds, steps: in each of `rounds` rounds, each configuration trains one untimed step and `steps` timed steps.
+        measure_memory: measure memory too; this disturbs the timing.
     """
 
     configs: dict[str, dict[str, Any]]

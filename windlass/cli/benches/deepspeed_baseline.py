@@ -1,4 +1,4 @@
-"""DeepSpeed beside windlass: which of its operators this machine can build, and what is asked of it."""
+"""DeepSpeed as a baseline: operators that this machine can build, and its configurations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 CPU_OPTIMIZER_BUILDER, ASYNC_IO_BUILDER = "CPUAdamBuilder", "AsyncIOBuilder"
-"""Its operators for states in host memory, and for states in files."""
+"""DeepSpeed's operators for optimizer states in host memory, and for states in files."""
 
-# In a process of its own: importing it takes seconds, and a build writes to the terminal.
+# In a separate process: importing DeepSpeed takes seconds, and a build writes to the terminal.
 _BUILD_PROGRAM = """
 import contextlib, io, json, re, sys
 from windlass.cli.benches.bench_engines import import_deepspeed
@@ -36,7 +36,10 @@ print("\\n" + json.dumps(found))
 
 
 def unavailable_operators(*operators: str) -> dict[str, str]:
-    """By operator, why DeepSpeed can't use it here; empty where it can. Builds what is missing (minutes, once)."""
+    """Return, by operator, the reason why DeepSpeed cannot use it here; empty if it can.
+
+    Missing operators are built first, which takes minutes, once.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         return dict.fromkeys(operators, "not installed (pip install --no-build-isolation deepspeed)")
     done = subprocess.run(
@@ -46,21 +49,21 @@ def unavailable_operators(*operators: str) -> dict[str, str]:
         text=True,
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return dict.fromkeys(operators, f"it cannot be imported: {last}")
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        return dict.fromkeys(operators, f"DeepSpeed cannot be imported: {last}")
     found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
 def build_tool_environment() -> dict[str, str]:
-    """Environment in which DeepSpeed finds the ninja that lies beside this Python, which may be on nobody's path, and
-    does not repeat at every step that it calls what torch will rename."""
+    """Return variables for DeepSpeed: PATH with the ninja installed beside this Python, which may not be on PATH, and a
+    filter for the FutureWarning that DeepSpeed's use of deprecated torch functions causes at every step."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return {"PATH": path, "PYTHONWARNINGS": "ignore::FutureWarning"}
 
 
 def deepspeed_engine_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Work for `rank.training` that trains under DeepSpeed as windlass does under `config`."""
+    """Convert a configuration of windlass to the entry of `TrainingTask.configs` for the same training in DeepSpeed."""
     zero = dict(config["zero_optimization"])
     away = "offload_optimizer" in zero
     params = {"weight_decay": 0.01, **config["optimizer"]["params"]} | ({} if away else {"torch_adam": True})

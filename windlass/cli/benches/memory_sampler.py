@@ -1,4 +1,4 @@
-"""Watches how much memory this rank takes, from a baseline on."""
+"""Measurement of this rank's peak memory above a baseline."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _SAMPLE_INTERVAL_S = 0.02
 
 
 class MemorySampler:
-    """Bytes above those at construction.
+    """Memory of this process above its memory at construction, in bytes.
 
-    On a GPU they are torch's own count. On a CPU the kernel's proportional count is sampled by a thread: a page that n
-    ranks share counts 1/n in each, so ranks add up to what the host holds. Where the kernel does not tell that,
-    resident bytes stand in for it.
+    On a GPU, torch's own count is read. On a CPU, a thread samples the kernel's proportional set size (PSS): a page
+    that n ranks share counts 1/n in each, so that the sum over ranks is the memory of the host. If the kernel does not
+    report PSS, resident bytes are used.
 
     Attributes:
-        kind: which of these counts it is.
-        base: bytes at construction.
+        counter_name: the count that is used.
+        baseline_bytes: bytes at construction.
 
     Raises:
-        WindlassError: this system tells neither.
+        WindlassError: the system reports neither count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,14 +44,14 @@ class MemorySampler:
         self._thread.start()
 
     def peak_bytes(self) -> int:
-        """The most that was taken so far, in bytes above the baseline."""
+        """Return the peak so far, in bytes above the baseline."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated(self._device) - self.baseline_bytes
         self._peak = max(self._peak, self._read())
         return self._peak - self.baseline_bytes
 
     def stop(self) -> int:
-        """Sample no more; returns `peak()`. What follows is not disturbed."""
+        """Stop sampling and return `peak_bytes()`. The sampling thread ends, so that it cannot disturb later timing."""
         self._stop_event.set()
         if not self._on_gpu:
             self._thread.join()

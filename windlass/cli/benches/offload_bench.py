@@ -1,5 +1,5 @@
-"""`windlass bench offload`: one model with its slots at different homes, DeepSpeed's beside it; time in turns, memory
-each alone."""
+"""Experiment of `windlass bench offload`: one model with its slots on different tiers, beside DeepSpeed. Times are
+measured in turns, memory of each configuration alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from windlass.cli.benches.training_bench import (
 
 COMPUTE_ONLY = "compute alone"
 HOST_TARGET_RATIO = 1.35
-"""What a step of stage 3 may take with all on the host, in multiples of the compute alone."""
+"""Bound on a step of stage 3 with all slots on the host, in multiples of the step time of the compute alone."""
 ON_DISK, DISK_TARGET_RATIO = "all on disk", 1.2
-"""And with all on disk, in multiples of the compute or of what its bytes take at the disk's rate, whichever is more."""
+"""Label of the rows with all slots on disk, and the bound on their step time, in multiples of the larger of two times:
+the compute alone, or the transfer of the step's bytes at the disk's rate."""
 _PROBE_BYTES = 512 << 20
 _OFFLOAD_DEVICES: dict[str, tuple[str, str]] = {
     "none": ("none", "none"),
@@ -47,15 +48,15 @@ _DEEPSPEED_ROWS = (
 def run_offload_bench(
     nproc: int, sizes: BenchSizes, bf16: bool, device_bytes: str, folder: Path | None, rivals: bool, out: Path
 ) -> bool:
-    """Compare homes at stages 1, 2 and 3, on an emulated device where there is no other.
+    """Compare tiers at stages 1, 2 and 3. A device is emulated if the machine has no GPU.
 
     Args:
-        device_bytes: of the emulated device's memory, for all configurations together; "0": none is emulated.
-        folder: on the disk to use; a temporary one by default.
-        rivals: DeepSpeed too, where it is installed.
+        device_bytes: memory of the emulated device, for all configurations together; "0" emulates none.
+        folder: folder on the disk to use; a temporary folder by default.
+        rivals: measure DeepSpeed too, if it is installed.
 
     Returns:
-        Whether all had the losses of the stage without offload.
+        True if all configurations had the losses of the stage without offload.
     """
     import torch
 
@@ -64,13 +65,16 @@ def run_offload_bench(
     env = {"WINDLASS_EMULATE_DEVICE": device_bytes} if emulated else {}
     with TemporaryDirectory(prefix="windlass-offload-", dir=folder) as place:
         ours = dict(_windlass_configs(sizes, bf16, place, pins=(True, False) if cuda else (True,)))
-        floor = {} if bf16 else {COMPUTE_ONLY: {"engine": "none"}}  # its ranks train float32, another amount of work
-        theirs, notes = _deepspeed_configs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: not asked for"])
+        # ranks of "none" train float32, which is not comparable with bf16
+        floor = {} if bf16 else {COMPUTE_ONLY: {"engine": "none"}}
+        theirs, notes = (
+            _deepspeed_configs(sizes, bf16, place) if rivals else ({}, ["DeepSpeed: not requested by --rivals"])
+        )
         rows, failed = measure_configs(
             {**floor, **ours}, sizes, nproc, env | deepspeed_baseline.build_tool_environment(), optional_configs=theirs
         )
         rates = measure_disk_rates(place)
-    notes += [f"{label}: absent, it failed here with what is printed above" for label in failed]
+    notes += [f"{label}: absent, it failed with the error printed above" for label in failed]
     notes += [_describe_device(cuda, device_bytes)]
     verdicts, same = _compare_losses_and_times(rows, LOSS_TOLERANCE if not bf16 else 1e-2)
     verdicts += _compare_with_disk(rows, nproc, *rates)
@@ -79,7 +83,7 @@ def run_offload_bench(
 
 
 def measure_disk_rates(folder: str) -> tuple[float, float]:
-    """Bytes per second that the disk of `folder` reads and writes by direct I/O, in one go: the best of three."""
+    """Measure the disk of `folder`: bytes per second of a large read and a large write by direct I/O, best of three."""
     from windlass.storage.disk_tier import DiskTier
 
     reads: list[float] = []
@@ -87,7 +91,7 @@ def measure_disk_rates(folder: str) -> tuple[float, float]:
     with DiskTier([folder]) as tier:
         extent, whole = tier.allocate(_PROBE_BYTES, "a probe of the disk"), tier.allocate_buffer(_PROBE_BYTES)
         whole.fill_(1)
-        for _ in range(4):  # the first takes the file's space
+        for _ in range(4):  # the first round allocates the file's blocks and is not counted
             for seconds, move in ((writes, tier.write), (reads, tier.read)):
                 start = time.perf_counter()
                 move(extent, 0, whole).wait()
@@ -96,7 +100,7 @@ def measure_disk_rates(folder: str) -> tuple[float, float]:
 
 
 def _compare_with_disk(rows: dict[str, ConfigMeasurement], nproc: int, read: float, write: float) -> list[str]:
-    """How far the steps with all on disk are from what bounds them."""
+    """Describe how the steps with all slots on disk compare with their lower bound."""
     if COMPUTE_ONLY not in rows:
         return []
     compute, said = statistics.median(rows[COMPUTE_ONLY].seconds), []
@@ -107,9 +111,11 @@ def _compare_with_disk(rows: dict[str, ConfigMeasurement], nproc: int, read: flo
         ratio = statistics.median(row.seconds) / max(compute, moved)
         floor = f"compute ({compute * 1e3:.0f} ms) and its bytes on disk ({moved * 1e3:.0f} ms at the disk's rate)"
         kept = "held" if ratio <= DISK_TARGET_RATIO else "MISSED"
-        said.append(f"{label}: {ratio:.2f} x the longer of {floor} (promised: at most {DISK_TARGET_RATIO}: {kept})")
+        said.append(f"{label}: {ratio:.2f} x the longer of {floor} (target: at most {DISK_TARGET_RATIO}: {kept})")
     if said:
-        said.append(f"the disk reads {read / 1e9:.1f} and writes {write / 1e9:.1f} GB/s, direct and in one go")
+        said.append(
+            f"the disk reads {read / 1e9:.1f} and writes {write / 1e9:.1f} GB/s by direct I/O, in one large transfer"
+        )
     return said
 
 
@@ -117,15 +123,15 @@ def _describe_device(cuda: bool, device_bytes: str) -> str:
     if cuda:
         return "the device is a GPU; pinned: host memory is page-locked"
     if device_bytes == "0":
-        return "no device is emulated: host memory is the device's, nothing is copied between them"
+        return "no device is emulated: device memory is host memory, and nothing is copied between them"
     return (
         f"the device is emulated ({device_bytes}): windlass' copies to and from it are made and counted; DeepSpeed has "
-        "no such device, so its rows make none. Pinned memory means nothing without CUDA: one row for both"
+        "no such device, so its rows have no copies. Pinned memory has no effect without CUDA: one row for both"
     )
 
 
 def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) -> tuple[list[str], bool]:
-    """Sentences, and whether all losses are equal."""
+    """Return sentences about losses and step times, and True if all losses are equal."""
     against = next(iter(rows))
     floor = statistics.median(rows[against].seconds)
     engines = {label: row for label, row in rows.items() if label != COMPUTE_ONLY}
@@ -133,7 +139,8 @@ def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) 
     apart = {
         label: max(abs(a - b) for a, b in zip(row.losses, reference, strict=True)) for label, row in engines.items()
     }
-    far = [f"{label} is {off:.1e} apart" for label, off in apart.items() if not off <= bound]  # NaN is far too
+    # `not <=` also catches NaN
+    far = [f"{label} is {off:.1e} apart" for label, off in apart.items() if not off <= bound]
     said = "NOT equal: " + "; ".join(far) if far else f"equal; the furthest is {max(apart.values()):.1e} apart"
     verdicts = [f"losses: {said} (bound {bound:.0e})"]
     for label, row in engines.items():
@@ -142,7 +149,7 @@ def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) 
         ratio = statistics.median(row.seconds) / floor
         promise = ""
         if against == COMPUTE_ONLY and label.startswith("stage 3, all on host"):
-            promise = f" (promised: at most {HOST_TARGET_RATIO}: {'held' if ratio <= HOST_TARGET_RATIO else 'MISSED'})"
+            promise = f" (target: at most {HOST_TARGET_RATIO}: {'held' if ratio <= HOST_TARGET_RATIO else 'MISSED'})"
         verdicts.append(f"{label}: {ratio:.2f} x {against}{promise}")
     return verdicts, not far
 
@@ -162,8 +169,8 @@ def _windlass_configs(
 
 
 def _deepspeed_configs(sizes: BenchSizes, bf16: bool, folder: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """What DeepSpeed can do here, and for what it can't the reasons."""
-    bench_console().print("DeepSpeed's operators: found, or built once", style="dim")
+    """Return the configurations that DeepSpeed can run here, and for each of the others a note with the reason."""
+    bench_console().print("DeepSpeed's operators are loaded, or built once", style="dim")
     reasons = deepspeed_baseline.unavailable_operators(
         deepspeed_baseline.CPU_OPTIMIZER_BUILDER, deepspeed_baseline.ASYNC_IO_BUILDER
     )

@@ -1,4 +1,4 @@
-"""`windlass bench stages` and `precision`: one model under several configurations; time in turns, memory each alone."""
+"""Experiments of `windlass bench stages` and `precision`. Times are measured in turns, memory of each alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSS_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class BenchSizes:
-    """Of the model and of the experiment; see `TrainingWork`."""
+    """Sizes of the model and of the experiment; see `TrainingTask`."""
 
     hidden: int
     layers: int
@@ -36,7 +36,7 @@ class BenchSizes:
     vocabulary: int = 4096
 
     def make_task(self, configs: dict[str, dict[str, Any]]) -> TrainingTask:
-        """All configurations in turns, memory not watched."""
+        """Create the task that trains all configurations in turns without measuring memory."""
         return TrainingTask(
             configs, self.vocabulary, self.hidden, self.layers, self.length, self.batch, self.rounds, self.steps, False
         )
@@ -44,13 +44,13 @@ class BenchSizes:
 
 @dataclass(frozen=True)
 class ConfigMeasurement:
-    """What one configuration came to.
+    """Measurements of one configuration.
 
     Attributes:
-        seconds: of a step, on its slowest rank.
-        memory, memory_of_ranks: bytes at most, of the rank that took most, and of each.
-        memory_kind: how they were counted.
-        copied: bytes that a rank copied in a step, by where to; empty if the engine does not tell.
+        seconds: time of each step on its slowest rank.
+        peak_memory, peak_memory_of_ranks: peak bytes of the rank that takes most, and of each rank.
+        memory_kind: name of the memory counter.
+        copied_bytes: bytes that a rank copies in a step, by destination; empty if the engine does not count them.
     """
 
     seconds: list[float]
@@ -66,10 +66,10 @@ class ConfigMeasurement:
 
 
 def run_stages_bench(nproc: int, sizes: BenchSizes, out: Path) -> bool:
-    """Compare the stages; prints the order in speed and in memory beside the one in tutorials.
+    """Compare the stages; print their order in speed and in memory beside the order in tutorials.
 
     Returns:
-        Whether all stages had the same losses.
+        True if all stages had the same losses.
     """
     rows, _ = measure_configs({f"stage {stage}": plain_config(sizes, stage=stage) for stage in range(4)}, sizes, nproc)
     reference = rows["stage 0"].losses
@@ -89,19 +89,20 @@ def run_precision_bench(nproc: int, sizes: BenchSizes, stage: int, out: Path) ->
     """Compare fp32, bf16 and fp16 at one stage.
 
     Returns:
-        Whether every loss fell and is finite.
+        True if every loss fell and is finite.
     """
     configs = {"fp32": plain_config(sizes, stage=stage)}
     for name in PRECISIONS[1:]:
         configs[name] = {**plain_config(sizes, stage=stage), name: {"enabled": True}}
-    configs["fp16"]["fp16"]["initial_scale_power"] = 12  # starts where it does not overflow, so that all steps count
+    configs["fp16"]["fp16"]["initial_scale_power"] = 12  # a scale that does not overflow, so that no step is skipped
     rows, _ = measure_configs(configs, sizes, nproc)
     learned = {label: row.losses[-1] < row.losses[0] for label, row in rows.items()}
     full = rows["fp32"].losses[-1]
     verdicts = [
         f"{label}: loss {row.losses[0]:.4f} -> {row.losses[-1]:.4f} ({row.losses[-1] - full:+.4f} against fp32), "
         f"{statistics.median(row.seconds) / statistics.median(rows['fp32'].seconds):.2f} x the time and "
-        f"{row.peak_memory / rows['fp32'].peak_memory:.2f} x the memory of fp32{'' if learned[label] else '; did NOT learn'}"
+        f"{row.peak_memory / rows['fp32'].peak_memory:.2f} x the memory of fp32"
+        f"{'' if learned[label] else '; did NOT learn'}"
         for label, row in rows.items()
     ]
     report_bench("precision", rows, verdicts, nproc, sizes, out)
@@ -109,7 +110,7 @@ def run_precision_bench(nproc: int, sizes: BenchSizes, stage: int, out: Path) ->
 
 
 def plain_config(sizes: BenchSizes, *, stage: int) -> dict[str, Any]:
-    """AdamW at a stage, and nothing else."""
+    """Return a configuration with AdamW and a ZeRO stage, and no other feature."""
     return {
         "train_micro_batch_size_per_gpu": sizes.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -126,15 +127,15 @@ def measure_configs(
     env: dict[str, str] | None = None,
     optional_configs: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[dict[str, ConfigMeasurement], list[str]]:
-    """Measure the memory of each configuration alone, then time all in turns.
+    """Measure the memory of each configuration alone, then the time of all in turns.
 
     Args:
-        configs: by label; see `TrainingWork`.
-        env: more of the environment of the ranks.
-        rivals: more configurations, of engines that may fail here.
+        configs: by label; see `TrainingTask`.
+        env: variables to add to the environment of the ranks.
+        optional_configs: further configurations, of engines that may fail here.
 
     Returns:
-        Rows by label, and the labels of rivals that failed.
+        Measurements by label, and the labels of optional configurations that failed.
     """
     console = bench_console()
     alone: dict[str, list[dict[str, Any]]] = {}
@@ -178,7 +179,7 @@ def _make_measurement(
 def report_bench(
     name: str, rows: dict[str, ConfigMeasurement], conclusions: list[str], nproc: int, sizes: BenchSizes, out: Path
 ) -> None:
-    """Print the table and the verdicts; write JSON and picture."""
+    """Print the table and the conclusions; write the JSON file and the picture."""
     console = bench_console()
     console.print(_measurement_table(rows, nproc, sizes))
     for line in conclusions:
@@ -205,7 +206,7 @@ def _measurement_table(rows: dict[str, ConfigMeasurement], nproc: int, sizes: Be
     first = next(row for row in rows.values() if row.transport != "none")
     title = (
         f"{first.parameters / 1e6:.1f}M parameters, {nproc} ranks x {sizes.batch} x {sizes.length} tokens, "
-        f"transport {first.transport}; memory of the rank that takes most, {first.memory_kind}"
+        f"transport {first.transport}; memory of the rank with the highest peak, {first.memory_kind}"
     )
     table = Table(title=title, title_justify="left")
     columns = ["", "samples/s", "ms/step", "spread", "run time s", "memory MiB", "bytes/param", "last loss"]
@@ -229,7 +230,7 @@ def _measurement_table(rows: dict[str, ConfigMeasurement], nproc: int, sizes: Be
 
 
 def _format_copies(row: ConfigMeasurement) -> tuple[str, str]:
-    """Between host and device, and between disk and host, both ways together."""
+    """Format MiB between host and device, and between disk and host, each the sum of both directions."""
     if not row.copied_bytes:
         return "-", "-"
     across = row.copied_bytes["to_device"] + row.copied_bytes["to_host"]

@@ -1,4 +1,4 @@
-"""`windlass bench transport`: the same training over each way between ranks, one run of fresh ranks a setting."""
+"""Experiment of `windlass bench transport`: the same training over each transport, with fresh ranks for each run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from windlass.cli.benches.training_bench import LOSS_TOLERANCE, BenchSizes, plai
 NCCL_DISABLE_VARIABLES = ("NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")
 _SHORT_NAMES = {"NCCL_IB_DISABLE": "IB", "NCCL_SHM_DISABLE": "SHM", "NCCL_P2P_DISABLE": "P2P"}
 CPU_TO_GPU_LOSS_TOLERANCE = 1e-3
-"""How far losses on the CPU may be from those on GPUs: products are summed in another order."""
+"""Bound on the difference of losses between CPU and GPU, which sum products in different orders."""
 
 
 @dataclass(frozen=True)
 class TransportSetting:
-    """One way between ranks.
+    """Transport and its settings for one run.
 
     Attributes:
-        device: what the ranks train on, `cpu` or `cuda`.
-        env: more of the ranks' environment, which is read when they start.
+        device: device type of the ranks, `cpu` or `cuda`.
+        env: variables to add to the environment of the ranks, which read them when they start.
     """
 
     label: str
@@ -41,12 +41,12 @@ class TransportSetting:
 
 @dataclass
 class TransportMeasurement:
-    """What the runs of one setting came to.
+    """Measurements of all runs of one setting.
 
     Attributes:
-        seconds: of each timed step, on its slowest rank.
-        losses: of each step, over all ranks; empty until a run succeeded.
-        run_seconds: of each run, from the start of its ranks to the end of the last.
+        seconds: time of each timed step on its slowest rank.
+        losses: loss of each step, as the mean over ranks; empty until a run succeeded.
+        run_seconds: time of each run, from the start of its ranks to the end of the last rank.
     """
 
     setting: TransportSetting
@@ -59,11 +59,11 @@ class TransportMeasurement:
 
 
 def available_settings(gpus: int, *, cpu: bool = True) -> list[TransportSetting]:
-    """Shared memory and gloo for ranks on the CPU; with GPUs, nccl under each of the eight settings first.
+    """List shared memory and gloo for CPU ranks; before them, with GPUs, nccl under each of its eight settings.
 
     Args:
-        gpus: how many this machine has.
-        cpu: the CPU's ways too, where there are GPUs.
+        gpus: number of GPUs of this machine.
+        cpu: list the CPU transports even if there are GPUs.
     """
     found = []
     if gpus:
@@ -81,20 +81,21 @@ def available_settings(gpus: int, *, cpu: bool = True) -> list[TransportSetting]
 def run_transport_bench(
     settings: Sequence[TransportSetting], nproc: int, sizes: BenchSizes, stage: int, out: Path
 ) -> bool:
-    """Train under each setting in turns, `sizes.rounds` times; print the table, write JSON and picture.
+    """Train under each setting in turns, `sizes.rounds` times; print the table, write the JSON file and the picture.
 
     Args:
-        settings: the first is what the others are compared with.
-        stage: of ZeRO.
+        settings: the others are compared with the first.
+        stage: ZeRO stage.
 
     Returns:
-        Whether the losses of all that ran are equal, and at least one ran.
+        True if at least one setting ran and the losses of all that ran are equal.
     """
     console = bench_console()
     everything = [TransportMeasurement(setting) for setting in settings]
     alone = BenchSizes(**{**vars(sizes), "rounds": 1})
     for turn in range(sizes.rounds):
-        for found in everything if turn % 2 == 0 else reversed(everything):  # drift of the machine hits all alike
+        # slow drift of the machine then affects all settings alike
+        for found in everything if turn % 2 == 0 else reversed(everything):
             if not found.failure:
                 console.print(f"{turn + 1} of {sizes.rounds}: {found.setting.label}, {nproc} fresh ranks", style="dim")
                 _run_once(found, nproc, alone, stage)
@@ -109,7 +110,7 @@ def _run_once(measurement: TransportMeasurement, nproc: int, sizes: BenchSizes, 
     label, start = measurement.setting.label, time.perf_counter()
     try:
         ranks = run_task(sizes.make_task({label: plain_config(sizes, stage=stage)}), nproc, measurement.setting.env)
-    except WindlassError as error:  # some settings leave no way at all; that is a result
+    except WindlassError as error:  # some settings leave no usable transport; the failure is a result
         measurement.failure = str(error)
         return
     measurement.run_seconds.append(time.perf_counter() - start)
@@ -128,7 +129,7 @@ def _compare_losses_and_times(ran: Sequence[TransportMeasurement], nproc: int) -
         apart = max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True))
         bound = LOSS_TOLERANCE if found.setting.device == reference.setting.device else CPU_TO_GPU_LOSS_TOLERANCE
         furthest = max(furthest, apart)
-        if not apart <= bound:  # NaN is far too
+        if not apart <= bound:  # `not <=` also catches NaN
             far.append(f"{found.setting.label} is {apart:.1e} apart (bound {bound:.0e})")
     said = "NOT equal: " + "; ".join(far) if far else f"equal; the furthest is {furthest:.1e} apart"
     verdicts = [f"losses: {said}"]
@@ -136,7 +137,7 @@ def _compare_losses_and_times(ran: Sequence[TransportMeasurement], nproc: int) -
         ratio = statistics.median(found.seconds) / statistics.median(reference.seconds)
         verdicts.append(f"{found.setting.label}: {ratio:.2f} x the time of {reference.setting.label}")
     if nproc == 1:
-        verdicts.append("one rank has nobody to talk to: these settings differ in nothing; use -n 2 or more")
+        verdicts.append("one rank has no peer, so these settings do not differ; use -n 2 or more")
     return verdicts, not far
 
 
@@ -183,7 +184,7 @@ def _result_table(rows: dict[str, dict[str, Any]], nproc: int, sizes: BenchSizes
     parameters = next((row["parameters"] for row in rows.values()), 0)
     title = (
         f"{parameters / 1e6:.1f}M parameters, stage {stage}, {nproc} ranks x {sizes.batch} x {sizes.length} tokens; "
-        "run time: of the whole run, the start of its ranks included"
+        "run time: of the whole run, including the start of its ranks"
     )
     table = Table(title=title, title_justify="left")
     for column in ("", "device", "samples/s", "ms/step", "spread", "run time s", "last loss"):

@@ -1,4 +1,4 @@
-"""`windlass bench zero-memory`: how much memory rivals and stages take, and that they train the same parameters."""
+"""Experiment of `windlass bench zero-memory`: memory of each engine, and a check that all train the same parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from windlass.cli.benches.bench_tasks import ZeroMemoryTask
 from windlass.cli.benches.expected_order import SUM_TOLERANCE, all_equal, compare_with_expected_order
 
 ENGINES = ("ddp", "zro", "fsdp2", "fsdp3", "windlass-0", "windlass-1", "windlass-2", "windlass-3")
-_TUTORIAL_ORDER = ("windlass-3", "windlass-2", "windlass-1", "windlass-0")  # least memory first
+_TUTORIAL_ORDER = ("windlass-3", "windlass-2", "windlass-1", "windlass-0")  # smallest memory first
 
 
 def run_zero_memory_bench(
     engines: list[str], nproc: int, width: int, depth: int, batch: int, steps: int, out: Path
 ) -> bool:
-    """Measure, print, write `zero-memory.json` and `.png` in `out`; whether all parameter sums are equal."""
+    """Measure, print, and write `zero-memory.json` and `.png` to `out`. Return True if all parameter sums are equal."""
     for engine in engines:
         check_engine_name(engine)
     console = bench_console()
@@ -60,14 +60,14 @@ def run_zero_memory_bench(
 
 
 def _largest_rank(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rank that takes most speaks for all."""
+    """Return the measurements of the rank with the highest peak, which stands for its engine in the table."""
     worst = max(ranks, key=lambda rank: int(rank["peaks"][MEMORY_POINTS[-1]]))
     return {**worst, "bytes_per_parameter": worst["peaks"][MEMORY_POINTS[-1]] / worst["parameters"], "ranks": ranks}
 
 
 def _memory_table(results: dict[str, dict[str, Any]], title: str) -> Table:
     kind = next(iter(results.values()))["memory_kind"]
-    table = Table(title=f"most memory so far, MiB a rank: {title}; {kind}", title_justify="left")
+    table = Table(title=f"peak memory so far, MiB per rank: {title}; {kind}", title_justify="left")
     table.add_column("engine")
     for point in (*MEMORY_POINTS, "bytes/param", "parameter sum"):
         table.add_column(point, justify="right")

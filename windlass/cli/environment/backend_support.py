@@ -1,8 +1,8 @@
-"""How ranks can reach each other here, and which collectives each way has by itself.
+"""Backends that are available here, and the collectives that each backend supports natively.
 
-The columns are what these back ends have in torch 2.10 and newer: gloo's is held to the truth by a test on two ranks,
-those of nccl, mpi and ucc follow torch's sources (ProcessGroupNCCL, ProcessGroupMPI, ProcessGroupUCC). shm is windlass'
-own transport for CPU ranks of one host, and has what the training core asks for, nothing else.
+The table describes torch 2.10 and newer. A test on two ranks checks the column of gloo; the columns of nccl, mpi and
+ucc follow torch's sources (ProcessGroupNCCL, ProcessGroupMPI, ProcessGroupUCC). shm is windlass' own transport for CPU
+ranks of one host; it has only the collectives that training uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLLECTIVES: dict[str, tuple[str, ...]] = {
     "barrier": _ALL,
     "monitored_barrier": ("gloo",),
 }
-"""Which back ends have it."""
+"""Backends that support each collective."""
 OPERATORS: dict[str, tuple[str, ...]] = {
     "SUM": (*_ALL, "shm"),
     "AVG": ("gloo", "nccl", "ucc"),
@@ -40,11 +40,11 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "BXOR": ("gloo", "ucc"),
     "PREMUL_SUM": ("nccl",),
 }
-"""Which back ends reduce with it."""
+"""Backends that reduce with each operator."""
 
 
 def backend_availability() -> dict[str, dict[str, Any]]:
-    """Each back end: whether it can be used here, its version where it has one, why not."""
+    """Return, for each backend, whether it can be used here, its version if it has one, and the reason if it cannot."""
     import torch
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def _unavailable(why: str) -> dict[str, Any]:
 
 
 def _shm_availability() -> dict[str, Any]:
-    """Whether this process can make memory that others of its host could map."""
+    """Report shm as available if this process can create memory that other processes of the host can map."""
     if not hasattr(os, "memfd_create"):
         return _unavailable("this system has no anonymous memory files")
     try:
@@ -84,12 +84,12 @@ def _shm_availability() -> dict[str, Any]:
 
 
 def collective_support() -> dict[str, dict[str, bool]]:
-    """By collective, whether each back end has it."""
+    """Return, by collective, whether each backend supports it."""
     return _support_table(COLLECTIVES)
 
 
 def operator_support() -> dict[str, dict[str, bool]]:
-    """By reduction operator, whether each back end has it. gloo's AVG is known of torch 2.13 and newer."""
+    """Return, by reduction operator, whether each backend supports it. gloo's AVG counts from torch 2.13 on."""
     import torch
 
     found = _support_table(OPERATORS)

@@ -1,4 +1,4 @@
-"""All facts as plain data: what `windlass env --json` prints, and the lines are made of."""
+"""Collection of all facts as plain data, which `windlass env --json` prints and `format_facts` formats."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from windlass.cli.environment import (
 from windlass.cli.environment.try_fact import is_unknown, try_fact
 
 FACTS_FORMAT = 1
-"""Raised when a key of the JSON goes, or means something else; new ones may come without."""
+"""Version of the JSON format. Increased when a key is removed or changes its meaning, not when keys are added."""
 
 
 def collect_facts(disk: Path | None = None) -> dict[str, Any]:
-    """Everything, by name; what could not be found out is `{"unknown": why}`.
+    """Collect all facts by name. A fact that could not be determined is `{"unknown": reason}`.
 
     Args:
-        disk: a folder whose disk is measured.
+        disk: folder whose disk is measured; None measures none.
     """
     facts: dict[str, Any] = {
         "format": FACTS_FORMAT,

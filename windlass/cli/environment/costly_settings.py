@@ -1,7 +1,7 @@
-"""Settings of this machine that make training slower, or let it hang: which are in force, and what each costs.
+"""Settings of this machine that slow training down or let it hang: which of them are in force, and the cost of each.
 
-What the variables of NCCL do is in its documentation (docs.nvidia.com/deeplearning/nccl: environment variables); what
-those of P2P, shared memory and InfiniBand cost on a given machine, `windlass bench transport` measures.
+NCCL's variables are described in its documentation (docs.nvidia.com/deeplearning/nccl: environment variables).
+`windlass bench transport` measures the cost of those for P2P, shared memory and InfiniBand on a given machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class CostlySetting:
-    """A variable, the values of it that hurt, and what they cost."""
+    """Environment variable, a predicate for its costly values, and their consequence."""
 
     name: str
     is_costly: Callable[[str], bool]
@@ -48,10 +48,12 @@ def _is_one(value: str) -> bool:
 
 
 _THROUGH_HOST = "GPUs of a host no longer reach each other over NVLink or PCIe: every byte goes through host memory"
-_BY_SOCKET = "hosts talk by TCP sockets: no InfiniBand or RoCE, and the processor copies every byte"
+_BY_SOCKET = "hosts communicate by TCP sockets: no InfiniBand or RoCE, and the processor copies every byte"
 COSTLY_SETTINGS = (
     CostlySetting(
-        "CUDA_LAUNCH_BLOCKING", _is_on, "each kernel is awaited: no compute, copy or collective overlaps another"
+        "CUDA_LAUNCH_BLOCKING",
+        _is_on,
+        "the host waits for each kernel: no compute, copy or collective overlaps another",
     ),
     CostlySetting("NCCL_P2P_DISABLE", _is_on, _THROUGH_HOST),
     CostlySetting("NCCL_P2P_LEVEL", _is_never, _THROUGH_HOST),
@@ -66,11 +68,11 @@ COSTLY_SETTINGS = (
         "NCCL_NET_GDR_LEVEL", _is_never, "no GPUDirect RDMA: what goes to another host passes through host memory"
     ),
     CostlySetting(
-        "NCCL_NVLS_ENABLE", _is_off, "NVSwitch does not add up by itself: all-reduce moves more bytes over NVLink"
+        "NCCL_NVLS_ENABLE", _is_off, "NVSwitch does not reduce in the network: all-reduce moves more bytes over NVLink"
     ),
-    CostlySetting("NCCL_ALGO", _is_set, "NCCL may not choose the algorithm by size and topology"),
+    CostlySetting("NCCL_ALGO", _is_set, "NCCL cannot choose the algorithm by size and topology"),
     CostlySetting(
-        "NCCL_PROTO", _is_set, "NCCL may not choose the protocol by size: one for small messages wastes bandwidth"
+        "NCCL_PROTO", _is_set, "NCCL cannot choose the protocol by size: one for small messages wastes bandwidth"
     ),
     CostlySetting(
         "NCCL_MAX_NCHANNELS", _is_one, "one channel: a collective uses one block of each GPU and few of its links"
@@ -79,7 +81,7 @@ COSTLY_SETTINGS = (
     CostlySetting(
         "NCCL_DEBUG",
         lambda value: value.strip().upper() in ("INFO", "TRACE"),
-        "each rank writes many lines; TRACE (in builds that have it) several a collective",
+        "each rank writes many lines; TRACE (in builds that support it) several per collective",
         "unset it, or WARN",
     ),
     CostlySetting(
@@ -107,40 +109,40 @@ COSTLY_SETTINGS = (
     CostlySetting(
         "TORCH_DISTRIBUTED_DEBUG",
         lambda value: value.strip().upper() == "DETAIL",
-        "each collective is preceded by others that compare what ranks are about to do",
+        "before each collective, further ones compare its arguments between ranks",
         "unset it, or INFO",
     ),
     CostlySetting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         _is_one,
-        "kernels of all streams queue in one: a gather that is behind compute waits for it",
-        "unset it, unless tensor parallelism asks for it",
+        "kernels of all streams share one queue: an all-gather behind compute waits for it",
+        "unset it, unless tensor parallelism needs it",
     ),
     CostlySetting(
         "PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "each tensor is allocated by the driver, which waits for the GPU"
     ),
     CostlySetting(
-        "NVIDIA_TF32_OVERRIDE", _is_off, "float32 matrix products never use tensor cores, whatever torch is told"
+        "NVIDIA_TF32_OVERRIDE", _is_off, "float32 matrix products never use tensor cores, whatever torch's settings are"
     ),
     CostlySetting("TORCHDYNAMO_DISABLE", _is_on, "torch.compile does nothing"),
     CostlySetting(
         "WINDLASS_TRANSPORT",
         lambda value: value.strip().lower() == "gloo",
-        "CPU ranks of one host send what they could read where it lies",
-        "unset it: shared memory is chosen where it can be had",
+        "CPU ranks of one host send data that they could read in shared memory",
+        "unset it: shared memory is chosen if it is available",
     ),
     CostlySetting(
         "WINDLASS_KERNELS",
         lambda value: value.strip().lower() in ("reference", "baseline"),
-        "optimizer updates on the CPU do not use the best code that this processor has",
+        "optimizer updates on the CPU do not use the fastest code for this processor",
     ),
     CostlySetting(
         "WINDLASS_DISK_ENGINE",
         lambda value: value.strip() == "python",
-        "threads of Python move each block of the disk tier",
+        "Python threads transfer each block of the disk tier",
     ),
     CostlySetting(
-        "WINDLASS_EMULATE_DEVICE", _is_set, "a device is emulated: copies to it are made though nothing needs them"
+        "WINDLASS_EMULATE_DEVICE", _is_set, "a device is emulated, with copies to it that no computation needs"
     ),
 )
 
@@ -148,17 +150,17 @@ COSTLY_SETTINGS = (
 def find_costly_settings(
     environment: Mapping[str, str] = os.environ, nccl_file: Path | None = None, cores: int | None = None
 ) -> list[dict[str, str]]:
-    """What is set here and hurts: name, value, where it is set, what it costs, what to do instead.
+    """Return the costly settings in force: name, value, source, cost, and the remedy.
 
     Args:
-        nccl_file: settings that NCCL takes where the environment has none. [NCCL_CONF_FILE, else /etc/nccl.conf]
-        cores: that this process may use, to tell too many threads.
+        nccl_file: file of NCCL settings for variables that the environment lacks. [NCCL_CONF_FILE, else /etc/nccl.conf]
+        cores: number of cores that this process may use; None skips the check for too many threads.
     """
     nccl_file = nccl_file or Path(environment.get("NCCL_CONF_FILE") or NCCL_FILE)
     of_file = _read_nccl_file(nccl_file)
     found = []
     for setting in COSTLY_SETTINGS:
-        source = _ENVIRONMENT if setting.name in environment else str(nccl_file)  # the environment goes first
+        source = _ENVIRONMENT if setting.name in environment else str(nccl_file)  # the environment overrides the file
         value = environment.get(setting.name, of_file.get(setting.name, ""))
         if value and setting.is_costly(value):
             found.append(_finding(setting.name, value, source, setting.consequence, setting.remedy))
@@ -176,7 +178,7 @@ def _finding(name: str, value: str, source: str, costs: str, instead: str) -> di
 
 
 def _read_nccl_file(path: Path) -> dict[str, str]:
-    """NAME=VALUE lines; empty where the file is not there."""
+    """Read the NAME=VALUE lines of NCCL's configuration file; empty if there is no file."""
     if not path.is_file():
         return {}
     lines = (line.partition("#")[0].strip() for line in path.read_text(errors="replace").splitlines())
@@ -186,13 +188,13 @@ def _read_nccl_file(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What limits are held against.
+    """Limits of this machine and process that `find_low_limits` checks.
 
     Attributes:
-        gpus: how many torch sees.
-        infiniband: whether there is a device.
+        num_gpus: number of GPUs that torch sees.
+        has_infiniband: True if there is an InfiniBand device.
         locked_bytes, open_files: limits of this process; None: unlimited.
-        shared_bytes: size of /dev/shm; None: it is not there.
+        shared_bytes: size of /dev/shm; None: it does not exist.
     """
 
     num_gpus: int
@@ -203,7 +205,7 @@ class MachineLimits:
 
 
 def find_low_limits(machine: MachineLimits) -> list[dict[str, str]]:
-    """Limits of the machine or the container that hurt, told as `in_force` tells settings."""
+    """Return limits of the machine or the container that are too low, in the format of `find_costly_settings`."""
     return [_finding(*told) for told in _low_limits(machine)]
 
 

@@ -1,4 +1,4 @@
-"""The disk tier here: which engine would serve it, and how fast a folder's disk is under it."""
+"""Facts about the disk tier: the I/O engine in use, and the speed of a folder's disk under it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _PROBE_BYTES = 128 << 20
 
 
 def disk_engine() -> str:
-    """Who would do the I/O, and why."""
+    """Return the name of the I/O engine that would be used, and the reason."""
     from windlass import storage
 
     return storage.default_io_engine()
 
 
 def disk_rates(folder: Path) -> dict[str, Any]:
-    """What the disk of `folder` writes and reads by direct I/O: 128 MiB each way, in less than a second on an SSD.
+    """Measure write and read rate of the disk of `folder` by direct I/O: 128 MiB each way, under a second on an SSD.
 
     Raises:
-        StorageError: the folder can't be used; says why.
+        StorageError: the folder cannot be used; the message gives the reason.
     """
     from windlass.storage import DiskTier, inspect_disk_path
 
-    if not folder.is_dir():  # a tier would make it
-        raise StorageError(f"{folder} is no directory; give one that is on the disk to measure")
+    if not folder.is_dir():  # the disk tier would create it
+        raise StorageError(f"{folder} is not a directory; give one on the disk to measure")
     prospect = inspect_disk_path(folder)
     with DiskTier([folder], label="windlass-env") as tier:
         found = tier.measure_rates(_PROBE_BYTES)

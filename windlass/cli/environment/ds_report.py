@@ -1,4 +1,4 @@
-"""`ds_report` on windlass: which native operators are here, then the environment, in the lines of that command."""
+"""Command `ds_report` on windlass: prints the native operators and the environment in DeepSpeed's format."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _GB = 1 << 30
 
 @dataclass(frozen=True)
 class NativeOperator:
-    """An operator under DeepSpeed's name, and the native module that has it here.
+    """Operator under DeepSpeed's name, and the native module that implements it in windlass.
 
     Attributes:
-        otherwise: what serves where that module is not.
+        fallback: implementation that is used if the module is missing.
     """
 
     name: str
@@ -45,14 +45,18 @@ NATIVE_OPERATORS = (
 
 @exit_quietly_on_broken_pipe()
 def ds_report(argv: Sequence[str] | None = None) -> int:
-    """Print the report; the exit code is 0.
+    """Print the report. Return the exit code, 0.
 
     Args:
-        argv: `--hide_operator_status`, `--hide_errors_and_warnings`. [the command line's]
+        argv: `--hide_operator_status`, `--hide_errors_and_warnings`. [arguments of the command line]
     """
-    parser = argparse.ArgumentParser("ds_report", description="What windlass finds on this machine.")
-    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of operators")
-    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why something is missing")
+    parser = argparse.ArgumentParser(
+        "ds_report", description="Print the native operators and the environment of windlass."
+    )
+    parser.add_argument("--hide_operator_status", action="store_true", help="omit the table of operators")
+    parser.add_argument(
+        "--hide_errors_and_warnings", action="store_true", help="omit the reasons for missing operators"
+    )
     asked = parser.parse_args(argv)
     main(asked.hide_operator_status, asked.hide_errors_and_warnings)
     return 0
@@ -60,22 +64,22 @@ def ds_report(argv: Sequence[str] | None = None) -> int:
 
 @exit_quietly_on_broken_pipe()
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """Print the report; `deepspeed.env_report.main`."""
+    """Print the report. Same as `deepspeed.env_report.main`."""
     for line in report_lines(operators=not hide_operator_status, warnings=not hide_errors_and_warnings):
         print_escaped(line)
 
 
 def cli_main() -> None:
-    """The command, with its exit code; `deepspeed.env_report.cli_main`."""
+    """Run the command and exit with its code. Same as `deepspeed.env_report.cli_main`."""
     sys.exit(ds_report())
 
 
 def report_lines(*, operators: bool = True, warnings: bool = True) -> Iterator[str]:
-    """Its lines.
+    """Yield the lines of the report.
 
     Args:
-        operators: the table of operators too.
-        warnings: why an operator is missing, and settings that cost speed.
+        operators: include the table of operators.
+        warnings: include the reason why an operator is missing, and the settings that reduce speed.
     """
     if operators:
         yield from _operator_lines(warnings)
@@ -93,8 +97,8 @@ def report_lines(*, operators: bool = True, warnings: bool = True) -> Iterator[s
 
 def _operator_lines(warnings: bool) -> Iterator[str]:
     yield from (_RULE, "native operators of windlass", _RULE)
-    yield "They are built when windlass is installed, never at run time. What is not installed"
-    yield "is done in another way, so each is compatible with every machine."
+    yield "They are built when windlass is installed, never at run time. A missing operator has"
+    yield "another implementation, so each is compatible with every machine."
     yield from (_RULE, _operator_row("op name", "installed", "compatible"), _RULE)
     for operator in NATIVE_OPERATORS:
         why = _import_problem(operator.module)
@@ -108,11 +112,11 @@ def _operator_row(name: str, installed: str, compatible: str) -> str:
 
 
 def _import_problem(module: str) -> str:
-    """Why the native module can't be used; empty where it can."""
+    """Return the reason why the native module cannot be used; empty if it can."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError:
-        return "native code was not built when windlass was installed (no C++20 compiler was there)"
+        return "native code was not built when windlass was installed (no C++20 compiler was found)"
     except ImportError as error:
         return f"the native module does not load: {error}"
     return ""
@@ -132,7 +136,7 @@ def _general_facts() -> Iterator[tuple[str, str]]:
     yield "windlass info", itself["version"]
     yield (
         "deepspeed info",
-        version_facts.installed_version("deepspeed") or "not installed, and no stand-in is on the path",
+        version_facts.installed_version("deepspeed") or "not installed, and no stand-in is on PYTHONPATH",
     )
     yield "nvcc version", _format_fact(try_fact(_nvcc_version))
     yield "nvidia driver", _format_fact(try_fact(hardware_facts.nvidia_driver_version))

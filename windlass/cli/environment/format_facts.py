@@ -1,4 +1,4 @@
-"""The facts as lines to read: one a fact, then what is connected how, what hurts, and which way has what."""
+"""Formatting of the facts as text: one line a fact, then the topology, costly settings, and the table of backends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NVLINK_TEXTS = {
 
 
 def format_facts(facts: dict[str, Any]) -> Iterator[str]:
-    """What `collect` found."""
+    """Yield the lines for the facts that `collect_facts` returned."""
     for name, key, tell in _FACT_ROWS:
         value = facts[key]
         said = [_format_unknown(value)] if is_unknown(value) else tell(value)
         yield from (f"{name if number == 0 else '':<13}{line}" for number, line in enumerate(said))
     yield ""
-    yield "settings that cost:" if facts["settings"] else "settings that cost: none of those that are known"
+    yield "settings that reduce speed:" if facts["settings"] else "settings that reduce speed: none of the known ones"
     if is_unknown(facts["settings"]):
         yield f"  {_format_unknown(facts['settings'])}"
     else:
@@ -33,7 +33,7 @@ def format_facts(facts: dict[str, Any]) -> Iterator[str]:
             yield f"  {one['name']} = {one['value']} ({one['source']})"
             yield f"      costs: {one['costs']}; instead: {one['instead']}"
     yield ""
-    yield "what each way between ranks has by itself:"
+    yield "native support of each backend:"
     yield from _backend_table(facts)
 
 
@@ -49,7 +49,10 @@ def _backend_table(facts: dict[str, Any]) -> Iterator[str]:
     yield _table_row("tensors", [TENSOR_DEVICES[name] for name in BACKEND_NAMES])
     for row, have in (*facts["collectives"].items(), *facts["operators"].items()):
         yield _table_row(row, ["x" if have[name] else "-" for name in BACKEND_NAMES])
-    yield "  windlass.compat.collectives composes what a back end lacks, and LAND, LOR, LXOR, MINLOC, MAXLOC on all of them"
+    yield (
+        "  windlass.compat.collectives composes the collectives that a backend lacks, and LAND, LOR, LXOR, MINLOC, "
+        "MAXLOC on all of them"
+    )
 
 
 def _table_row(name: str, values: Iterable[str]) -> str:
@@ -114,7 +117,7 @@ def _format_interface(one: dict[str, Any]) -> str:
 
 
 def _format_rate(megabits: int | None) -> str:
-    return "rate not told" if megabits is None else f"{megabits / 1000:g} Gbit/s"
+    return "rate not reported" if megabits is None else f"{megabits / 1000:g} Gbit/s"
 
 
 def _format_infiniband(value: list[dict[str, Any]]) -> list[str]:
@@ -141,10 +144,10 @@ def _format_disk(value: dict[str, Any]) -> list[str]:
     engine, rates = value["engine"], value["rates"]
     said = [_format_unknown(engine) if is_unknown(engine) else engine]
     if rates is None:
-        return [*said, "rates: ask with --disk FOLDER"]
+        return [*said, "rates: measure with --disk FOLDER"]
     if is_unknown(rates):
         return [*said, f"rates: {_format_unknown(rates)}"]
-    memory = "; this is memory, no disk" if rates["memory"] else ""
+    memory = "; this is memory, not a disk" if rates["memory"] else ""
     return [
         *said,
         f"{rates['folder']} ({rates['file_system']}, {rates['free_bytes'] / _GIB:.1f} GiB free{memory}): reads "
@@ -162,7 +165,7 @@ def _format_limits(value: dict[str, int | None]) -> list[str]:
 
 
 def _format_variables(value: dict[str, str]) -> list[str]:
-    return [f"{name}={text}" for name, text in value.items()] or ["none that matter"]
+    return [f"{name}={text}" for name, text in value.items()] or ["none that affect a run"]
 
 
 def _yes_or_no(value: bool) -> str:

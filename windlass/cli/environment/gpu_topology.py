@@ -1,4 +1,4 @@
-"""How GPUs and network cards of this machine are connected, as `nvidia-smi topo -m` tells it."""
+"""Connections between GPUs and network cards of this machine, parsed from `nvidia-smi topo -m`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ LINK_CLASSES = {
     "NODE": "PCIe, between bridges of one NUMA node",
     "SYS": "PCIe, and the link between NUMA nodes",
 }
-"""From near to far; the first stands for NV1, NV2, ..."""
+"""Link classes from near to far. The first stands for NV1, NV2, ..."""
 _LINK_PATTERN = re.compile(r"X|NV\d+|" + "|".join(name for name in LINK_CLASSES if name != "NV"))
-_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")  # the header is underlined
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header
 _NIC_NAME = re.compile(r"(NIC\d+): (\S+)")
 _EXTRA_COLUMNS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
-_MAX_NVLINKS_OF_GPU = 18  # that any GPU has (Hopper, Blackwell): more in sum are those of a switch
+# Most NVLinks of any GPU (Hopper, Blackwell). The table counts links to a switch once per peer, so that a larger sum
+# over peers means a switch.
+_MAX_NVLINKS_OF_GPU = 18
 
 
 @dataclass(frozen=True)
 class GpuTopology:
-    """Who is connected to whom.
+    """Links between GPUs and network cards.
 
     Attributes:
         gpus, cards: names in the table's order; cards are network interfaces.
-        links: the class of each pair, both ways round.
-        cpus, numa: by GPU, as the driver writes them: "0-47,96-143", "0"; absent where it says nothing.
-        names: of cards as the system has them: NIC0 -> mlx5_0.
+        links: link class of each ordered pair, in both orders.
+        cpus, numa: affinity by GPU, as the driver writes it: "0-47,96-143", "0". GPUs without one are left out.
+        card_names: device name of each card: NIC0 -> mlx5_0.
     """
 
     gpus: list[str]
@@ -48,22 +50,22 @@ class GpuTopology:
 
 
 def query_topology() -> dict[str, Any] | None:
-    """`plain(parse(...))` of this machine; None where nvidia-smi is not installed."""
+    """Return `topology_to_json(parse_topology(...))` of this machine; None if nvidia-smi is not installed."""
     return (
         topology_to_json(parse_topology(output_of("nvidia-smi", "topo", "-m"))) if shutil.which("nvidia-smi") else None
     )
 
 
 def parse_topology(table: str) -> GpuTopology:
-    """Read what `nvidia-smi topo -m` printed.
+    """Parse the output of `nvidia-smi topo -m`.
 
     Raises:
-        ValueError: this is no such table; or a row of it is not understood, which is named.
+        ValueError: the text is not such a table, or a row cannot be parsed; the message quotes the row.
     """
     lines = [_TERMINAL_CODES.sub("", line).rstrip() for line in table.splitlines()]
     start = next((number for number, line in enumerate(lines) if re.match(r"\s+GPU0\b", line)), None)
     if start is None:
-        raise ValueError(f"this is no table of nvidia-smi topo -m: {' / '.join(lines[:2]) or 'it is empty'}")
+        raise ValueError(f"this is not a table of nvidia-smi topo -m: {' / '.join(lines[:2]) or 'it is empty'}")
     columns = re.sub("|".join(_EXTRA_COLUMNS), "", lines[start]).split()
     gpus = [name for name in columns if re.fullmatch(r"GPU\d+", name)]
     found = GpuTopology(gpus, [name for name in columns if name not in gpus], {}, {}, {}, {})
@@ -82,7 +84,7 @@ def parse_topology(table: str) -> GpuTopology:
 def _read_row(found: GpuTopology, columns: list[str], name: str, fields: list[str], line: str) -> None:
     classes, rest = fields[: len(columns)], fields[len(columns) :]
     if len(classes) < len(columns) or not all(_LINK_PATTERN.fullmatch(one) for one in classes):
-        raise ValueError(f"a row of nvidia-smi topo -m is not understood: {line.strip()}")
+        raise ValueError(f"a row of nvidia-smi topo -m cannot be parsed: {line.strip()}")
     found.links.update({(name, other): one for other, one in zip(columns, classes, strict=True)})
     for told, value in zip((found.cpus, found.numa), rest, strict=False):
         if name in found.gpus and value != "N/A":
@@ -90,19 +92,22 @@ def _read_row(found: GpuTopology, columns: list[str], name: str, fields: list[st
 
 
 def link_distance(link: str) -> tuple[int, int]:
-    """Sorts classes: near first, more NVLinks before fewer."""
+    """Return a sort key for link classes: near before far, more NVLinks before fewer."""
     return (0, -int(link[2:])) if link.startswith("NV") else (list(LINK_CLASSES).index(link), 0)
 
 
 def count_gpu_links(topology: GpuTopology) -> dict[str, int]:
-    """How many pairs of GPUs are connected by each class, nearest first."""
+    """Count the pairs of GPUs of each link class, nearest class first."""
     pairs = Counter(topology.links[pair] for pair in combinations(topology.gpus, 2))
     return {link: pairs[link] for link in sorted(pairs, key=link_distance)}
 
 
 def classify_nvlink(topology: GpuTopology) -> str:
-    """`none`, `some pairs`, `all pairs` (directly, or through a switch: the table can't tell), or `switch`: each GPU
-    has more links to the others in sum than any has, so they are a switch's."""
+    """Return `none`, `some pairs`, `all pairs` or `switch`.
+
+    `switch`: the links of a GPU to all others add up to more than any GPU has, so they lead to an NVSwitch. `all pairs`
+    leaves open whether the links are direct or through a switch, because the table does not show it.
+    """
     between = count_gpu_links(topology)
     if not any(link.startswith("NV") for link in between):
         return "none"
@@ -114,7 +119,7 @@ def classify_nvlink(topology: GpuTopology) -> str:
 
 
 def nearest_cards(topology: GpuTopology) -> Iterator[tuple[str, str, list[str]]]:
-    """Each GPU, the class of its nearest network cards, and these."""
+    """Yield each GPU, the link class of its nearest network cards, and their names."""
     for gpu in topology.gpus:
         by_class: dict[str, list[str]] = {}
         for card in topology.cards:
@@ -125,7 +130,7 @@ def nearest_cards(topology: GpuTopology) -> Iterator[tuple[str, str, list[str]]]
 
 
 def topology_to_json(topology: GpuTopology) -> dict[str, Any]:
-    """As JSON has it."""
+    """Convert the topology to plain data for JSON."""
     everyone = [*topology.gpus, *topology.cards]
     return {
         "gpus": topology.gpus,

@@ -1,4 +1,4 @@
-"""Processor, memory, devices, limits."""
+"""Facts about processor, memory, GPUs and process limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED_MEMORY_PATH = "/dev/shm"
 
 
 def cpu_facts() -> dict[str, Any]:
-    """Name, cores of the machine and those that this process may use."""
+    """Return the processor's name, the number of cores, and the number that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     usable = len(affinity(0)) if affinity else os.cpu_count()
     return {"name": _cpu_name(), "cores": os.cpu_count(), "usable": usable}
@@ -30,18 +30,18 @@ def _cpu_name() -> str:
 
 
 def memory_facts() -> dict[str, Any]:
-    """Bytes of the machine."""
+    """Return the memory of the machine in bytes."""
     return {"total_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
 
 def shared_memory_facts() -> dict[str, Any]:
-    """The file system that NCCL and data loaders share memory through; windlass' own transport does without it."""
+    """Return the size of /dev/shm, which NCCL and data loaders use; windlass' shared memory transport does not."""
     usage = shutil.disk_usage(SHARED_MEMORY_PATH)
     return {"path": SHARED_MEMORY_PATH, "total_bytes": usage.total, "free_bytes": usage.free}
 
 
 def process_limits() -> dict[str, int | None]:
-    """Of this process, in files, bytes and processes; None: unlimited."""
+    """Return the limits of this process: open files, locked bytes, processes; None: unlimited."""
     import resource
 
     kinds = {
@@ -54,7 +54,7 @@ def process_limits() -> dict[str, int | None]:
 
 
 def gpu_devices() -> list[dict[str, Any]]:
-    """Each GPU that torch sees, in its order: name, bytes, compute capability, processors."""
+    """List the GPUs in torch's order: name, bytes of memory, compute capability, multiprocessors."""
     import torch
 
     if not torch.cuda.is_available():
@@ -75,7 +75,7 @@ def gpu_devices() -> list[dict[str, Any]]:
 
 
 def nvidia_driver_version() -> str | None:
-    """Version of NVIDIA's driver; None where its tool is not installed."""
+    """Return the version of NVIDIA's driver; None if nvidia-smi is not installed."""
     if shutil.which("nvidia-smi") is None:
         return None
     return output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0].strip()

@@ -1,4 +1,4 @@
-"""Network interfaces and InfiniBand devices, as the kernel shows them."""
+"""Network interfaces and InfiniBand devices, read from sysfs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 
 def network_interfaces(root: Path = _NET) -> list[dict[str, Any]]:
-    """Name, state, rate and packet size of each; `virtual` ones have no device behind them.
+    """List the interfaces: name, state, rate, MTU, and whether the interface is virtual (no device behind it).
 
-    `megabits_per_second` is None where the interface does not tell: most virtual ones, and those that are down.
+    `megabits_per_second` is None if the kernel does not report it, as for most virtual interfaces and inactive ones.
     """
     found = []
     for place in sorted(root.iterdir()) if root.is_dir() else []:
@@ -31,7 +31,7 @@ def network_interfaces(root: Path = _NET) -> list[dict[str, Any]]:
 
 
 def infiniband_devices(root: Path = _INFINIBAND) -> list[dict[str, Any]]:
-    """Each device and its ports: state, rate, and whether the link is InfiniBand or Ethernet (RoCE)."""
+    """List the devices and their ports: state, rate, and link layer, InfiniBand or Ethernet (RoCE)."""
     return [
         {
             "name": place.name,
@@ -52,7 +52,7 @@ def infiniband_devices(root: Path = _INFINIBAND) -> list[dict[str, Any]]:
 def _read_text(path: Path) -> str | None:
     try:
         return path.read_text().strip() or None
-    except OSError:  # of an interface that is down, or has no such thing
+    except OSError:  # an interface that is down has no readable value, and some interfaces lack the file
         return None
 
 

@@ -1,4 +1,4 @@
-"""One fact about the machine: asked for in such a way that nothing which is missing can end the command."""
+"""Determination of one fact about the machine, without letting any error end the command."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 UNKNOWN = "unknown"
-_COMMAND_TIMEOUT_S = 20.0  # seconds; a driver in trouble makes its tools hang
+_COMMAND_TIMEOUT_S = 20.0  # in seconds: tools of a driver in trouble can hang
 
 
 def try_fact(question: Callable[[], Any]) -> Any:
-    """The answer, or `{"unknown": "ErrorType: why"}`."""
+    """Return the result of `question`, or `{"unknown": "ErrorType: reason"}` if it raises."""
     try:
         return question()
-    except Exception as error:  # a report on a broken machine is what this is for: the error is its content
+    except Exception as error:  # the report must work on broken machines, where errors are part of its content
         return {UNKNOWN: f"{type(error).__name__}: {str(error).strip() or 'no reason given'}"}
 
 
 def is_unknown(answer: Any) -> bool:
-    """Whether `ask` got no answer."""
+    """Return True if `answer` is the error that `try_fact` caught."""
     return isinstance(answer, Mapping) and set(answer) == {UNKNOWN}
 
 
 def output_of(*command: str) -> str:
-    """What a program writes to stdout.
+    """Run a program and return its stdout.
 
     Raises:
-        OSError: it is not there, or took too long.
-        RuntimeError: it failed; with its own words.
+        OSError: the program is not installed, or took too long.
+        RuntimeError: the program failed; the message has the first line of its output.
     """
     try:
         done = subprocess.run(
@@ -37,6 +37,6 @@ def output_of(*command: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{command[0]} did not answer within {_COMMAND_TIMEOUT_S:.0f} s") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[0]
+        said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[0]
         raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}: {said}")
     return done.stdout

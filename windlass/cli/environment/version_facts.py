@@ -1,4 +1,4 @@
-"""Which software is here: windlass, Python, torch, packages, and the variables that steer them."""
+"""Versions of the software (windlass, Python, torch, packages), and the environment variables that affect a run."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _VARIABLE_NAMES = (
 
 
 def windlass_facts() -> dict[str, Any]:
-    """Its version and where it lies."""
+    """Return windlass' version and its folder."""
     return {"version": windlass.__version__, "path": str(Path(windlass.__file__).parent)}
 
 
 def python_facts() -> dict[str, Any]:
-    """Version, implementation, and the file that runs."""
+    """Return Python's version, implementation, and executable."""
     return {
         "version": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -56,7 +56,7 @@ def python_facts() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Version, place and threads, and what it was built with (None: without)."""
+    """Return torch's version, path and threads, and the versions of the libraries it was built with (None: without)."""
     import torch
 
     return {
@@ -71,12 +71,12 @@ def torch_facts() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of what windlass works with; None: not installed."""
+    """Return the versions of packages that windlass works with; None: not installed."""
     return {name: installed_version(name) for name in _PACKAGES}
 
 
 def installed_version(package: str) -> str | None:
-    """By its metadata, without importing it."""
+    """Return the version of a package from its metadata, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -84,7 +84,7 @@ def installed_version(package: str) -> str | None:
 
 
 def relevant_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables that steer a run, by name."""
+    """Return the environment variables that affect a run, by name."""
     return {
         name: environment[name]
         for name in sorted(environment)

@@ -1,5 +1,6 @@
-"""The training command: what a run is to do, the loop of each rank, what it shows, and what it leaves.
+"""Training command: the plan of a run, the loop of each rank, its display, and its results.
 
-In reading order: plan, recipe, model, settings, agreement, interrupt, evaluation, metrics, progress, picture, export,
-sample, failure, loop, rank. `windlass.cli.train` is the parent, `windlass.cli.train_worker` what each rank starts as.
+Reading order: training_plan, default_recipe, model_builder, train_options, loss_agreement, stop_signals,
+held_out_evaluation, run_metrics, progress_display, loss_plot, model_export, text_continuation, run_failure, train_loop,
+train_rank. `windlass.cli.train` is the parent process, `windlass.cli.train_worker` the program of each rank.
 """

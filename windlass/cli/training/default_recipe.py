@@ -1,4 +1,4 @@
-"""The built-in model and training configuration: a small Llama and what trains it well in minutes on two CPU cores."""
+"""Built-in model and configuration: a small Llama, and settings that train it in minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_STEPS = 900
 
 
 def tiny_llama_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
-    """Arguments of a `transformers.LlamaConfig` of about 2.6 million parameters."""
+    """Return the arguments of a `transformers.LlamaConfig` with about 2.6 million parameters."""
     return {
         "vocab_size": vocab_size,
         "hidden_size": 192,
@@ -26,13 +26,13 @@ def tiny_llama_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
 
 
 def tiny_mixtral_config(vocab_size: int, seq_len: int) -> dict[str, Any]:
-    """Arguments of a `transformers.MixtralConfig`: the tiny model with four experts a layer, two for each token."""
+    """Return the arguments of a `transformers.MixtralConfig`: the tiny model with four experts a layer, two a token."""
     tiny = {**tiny_llama_config(vocab_size, seq_len), "num_key_value_heads": 3, "intermediate_size": 256}
     return {**tiny, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 
 
 def default_config() -> dict[str, Any]:
-    """A ds_config for `windlass train` without --config."""
+    """Return the ds_config of `windlass train` without --config."""
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
@@ -52,12 +52,12 @@ def default_scheduler() -> dict[str, Any]:
 
 
 def default_learning_rate(model: str) -> float:
-    """The learning rate where nobody names one: small models learn from scratch, others are taken to be fine-tuned."""
+    """Return the default learning rate: high for the built-in models, which start untrained, low for fine-tuning."""
     return 3e-3 if model in BUILT_IN_MODELS else 3e-4
 
 
 def fill_auto(config: dict[str, Any], steps: int, lr: float) -> dict[str, Any]:
-    """A copy of `config` in which the "auto" values of optimizer and scheduler are those of this run."""
+    """Return a copy of `config` in which the "auto" values of optimizer and scheduler are set for this run."""
     values = {
         "optimizer": {"lr": lr},
         "scheduler": {

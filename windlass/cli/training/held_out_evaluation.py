@@ -1,4 +1,4 @@
-"""Measures the held-out bits per byte of a model under training, over all ranks."""
+"""Held-out bits per byte of a model during training, measured over all ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from windlass.data.held_out import IGNORE_INDEX, HeldOutSet
 
 
 def held_out_bits_per_byte(engine: Any, held_out: HeldOutSet, micro_batch: int) -> float:
-    """The negative log likelihood of the whole held-out text, in bits, over its bytes. Collective.
+    """Return the negative log likelihood of the held-out text in bits, divided by its bytes. Collective.
 
-    Comparable between tokenizers, unlike a loss or a perplexity per token.
+    The figure is comparable between tokenizers, unlike a loss or a perplexity per token.
     """
     device, (readers, reader) = engine.device, engine.readers
     nats = torch.zeros((), dtype=torch.float64)
@@ -23,7 +23,7 @@ def held_out_bits_per_byte(engine: Any, held_out: HeldOutSet, micro_batch: int) 
     with torch.no_grad():
         for inputs, labels in held_out.batches(micro_batch, reader, readers):
             logits = _evaluate_logits(engine, torch.from_numpy(inputs).to(device))
-            if logits is None:  # the last stage of a pipeline has them
+            if logits is None:  # only the last stage of a pipeline has logits
                 continue
             targets = torch.from_numpy(labels).to(device)
             loss = F.cross_entropy(
@@ -31,12 +31,12 @@ def held_out_bits_per_byte(engine: Any, held_out: HeldOutSet, micro_batch: int) 
             )
             nats += loss.double().cpu()
     engine.train(training)
-    together = engine.mesh.grid.size("sp", "tp")  # ranks that measured the same
+    together = engine.mesh.grid.size("sp", "tp")  # ranks along these axes measured the same samples
     return held_out.bits_per_byte(all_reduce_sum([float(nats)], device)[0] / together)
 
 
 def _evaluate_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor | None:
-    """`[micro, seq, vocabulary]`."""
+    """Return the logits `[micro, seq, vocabulary]`; None on all pipeline stages but the last."""
     if engine.mesh.pp.size == 1:
         logits: torch.Tensor = engine(input_ids=ids).logits
         return logits

@@ -1,4 +1,4 @@
-"""What all ranks must know before each optimizer step, in one small reduction."""
+"""Losses and stop requests of all ranks, combined in one small all-reduce before each optimizer step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """The same on every rank."""
+    """Result of `all_reduce_losses`, the same on every rank."""
 
     loss: float  # mean over micro-batches and ranks
-    stop_requested: bool  # some rank was asked to stop
+    stop_requested: bool  # some rank received a stop signal
     first_non_finite: tuple[int, int] | None  # rank and micro-batch of the first loss that is not finite
 
 
 def all_reduce_losses(losses: list[torch.Tensor], stop_requested: bool) -> LossAgreement:
-    """Shares this rank's micro-batch losses (scalars) and its wish to stop. Collective.
+    """All-reduce this rank's micro-batch losses (scalars) and its stop request. Collective.
 
-    One of each rank's numbers reaches every rank, and the host waits for the device once.
+    The reduction sends 2 + world floats, and the host waits for the device once.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     own = torch.stack([loss.detach().float() for loss in losses])
@@ -28,7 +28,8 @@ def all_reduce_losses(losses: list[torch.Tensor], stop_requested: bool) -> LossA
     shared = torch.zeros(2 + world, device=own.device)
     shared[0] = own.nan_to_num(0.0, 0.0, 0.0).mean() / world
     shared[1] = float(stop_requested)
-    # The first bad micro-batch counted from 1; argmin of a bool tensor finds the first False.
+    # Each rank writes to its own slot the 1-based index of its first non-finite micro-batch, or 0 for none. argmin of
+    # the 0/1 flags is the first 0.
     shared[2 + rank] = torch.where(finite.all(), 0, finite.int().argmin() + 1)
     dist.all_reduce(shared)
     loss, stops, *firsts = shared.tolist()
@@ -37,7 +38,7 @@ def all_reduce_losses(losses: list[torch.Tensor], stop_requested: bool) -> LossA
 
 
 def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
-    """The elementwise sum over ranks, in double precision. Collective."""
+    """Return the elementwise sum over ranks, in double precision. Collective."""
     shared = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(shared)
     return list(map(float, shared.tolist()))

@@ -1,4 +1,4 @@
-"""Draws the loss curve of a run, training and held-out on one scale."""
+"""Plot of a run's loss curve, with training and held-out loss on one scale."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SMOOTHED_COLOR, _STEP_COLOR, _HELD_OUT_COLOR = "#1f4e79", "#a9c4de", "#d1495b"
 
 
 def plot_loss(rows: Sequence[MetricsRow], path: Path, bytes_per_token: float, title: str) -> bool:
-    """Writes a PNG; False, after one line that says so, where matplotlib is missing.
+    """Write a PNG to `path`. Return False, and log one line, if matplotlib is not installed.
 
-    The training loss is drawn in bits per byte, too: nats per token over ln 2 and the corpus's bytes per token. That is
-    exact for the corpus as a whole, and near it for one batch.
+    The training loss is converted to bits per byte too: nats per token, divided by ln 2 and by the corpus's bytes per
+    token. The conversion is exact for the corpus as a whole, and approximate for one batch.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -63,7 +63,7 @@ def plot_loss(rows: Sequence[MetricsRow], path: Path, bytes_per_token: float, ti
 
 
 def smooth(values: Sequence[float], decay: float = 0.9) -> list[float]:
-    """An exponential mean without the pull to zero at its start."""
+    """Return the exponential moving average of `values`, corrected for the bias towards zero at its start."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:
         mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)

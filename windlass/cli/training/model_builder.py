@@ -1,4 +1,4 @@
-"""Builds the causal language model that a run names."""
+"""Construction of the causal language model that a run names."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _PICKLE_PATTERN = "pytorch_model*.bin"
 def build_model(
     name: str, vocab_size: int, seq_len: int, seed: int, eos: int, *, trust_remote_code: bool = False
 ) -> nn.Module:
-    """The model, on the CPU: random from `seed` for `tiny` and bare configurations, else with its own weights.
+    """Build the model on the CPU. `tiny` and bare configurations get random weights from `seed`; others are loaded.
 
-    Weights are read from safetensors only: the older files are pickles, which can run code.
+    Weights are read from safetensors only, because the older format is pickle, which can run code.
 
     Args:
         trust_remote_code: run Python files that come with the model.
 
     Raises:
-        ModelError: transformers is missing, no such model, it needs its own code, or its vocabulary is smaller than the
-            tokenizer's.
+        ModelError: transformers is missing, the model does not exist, it needs its own code, or its vocabulary is
+            smaller than the tokenizer's.
     """
     transformers = _import_transformers()
     torch.manual_seed(seed % 2**63)
@@ -53,7 +53,7 @@ def build_model(
                 name.removeprefix("hub:"), use_safetensors=True, trust_remote_code=trust_remote_code
             )
         else:
-            # By its folder: transformers looks there for the code.
+            # The folder rather than the file, because transformers looks there for the model's code.
             file = config_file(name)
             config = transformers.AutoConfig.from_pretrained(
                 file.parent if file.name == "config.json" else file, trust_remote_code=trust_remote_code
@@ -62,7 +62,7 @@ def build_model(
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except ModelError:
         raise
-    except Exception as error:  # safetensors and the hub's client raise kinds of their own
+    except Exception as error:  # safetensors and the hub's client raise their own exception types
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(name)) from error
         reason = str(error).strip().split("\n")[0]
@@ -73,10 +73,10 @@ def build_model(
 
 
 def config_file(name: str) -> Path:
-    """The config.json that `name`, a file or a directory, stands for.
+    """Return the config.json of `name`, a file or a directory.
 
     Raises:
-        ModelError: it does not exist.
+        ModelError: the file does not exist.
     """
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
@@ -89,7 +89,7 @@ def config_file(name: str) -> Path:
 
 
 def declared_vocab_size(name: str) -> int | None:
-    """The vocabulary size in the model's own configuration; None where the tokenizer decides (`tiny`, hub models)."""
+    """Return the vocabulary size in the model's configuration; None if the tokenizer decides (`tiny`, hub models)."""
     if name in BUILT_IN_MODELS or name.startswith("hub:"):
         return None
     file = config_file(name)
@@ -104,10 +104,10 @@ def declared_vocab_size(name: str) -> int | None:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a directory holds weights to start from.
+    """Return True if a directory contains weights to start from.
 
     Raises:
-        ModelError: it holds pickled weights only, which would be passed over for random ones.
+        ModelError: it contains pickled weights only. Ignoring them would silently train from random weights.
     """
     if not path.is_dir():
         return False
@@ -117,7 +117,7 @@ def has_weights(path: Path) -> bool:
     if pickled is not None:
         raise ModelError(
             f"{pickled} is a pickle, which can run code and is not read; save the model with save_pretrained of a "
-            "present transformers, which writes safetensors, or give its config.json to start from random weights"
+            "recent transformers, which writes safetensors, or give its config.json to start from random weights"
         )
     return False
 
@@ -129,7 +129,7 @@ def _check_vocab_size(model: Any, name: str, vocab_size: int) -> nn.Module:
             f"model {name!r} has a vocabulary of {rows}, the tokenizer one of {vocab_size}; use the model's own "
             f"tokenizer, or --vocab-size {rows}"
         )
-    model.config.use_cache = False  # keys and values of past tokens are of no use in training
+    model.config.use_cache = False  # training makes no use of cached keys and values
     assert isinstance(model, nn.Module)
     return model
 
@@ -142,5 +142,6 @@ def _import_transformers() -> Any:
     talk: Any = transformers.logging
     talk.set_verbosity_error()
     talk.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # tells of each try; one message of ours follows
+    # it logs each attempt; the ModelError that follows is enough
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     return transformers

@@ -1,4 +1,4 @@
-"""Writes whole weights as a Hugging Face directory that `AutoModelForCausalLM.from_pretrained` loads."""
+"""Export of full weights as a Hugging Face directory that `AutoModelForCausalLM.from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _TOKENIZER_FILES = (
 
 
 def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> None:
-    """Writes weights, configuration and tokenizer to `target`, which appears complete or not at all.
+    """Write weights, configuration and tokenizer to `target`. The directory appears complete or not at all.
 
     Args:
-        model: the transformers model under training; only its class and configuration are used, since its parameters
-            may be spread over ranks.
-        state: whole tensors by the model's own names.
+        model: the transformers model under training. Only its class and configuration are used, because its
+            parameters may be sharded.
+        state: full tensors by the model's own names.
 
     Raises:
         CheckpointError: the weights do not fit the model, or they cannot be written.
@@ -42,7 +42,7 @@ def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: P
             if (tokenizer_dir / name).is_file():
                 shutil.copyfile(tokenizer_dir / name, partial / name)
         replace_directory(partial, target)
-    except Exception as error:  # safetensors raises its own kind for a full disk
+    except Exception as error:  # safetensors raises its own exception type for a full disk
         raise CheckpointError(
             f"cannot write the exported model to {target}: {error}; free some space or choose another --out"
         ) from error

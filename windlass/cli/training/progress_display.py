@@ -1,4 +1,4 @@
-"""Shows a run while it goes: one live line on a terminal, a few plain lines elsewhere."""
+"""Progress display of a run: one live line on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_PLAIN_LINES = 5
 
 
 class ProgressDisplay:
-    """Progress of a run of `total` steps that stands at step `done`; used on one rank."""
+    """Progress of a run of `total` steps that starts after step `first_step`. Used on one rank only."""
 
     def __init__(self, total: int, first_step: int, console: Console | None = None) -> None:
         self._total, self._first_step = total, first_step
@@ -35,7 +35,7 @@ class ProgressDisplay:
             self._task: TaskID = self._live.add_task("", total=total, completed=first_step)
 
     def show_step(self, row: MetricsRow) -> None:
-        """Shows one optimizer step."""
+        """Show one optimizer step."""
         text = describe_row(row) + f"  left {format_duration(self.seconds_left(row.step))}"
         if self._live is not None:
             self._live.update(self._task, completed=row.step, description=text)
@@ -43,24 +43,24 @@ class ProgressDisplay:
             logger.info("step %d/%d  %s", row.step, self._total, text)
 
     def show_note(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Print a line that stays above the live line."""
         if self._live is not None:
             self._live.console.print(text, highlight=False, markup=False)
         else:
             logger.info(text)
 
     def seconds_left(self, step: int) -> float:
-        """At the pace so far, held-out measurements included."""
+        """Estimate the remaining seconds from the pace so far, which includes held-out evaluations."""
         return (time.monotonic() - self._started) / max(step - self._first_step, 1) * (self._total - step)
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restore the terminal."""
         if self._live is not None:
             self._live.stop()
 
 
 def describe_row(row: MetricsRow) -> str:
-    """A step's numbers in one line; what was not measured is left out."""
+    """Format the values of a step in one line, without those that were not measured."""
     parts = [
         _format_part("loss {:.3f}", row.loss),
         _format_part("ppl {:,.1f}", row.perplexity),
@@ -73,7 +73,7 @@ def describe_row(row: MetricsRow) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`1:05` or `2:00:05`."""
+    """Format seconds as `1:05` or `2:00:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""How a rank's failure reaches the user: once, from the parent, in one message."""
+"""Transfer of a rank's failure to the parent process, which prints one message."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from windlass.cli.expected_errors import describe_expected_error
 
 
 class TrainingRunError(WindlassError, RuntimeError):
-    """A rank ended a run early; the text is that rank's own."""
+    """Failure of a rank that ended the run. The text is the message of that rank."""
 
 
 def describe_failure(error: BaseException, rank: int) -> str:
-    """One message that says what, where and what to do."""
+    """Return one message with the problem, its place and the fix."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         hint = "try a smaller micro-batch, a shorter --seq-len or a higher ZeRO stage"
         return f"rank {rank} ran out of memory ({error}); {hint}"
@@ -25,17 +25,17 @@ def describe_failure(error: BaseException, rank: int) -> str:
 
 
 def record_failure(path: Path, message: str) -> bool:
-    """Keeps the first failure of all ranks; True for the rank whose it is. What fails later follows from it."""
+    """Write the message to `path` if it is the first failure, the cause of the later ones. Return True if it was."""
     try:
         with open(path, "x") as stream:
             stream.write(message)
-    except OSError:  # another rank's is there, or the disk is full: then the exit code alone has to tell
+    except OSError:  # the file exists, or the disk is full: the exit code alone then signals the failure
         return False
     return True
 
 
 def read_failure(path: Path) -> str | None:
-    """The recorded failure, if any, which is then forgotten."""
+    """Read and delete the recorded failure. Return None if there is none."""
     try:
         message = path.read_text()
         os.unlink(path)
@@ -45,8 +45,8 @@ def read_failure(path: Path) -> str | None:
 
 
 def stopped_marker_path(path: Path) -> Path:
-    """The file beside the failure's that ranks leave when they saved and stopped as asked.
+    """Return the path of the marker file that ranks create after they saved and stopped as requested.
 
-    A launcher that was interrupted itself cannot tell this by an exit code.
+    The exit code does not show this, because a launcher that was interrupted too has an exit code of its own.
     """
     return path.with_name("stopped")

@@ -1,4 +1,4 @@
-"""The folder of a `windlass train` run, as other commands find their way in it."""
+"""Layout of the folder of a `windlass train` run, for other commands."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ CHECKPOINT_FOLDER, EXPORT_FOLDER, TOKENIZER_FOLDER = "checkpoint", "hf", "tokeni
 
 
 def checkpoint_directory_of(directory: Path) -> Path:
-    """Return the checkpoint directory of a run where `directory` is OUT of `windlass train`, else `directory`."""
+    """Return the checkpoint directory of a run if `directory` is OUT of `windlass train`, else `directory`."""
     inner = directory / CHECKPOINT_FOLDER
     return inner if (directory / PLAN_FILE).is_file() and inner.is_dir() else directory
 
 
 def export_directory_of(directory: Path) -> Path:
-    """Return the exported model of a run where `directory` is OUT of `windlass train`, else `directory`."""
+    """Return the exported model of a run if `directory` is OUT of `windlass train`, else `directory`."""
     inner = directory / EXPORT_FOLDER
     return inner if (directory / PLAN_FILE).is_file() and inner.is_dir() else directory
 
 
 def model_file_folders(checkpoint: Path) -> tuple[Path, ...]:
-    """Return the folders of the same run that hold the model's configuration and tokenizer; none outside a run."""
+    """Return the folders of the same run that contain the model's configuration and tokenizer; none outside a run."""
     here = checkpoint.absolute()
     for inner in (here, here.parent):  # a directory of checkpoints, or one of them
         if inner.name == CHECKPOINT_FOLDER and (inner.parent / PLAN_FILE).is_file():

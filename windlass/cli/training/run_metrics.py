@@ -1,4 +1,4 @@
-"""The numbers of a run: a CSV file that the picture is drawn from, and TensorBoard events beside it."""
+"""Metrics of a run: a CSV file, from which the loss curve is drawn, and TensorBoard events beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.observe.monitor_writers import TensorBoardWriter
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """One step; `step` counts optimizer steps done, and what was not measured at a step is None."""
+    """Metrics of one step. `step` counts the optimizer steps so far. Values that were not measured are None."""
 
     step: int
     loss: float | None = None  # nats per token, mean over the global batch
@@ -33,10 +33,10 @@ COLUMNS = [field.name for field in fields(MetricsRow)]
 
 
 class MetricsLog:
-    """Appends rows to `path`, and to TensorBoard in `events` where it is installed; used on one rank."""
+    """Metrics file at `path`, and TensorBoard events in `events` if TensorBoard is installed. Used on one rank only."""
 
     def __init__(self, path: Path, events: Path | None, after_step: int) -> None:
-        """Rows later than `after_step` are dropped first: the steps behind them are about to be done again."""
+        """Open the file and drop rows later than `after_step`, because a resumed run repeats their steps."""
         rows = [row for row in read_rows(path) if row.step <= after_step] if after_step and path.is_file() else []
         kept = io.StringIO(newline="")
         writer = csv.DictWriter(kept, COLUMNS)
@@ -48,7 +48,7 @@ class MetricsLog:
         self._tensorboard = _make_tensorboard_writer(events) if events else None
 
     def append(self, row: MetricsRow) -> None:
-        """Writes one row; the file is complete up to it when this returns."""
+        """Write and flush one row, so that the file is complete up to it when the call returns."""
         values = asdict(row)
         self._writer.writerow(values)
         self._stream.flush()
@@ -57,21 +57,21 @@ class MetricsLog:
             self._tensorboard.write([(f"train/{name}", value, row.step) for name, value in shown.items()])
 
     def close(self) -> None:
-        """Ends both files."""
+        """Close the file and the TensorBoard writer."""
         self._stream.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
 
 def read_rows(path: Path) -> list[MetricsRow]:
-    """The rows of a metrics file.
+    """Read the rows of a metrics file.
 
     Raises:
-        DataError: not such a file.
+        DataError: the file is not a metrics file.
     """
     try:
         lines = path.read_text().splitlines(keepends=True)
-        if lines and not lines[-1].endswith("\n"):  # a killed run, or a full disk, left half a row
+        if lines and not lines[-1].endswith("\n"):  # a killed run or a full disk left an incomplete row
             lines.pop()
         return [_parse_row(record) for record in csv.DictReader(lines)]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -79,7 +79,7 @@ def read_rows(path: Path) -> list[MetricsRow]:
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss, infinite where that overflows."""
+    """Return e to the power of the loss; infinite if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 

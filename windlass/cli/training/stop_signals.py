@@ -1,4 +1,4 @@
-"""Turns Ctrl-C, SIGTERM and a hang-up into a wish to stop, which the loop meets after the step in hand."""
+"""Conversion of Ctrl-C, SIGTERM and SIGHUP to a stop request, which the training loop checks after each step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from types import FrameType
 
 INTERRUPTED_EXIT_CODE = 130
-# The terminal and the launcher both pass on one Ctrl-C; only a later one is a second wish.
+# The terminal and the launcher both deliver the same Ctrl-C; only one after this time is a second request.
 _SAME_REQUEST_SECONDS = 2.0
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class StopSignals:
-    """The wish to stop; asked for again by Ctrl-C, after two seconds, the process ends at once.
+    """Stop request of this process. A second Ctrl-C, after two seconds, ends the process at once.
 
     Args:
-        failure: where a rank that fails leaves its message. Once that is there, SIGTERM is the launcher clearing up
-            after the failed rank: peers that wait for it would wait for ever, so there is nothing to save.
+        failure_path: file to which a failing rank writes its message. Once it exists, SIGTERM comes from the launcher,
+            which ends the remaining ranks: they would wait forever for the failed peer, so nothing can be saved.
     """
 
     def __init__(self, failure_path: Path | None = None) -> None:
@@ -28,7 +28,7 @@ class StopSignals:
         self._failure_path = failure_path
 
     def install(self) -> None:
-        """Takes over SIGINT, SIGTERM and SIGHUP of this process; a hang-up that `nohup` had ignored stays ignored."""
+        """Install handlers for SIGINT, SIGTERM and SIGHUP. If `nohup` has set SIGHUP to be ignored, it stays so."""
         for name in _STOP_SIGNALS:
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             if number is not None and (number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN):

@@ -1,4 +1,4 @@
-"""Continues a text with an exported model."""
+"""Generation of text with an exported model."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ def generate_continuation(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> str:
-    """What the model in the Hugging Face `directory` writes after `prompt`, without the prompt.
+    """Return the model's continuation of `prompt`, without the prompt.
 
     Args:
+        directory: Hugging Face directory of the model.
         temperature: 0 takes the likeliest token each time.
-        seed: of the draws; the global random state is left as it was.
+        seed: seed of the random draws; the global random state is left unchanged.
         trust_remote_code: run Python files that come with the model.
 
     Raises:
-        ModelError: no model there, a damaged one, one that needs its own code, or transformers is missing.
-        ConfigError: a number out of range.
+        ModelError: there is no model, it is damaged, it needs its own code, or transformers is missing.
+        ConfigError: a number is out of range.
     """
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature (--temperature) is {temperature}; write 0 or a positive number")
@@ -44,8 +45,8 @@ def generate_continuation(
         )
     if not 0 < top_p <= 1:
         raise ConfigError(
-            f"top_p (--top-p) is {top_p}, which is no probability; write a number above 0 and at most 1 (1: draw among "
-            "all tokens)"
+            f"top_p (--top-p) is {top_p}, which is not a probability; write a number above 0 and at most 1 (1: draw "
+            "among all tokens)"
         )
     model, tokenizer = _load_model_and_tokenizer(directory, trust_remote_code)
     model.to(device).eval()
@@ -73,7 +74,7 @@ def generate_continuation(
 def _load_model_and_tokenizer(directory: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"no model at {directory}: it holds no config.json; give a directory that `windlass train` or "
+            f"no model at {directory}: it contains no config.json; give a directory that `windlass train` or "
             "save_pretrained wrote"
         )
     try:
@@ -88,7 +89,7 @@ def _load_model_and_tokenizer(directory: Path, trust_remote_code: bool) -> tuple
             directory, use_safetensors=True, trust_remote_code=trust_remote_code
         )
         return model, transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except Exception as error:  # safetensors and tokenizers raise kinds of their own
+    except Exception as error:  # safetensors and tokenizers raise their own exception types
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(directory)) from error
         reason = str(error).strip().split("\n")[0]

@@ -1,4 +1,4 @@
-"""The training loop of one rank: steps, held-out measurements, checkpoints."""
+"""Training loop of one rank: steps, held-out evaluations, checkpoints."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from windlass.data.resumable_loaders import SequenceLoader
 from windlass.observe.memory_usage import device_memory, resident_bytes
 
 _SEED_FACTOR = 1_000_003
-_SEED_MODULUS = 2**63  # a seed of today's date, times two primes, is more than torch takes
+_SEED_MODULUS = 2**63  # today's date as a seed, times two primes, exceeds the range of torch's seeds
 
 
 class TrainLoop:
-    """Takes an engine from where it stands to `plan.steps`.
+    """Training of an engine from its current step to `plan.steps`.
 
     Args:
-        loader: of this rank; its state travels in the checkpoint, so that a resume goes on at the exact sample.
+        loader: loader of this rank. Checkpoints contain its state, so that a resumed run continues at the exact sample.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TrainLoop:
         self._last_measured_step: int | None = None
 
     def run(self) -> bool:
-        """Trains to the last step, or until some rank is asked to stop; saves in both cases. True when all is done."""
+        """Train to the last step or until a stop request on some rank, then save. Return True at the last step."""
         if self.initial_bits_per_byte is None:
             self.initial_bits_per_byte = self._evaluate_held_out()
         with closing(TrainingReporter(self)) as reporter:
@@ -61,10 +61,10 @@ class TrainLoop:
         return not stopped
 
     def save(self) -> None:
-        """Writes a checkpoint of this step, once. Collective.
+        """Write a checkpoint of the current step, unless one exists already. Collective.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         if self._last_saved_step == self.step:
             return
@@ -79,10 +79,10 @@ class TrainLoop:
         self._last_saved_step = self.step
 
     def load(self) -> None:
-        """Goes on from the latest checkpoint. Collective.
+        """Load the latest checkpoint. Collective.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no checkpoint of `windlass train`.
         """
         path, state = self.engine.load_checkpoint(str(self.plan.checkpoint_folder))
         if path is None or "loader" not in (state or {}):
@@ -95,9 +95,9 @@ class TrainLoop:
         self._last_saved_step = self.step
 
     def _train_step(self, reporter: TrainingReporter) -> bool:
-        """One optimizer step; True if the ranks agreed to stop after it."""
+        """Run one optimizer step. Return True if some rank received a stop request."""
         started = time.monotonic()
-        # Seeded by the step, dropout needs no random state in the checkpoint to repeat itself after a resume.
+        # Seeding by the step makes dropout repeat itself after a resume without random state in the checkpoint.
         _, reader = self.engine.readers
         torch.manual_seed(((self.plan.seed * _SEED_FACTOR + self.step) * _SEED_FACTOR + reader) % _SEED_MODULUS)
         if self.engine.mesh.pp.size > 1:
@@ -133,7 +133,8 @@ class TrainLoop:
     def _evaluate_held_out(self) -> float:
         micro = self.engine.train_micro_batch_size_per_gpu()
         self._last_measured_step = self.step
-        self.engine.finish_update()  # what is measured is what would be saved
+        # a delayed update is applied first, so that the measured weights are those a checkpoint would contain
+        self.engine.finish_update()
         self.current_bits_per_byte = held_out_bits_per_byte(self.engine, self.held_out, micro)
         return self.current_bits_per_byte
 
@@ -145,13 +146,13 @@ class TrainLoop:
         rank, micro = first_non_finite
         raise LossError(
             f"the loss is not finite at step {self.step + 1} (rank {rank}, micro-batch {micro + 1}); the weights were "
-            "not changed by it. Try a lower learning rate, a longer warm-up or a smaller gradient_clipping, and go on "
-            "with --resume from the last checkpoint; --debug shows more"
+            "not changed by it. Try a lower learning rate, a longer warm-up or a smaller gradient_clipping, and "
+            "continue with --resume from the last checkpoint; --debug shows more"
         )
 
 
 class TrainingReporter:
-    """What rank 0 shows and writes down about a run; silent on the others."""
+    """Display and metrics of a run on rank 0; does nothing on other ranks."""
 
     def __init__(self, trainer: TrainLoop) -> None:
         self._trainer = trainer
@@ -169,7 +170,7 @@ class TrainingReporter:
             self.report_held_out(trainer.initial_bits_per_byte)
 
     def report_step(self, loss: float, norm: float | None, seconds: float) -> None:
-        """One optimizer step was done in so many seconds."""
+        """Record one optimizer step that took `seconds`."""
         if self._metrics is None or self._display is None:
             return
         trainer = self._trainer
@@ -189,14 +190,14 @@ class TrainingReporter:
         self._display.show_step(row)
 
     def report_held_out(self, bits: float | None) -> None:
-        """The held-out text was measured at the step that was just done."""
+        """Record a held-out evaluation at the current step."""
         if self._metrics is None or self._display is None or bits is None:
             return
         self._metrics.append(MetricsRow(step=self._trainer.step, held_out_bits_per_byte=bits))
         self._display.show_note(f"step {self._trainer.step}: held-out bits per byte {bits:.3f}")
 
     def close(self) -> None:
-        """Ends the display and the files."""
+        """Close the display and the metrics file."""
         if self._metrics is not None:
             self._metrics.close()
         if self._display is not None:

@@ -1,4 +1,4 @@
-"""From the options of the command line to a plan: defaults, the configuration, the packed corpus, an earlier run."""
+"""Conversion of command line options to a plan: defaults, the configuration, the packed corpus, an earlier run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from windlass.data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What the user said; None where nothing was said, which on `--resume` means "as before"."""
+    """Options of the command line. None means not given; with `--resume`, the value of the earlier run is then kept."""
 
     out: Path
     config: str | None = None
@@ -64,10 +64,10 @@ class TrainOptions:
 
 
 def make_training_plan(options: TrainOptions) -> TrainingPlan:
-    """Checks the options, packs the corpus, and writes the plan into the run's folder.
+    """Check the options, pack the corpus, and write the plan to the run's folder.
 
     Raises:
-        WindlassError: whatever is wrong with options, configuration, model, data or an earlier run in the folder.
+        WindlassError: options, configuration, model, data or an earlier run in the folder are wrong.
     """
     _require_in_range(options)
     plan = _plan_resumed_run(options) if options.resume else _plan_new_run(options)
@@ -82,14 +82,14 @@ def make_training_plan(options: TrainOptions) -> TrainingPlan:
 
 
 def read_config(source: str | None, steps: int, lr: float) -> dict[str, Any]:
-    """The ds_config of a run: read, checked, and with "auto" filled in.
+    """Return the ds_config of a run: read, checked, and with "auto" values filled in.
 
     Raises:
-        ConfigError: it cannot be read, or something in it is wrong.
+        ConfigError: the configuration cannot be read, or is wrong.
     """
     if source is None:
         return fill_auto(default_config(), steps, lr)
-    load_config(source)  # now, while errors can name the file and its lines
+    load_config(source)  # validated from the file here, so that errors name the file and its lines
     data = dict(read_source(source).data)
     if "optimizer" not in data:
         logger.info("the configuration names no optimizer; using AdamW")
@@ -101,7 +101,7 @@ def _plan_new_run(options: TrainOptions) -> TrainingPlan:
     steps = options.steps or DEFAULT_STEPS
     model = options.model or TINY_MODEL
     out = options.out
-    # Cheap checks first: a typing error in the configuration must not cost the minutes of packing a corpus.
+    # Cheap checks first, so that a mistake in the configuration does not cost the minutes of packing a corpus.
     config = _config_with_axes(read_config(options.config, steps, options.lr or default_learning_rate(model)), options)
     nproc = 1 if options.nproc is None else options.nproc
     if options.config is not None:
@@ -110,7 +110,7 @@ def _plan_new_run(options: TrainOptions) -> TrainingPlan:
     vocab = declared_vocab_size(model)
     if (out / "checkpoint").exists() and not options.overwrite:
         raise CheckpointError(
-            f"{out} already holds a run; add --resume to go on with it, --overwrite to start anew, "
+            f"{out} already contains a run; add --resume to continue it, --overwrite to start over, "
             "or choose another --out"
         )
     tokenizer = options.tokenizer or _tokenizer_beside_model(model)
@@ -146,7 +146,7 @@ def _log_corpus(packed: PackedCorpus, seconds: float) -> None:
     header, whole = packed.header, plural(packed.documents, "document")
     logger.info(
         "data: %s, %.1f MB of text; %s tokens to train on, %s held out (%s)",
-        whole if header.documents == packed.documents else f"{whole}, cut into {plural(header.documents, 'piece')}",
+        whole if header.documents == packed.documents else f"{whole}, split into {plural(header.documents, 'piece')}",
         (header.train_bytes + header.eval_bytes) / 1e6,
         f"{header.train_tokens:,}",
         f"{header.eval_tokens:,}",
@@ -161,7 +161,7 @@ def _plan_resumed_run(options: TrainOptions) -> TrainingPlan:
     given = [name for name, value in said.items() if value is not None and value is not False]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"--resume goes on with the run in {options.out} as it was begun; leave out {flags}")
+        raise ConfigError(f"--resume continues the run in {options.out} with its own settings; leave out {flags}")
     header = _read_token_header(options.out)
     steps = options.steps or old.steps
     changed: dict[str, Any] = {
@@ -177,21 +177,21 @@ def _plan_resumed_run(options: TrainOptions) -> TrainingPlan:
         changed["config"] = _config_with_axes(changed.get("config", old.config), options)
     if steps > old.steps and options.config is None:
         _warn_schedule_ends_early(old.config, steps)
-    # The folder may have been moved since; what lies in it moves along.
+    # The folder may have been moved since; a tokenizer inside it has moved with it.
     own = Path(old.tokenizer) == Path(old.out) / "tokenizer"
     tokenizer = str(options.out / "tokenizer") if own else old.tokenizer
     _require_same_tokenizer(Path(tokenizer), header)
-    # Not as the run was begun: its folder may come from somebody else.
+    # Not taken from the earlier run, because its folder may come from another user.
     changed["trust_remote_code"] = options.trust_remote_code
     return replace(old, out=str(options.out), tokenizer=tokenizer, steps=steps, resume=True, **changed)
 
 
 def _warn_schedule_ends_early(config: dict[str, Any], steps: int) -> None:
-    """A schedule that was made for fewer steps stays at its end for the rest, which is seldom meant."""
+    """Warn that a schedule made for fewer steps keeps its last learning rate for the rest, which is rarely intended."""
     total = config.get("scheduler", {}).get("params", {}).get("total_num_steps")
     if isinstance(total, int | float) and total < steps:
         logger.warning(
-            "the schedule of this run ends at step %d of %d: the learning rate stays where it ends; --config with "
+            "the schedule of this run ends at step %d of %d: the learning rate then stays constant; --config with "
             "another total_num_steps changes that",
             total,
             steps,
@@ -204,7 +204,7 @@ def _read_token_header(out: Path) -> TokenFileHeader:
     except DataError as error:
         what = str(error).split("; delete")[0]
         raise DataError(
-            f"{what}; restore it, or start anew with --overwrite: the order of samples is that of this file"
+            f"{what}; restore it, or start over with --overwrite: this file determines the order of samples"
         ) from error
 
 
@@ -213,7 +213,7 @@ def _require_same_tokenizer(folder: Path, header: TokenFileHeader) -> None:
     if (tokenizer.vocab_size, tokenizer.eos) != (header.vocab_size, header.eos):
         raise DataError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens and ends texts with {tokenizer.eos}; the "
-            f"corpus was packed with {header.vocab_size} and {header.eos}: restore it, or start anew with --overwrite"
+            f"corpus was packed with {header.vocab_size} and {header.eos}: restore it, or start over with --overwrite"
         )
 
 
@@ -221,14 +221,12 @@ def _check_config(config: dict[str, Any], nproc: int) -> None:
     checked = load_config(config)
     refusals = checked.refusals()
     if refusals:
-        raise ConfigError(
-            "the configuration asks for what is not supported:\n" + "\n".join(f"  {item}" for item in refusals)
-        )
+        raise ConfigError("the configuration has unsupported settings:\n" + "\n".join(f"  {item}" for item in refusals))
     checked.resolve_batch(nproc, "--nproc")
 
 
 def _tokenizer_beside_model(model: str) -> Path | None:
-    """The tokenizer that lies beside a model's weights, if one does."""
+    """Return the tokenizer's folder if a tokenizer lies beside the model's weights, else None."""
     if model in BUILT_IN_MODELS or model.startswith("hub:"):
         return None
     folder = config_file(model).parent
@@ -259,12 +257,12 @@ def _require_in_range(options: TrainOptions) -> None:
 
 
 def _given_axis_sizes(options: TrainOptions) -> dict[str, int]:
-    """Sizes of axes that the command line says."""
+    """Return the axis sizes that were given as options."""
     return {axis: size for axis in ("pp", "tp", "sp", "ep") if (size := getattr(options, axis)) is not None}
 
 
 def _config_with_axes(config: dict[str, Any], options: TrainOptions) -> dict[str, Any]:
-    """The configuration with those in place of its own."""
+    """Return the configuration with the axis sizes of the options in place of its own."""
     axes = _given_axis_sizes(options)
     return {**config, "parallel": {**config.get("parallel", {}), **axes}} if axes else config
 

@@ -1,4 +1,4 @@
-"""The whole of one rank's run: model, engine, data, loop, and on rank 0 what the run leaves."""
+"""Run of one rank: model, engine, data, training loop, and the results on rank 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from windlass.initialize import setup_distributed
 
 
 def run_rank(plan_path: Path, failure_path: Path) -> int:
-    """Runs one rank; the exit code is 0, 1 after a failure, or 130 when it was asked to stop."""
+    """Run one rank. Return the exit code: 0, 1 after a failure, or 130 after a request to stop."""
     try:
         plan = read_plan(plan_path)
         if train_on_rank(plan, StopSignals(failure_path)):
@@ -48,17 +48,17 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
 
 
 def _uses_sharded_init(config: Config) -> bool:
-    """Whether no rank will have the whole model, nor needs it on the way."""
+    """Return True if no rank will hold the full model, nor needs it for a partition by measured time."""
     axes = config.parallel
     cut = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.partition_method != "time"
     return cut or config.zero_optimization.stage == 3
 
 
 def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
-    """The whole run on this rank; False if it was stopped before its end.
+    """Run the training on this rank. Return False if it was stopped before its end.
 
     Raises:
-        WindlassError: whatever ends it early.
+        WindlassError: the run failed.
     """
     tokens = open_tokens(plan.token_file)
     tokenizer = load_tokenizer(Path(plan.tokenizer))
@@ -76,7 +76,7 @@ def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = windlass.initialize(model=model, config=plan.config)
     rank, (readers, reader) = dist.get_rank(), engine.data_loading_ranks
-    dist.barrier()  # from here on all ranks stop together
+    dist.barrier()  # from here on a stop request stops all ranks together
     stop_signals.install()
     if rank == 0:
         logger.info(
@@ -111,7 +111,7 @@ def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
 
 
 def write_results(plan: TrainingPlan, loop: TrainLoop, tokens: TokenFile, state: dict[str, Any]) -> None:
-    """Exports the model, lets it write, draws the picture, and leaves the result for the parent; on rank 0."""
+    """Export the model, generate a sample, plot the loss, and write the result file for the parent. On rank 0."""
     export_model(loop.engine.module, state, Path(plan.tokenizer), plan.export_folder)
     prompt = plan.prompt
     if prompt is None:

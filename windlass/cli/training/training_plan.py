@@ -1,4 +1,4 @@
-"""What one training run is to do, written down so that workers read it and `--resume` goes on with it."""
+"""Plan of one training run, written to its folder for the ranks and for `--resume`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The settings of a run, and where things lie in its folder."""
+    """Settings of a run, and the paths in its folder."""
 
     out: str
     config: dict[str, Any]  # the ds_config, complete
@@ -34,7 +34,7 @@ class TrainingPlan:
     prompt: str | None
     sample_tokens: int
     resume: bool = False
-    trust_remote_code: bool = False  # of this start of the run: a resume says it anew
+    trust_remote_code: bool = False  # set at each start of the run, never taken from an earlier one
     format_version: int = FORMAT_VERSION
 
     @property
@@ -74,15 +74,15 @@ class TrainingPlan:
         return self.folder / "run.json"
 
     def write(self) -> None:
-        """Puts the plan into its folder, whole or not at all."""
+        """Write the plan to the run's folder, atomically."""
         write_text(self.plan_file, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_plan(path: Path) -> TrainingPlan:
-    """The plan of an earlier run.
+    """Read the plan of an earlier run.
 
     Raises:
-        CheckpointError: none there, unreadable, or of another format version.
+        CheckpointError: there is none, it cannot be read, or it has another format version.
     """
     if not path.is_file():
         raise CheckpointError(f"nothing to resume: {path} does not exist; check --out, or leave out --resume")
@@ -94,24 +94,24 @@ def read_plan(path: Path) -> TrainingPlan:
             _check_types(values)
             return TrainingPlan(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path} ({error}); it is no run of `windlass train`") from error
+        raise CheckpointError(f"cannot read {path} ({error}); it is not a run of `windlass train`") from error
     raise CheckpointError(
         f"{path} was written by another release (format version {version}, here {FORMAT_VERSION}); "
-        "give all options anew with --overwrite"
+        "give all options again with --overwrite"
     )
 
 
 def _check_types(values: dict[str, Any]) -> None:
-    """Raise TypeError for a field that has another type than a plan's."""
+    """Raise TypeError for a field that does not have the type of the plan's field."""
     for name, kind in get_type_hints(TrainingPlan).items():
         allowed = get_args(kind) if get_origin(kind) is UnionType else (get_origin(kind) or kind,)
         value = values[name]
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             raise TypeError(f"{name} is {one_line(repr(value), 60)}, a {type(value).__name__}")
     if not all(isinstance(one, str) for one in values["data"]):
-        raise TypeError("data holds something that is no string")
+        raise TypeError("data contains a value that is not a string")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file under a temporary name first, so that no reader meets half of it."""
+    """Write a small file atomically: under a temporary name first, then renamed."""
     write_atomically(path, text)

@@ -1,5 +1,8 @@
-"""The device by the names that scripts of DeepSpeed ask. Reading order: interface (what every device answers), host,
-cuda, choose (which one this process has)."""
+"""DeepSpeed's accelerator API.
+
+Reading order: abstract_accelerator (the interface), cpu_accelerator, cuda_accelerator, real_accelerator (selection of
+the accelerator of this process).
+"""
 
 from windlass.compat.accelerator.abstract_accelerator import DeepSpeedAccelerator as DeepSpeedAccelerator
 from windlass.compat.accelerator.real_accelerator import get_accelerator as get_accelerator

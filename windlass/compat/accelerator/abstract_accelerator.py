@@ -1,4 +1,4 @@
-"""What a device answers: the questions that scripts ask, and the answers that are the same for all."""
+"""Abstract base class of accelerators: DeepSpeed's methods, and implementations that all devices share."""
 
 from __future__ import annotations
 
@@ -13,60 +13,63 @@ from windlass.compat.op_builders import OpBuilder, find_builder
 
 
 class DeepSpeedAccelerator(ABC):
-    """One kind of device. `device_index` is None for the current one, a number, or a number as text."""
+    """Kind of device, with DeepSpeed's methods.
+
+    `device_index` is None for the current device, an int, or an int as a string.
+    """
 
     supports_nvtx_domain = False
     _name: str
     _communication_backend_name: str
     _compile_backend = "inductor"
 
-    # the device itself
+    # The device itself.
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Whether this machine has one."""
+        """Return True if this machine has such a device."""
 
     @abstractmethod
     def is_synchronized_device(self) -> bool:
-        """Whether an operation is finished when its call returns."""
+        """Return True if an operation is complete when its call returns."""
 
     @abstractmethod
     def device_name(self, device_index: int | str | None = None) -> str:
-        """`cuda`, or `cuda:1` with an index."""
+        """Return the device name: `cuda`, or `cuda:1` with an index."""
 
     @abstractmethod
     def device(self, device_index: int | str | None = None) -> Any:
-        """A context in which the device is the current one; None where there is but one."""
+        """Return a context manager that makes the device current; None if there is only one device."""
 
     @abstractmethod
     def set_device(self, device_index: int | str) -> None:
-        """Make it the current one."""
+        """Make a device the current one."""
 
     @abstractmethod
     def current_device(self) -> int:
-        """The number of the current one."""
+        """Return the index of the current device."""
 
     @abstractmethod
     def current_device_name(self) -> str:
-        """Its name, with its number."""
+        """Return the current device's name with its index."""
 
     @abstractmethod
     def device_count(self) -> int:
-        """How many this process sees."""
+        """Return the number of devices visible to this process."""
 
     @abstractmethod
     def synchronize(self, device_index: int | str | None = None) -> None:
-        """Wait for what was started on it."""
+        """Wait for all operations queued on the device."""
 
-    # random numbers
+    # Random numbers.
 
     @abstractmethod
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | str | None = None) -> None:
-        """Go to a state of the generator."""
+        """Set the state of the random number generator."""
 
     @abstractmethod
     def get_rng_state(self, device_index: int | str | None = None) -> torch.Tensor:
-        """The state of the generator."""
+        """Return the state of the random number generator."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> Any:
@@ -78,13 +81,13 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def initial_seed(self) -> int:
-        """What the generator was seeded with."""
+        """Return the seed of the random number generator."""
 
     @abstractmethod
     def default_generator(self, device_index: int) -> torch.Generator:
-        """The generator that is used where none is named."""
+        """Return the default random number generator of a device."""
 
-    # streams, events, graphs
+    # Streams, events and CUDA graphs.
 
     @property
     @abstractmethod
@@ -96,7 +99,7 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which operations are queued on `stream`."""
+        """Return a context manager in which operations are queued on `stream`."""
 
     @abstractmethod
     def current_stream(self, device_index: int | str | None = None) -> Any: ...
@@ -113,7 +116,7 @@ class DeepSpeedAccelerator(ABC):
     @abstractmethod
     def replay_graph(self, graph: Any) -> None: ...
 
-    # memory, in bytes
+    # Memory, in bytes.
 
     @abstractmethod
     def empty_cache(self) -> None: ...
@@ -154,7 +157,7 @@ class DeepSpeedAccelerator(ABC):
     @abstractmethod
     def available_memory(self, device_index: int | str | None = None) -> int: ...
 
-    # what it can
+    # Supported dtypes and features.
 
     @abstractmethod
     def is_bf16_supported(self) -> bool: ...
@@ -168,7 +171,7 @@ class DeepSpeedAccelerator(ABC):
     @abstractmethod
     def is_triton_supported(self) -> bool: ...
 
-    # marks for a profiler
+    # Profiler ranges.
 
     @abstractmethod
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> Any: ...
@@ -178,23 +181,23 @@ class DeepSpeedAccelerator(ABC):
 
     @abstractmethod
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on this kind of device."""
+        """Return True if a tensor is on this kind of device."""
 
     @abstractmethod
     def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
-    # the same for all
+    # Implementations that all devices share.
 
     def use_host_timers(self) -> bool:
-        """Whether the host's clock measures what the device does."""
+        """Return True if the host clock measures device time."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Whether operations need no events between them."""
+        """Return True if dependent operations need no events between them."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """Whether no more can be queued than memory has room for."""
+        """Return True if operations cannot be queued beyond the memory that is free."""
         return self.is_synchronized_device()
 
     def is_fp64_supported(self) -> bool:
@@ -207,25 +210,28 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     def random(self) -> Any:
-        """torch's module of random numbers."""
+        """Return the module `torch.random`."""
         return torch.random
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call it, now or when the device is first used."""
+        """Call `callback`, now or when the device is first used."""
         return callback()
 
     def communication_backend_name(self) -> str:
-        """The back end of torch.distributed that sends this device's tensors."""
+        """Return the torch.distributed backend for this device's tensors."""
         return self._communication_backend_name
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """`tensor` in page-locked memory where that is of use; without `make_copy` only memory like it."""
+        """Copy `tensor` to page-locked memory where the device supports it.
+
+        Without `make_copy`, only allocate such memory.
+        """
         if make_copy:
             return self._torch_pin_memory(tensor)
         return self.pin_empty(tensor.shape if match_shape else (tensor.numel(),), dtype=tensor.dtype)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-        """Page-locked host memory of a shape.
+        """Allocate page-locked host memory of a shape.
 
         Raises:
             ValueError: `device` is not the host.
@@ -238,78 +244,78 @@ class DeepSpeedAccelerator(ABC):
     def pin_empty_like(
         self, tensor: torch.Tensor, device: str = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Page-locked host memory of a tensor's shape."""
+        """Allocate page-locked host memory of a tensor's shape."""
         return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Nothing: memory is let go with its tensor."""
+        """Do nothing: the memory is freed with its tensor."""
         return
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        """Never: memory is page-locked by torch, when it is taken."""
+        """Return False: only torch page-locks memory, when it allocates it."""
         return False
 
     def unregister_host_memory(self, address: int) -> None:
-        """Nothing, since nothing was registered."""
+        """Do nothing, because `register_host_memory` registers nothing."""
         return
 
     def pin_memory_alignment(self) -> int:
-        """Bytes; 1 where any address will do."""
+        """Return the alignment of pinned memory in bytes; 1 if any address works."""
         return 1
 
     def op_builder_dir(self) -> str:
         return "deepspeed.ops.op_builder"
 
     def create_op_builder(self, class_name: str) -> OpBuilder:
-        """A builder by its class's name; one that is not there refuses to load."""
+        """Construct an op builder by its class name. A builder that does not exist raises when it is loaded."""
         return find_builder(class_name)()
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder]:
-        """The class of a builder by its name."""
+        """Return an op builder class by its name."""
         return find_builder(class_name)
 
     def build_extension(self) -> Any:
-        """torch's command for setuptools."""
+        """Return torch's `BuildExtension`, the setuptools command."""
         from torch.utils.cpp_extension import BuildExtension
 
         return BuildExtension
 
     def export_envs(self) -> list[str]:
-        """Beginnings of the names of variables that ranks on other hosts need."""
+        """Return the name prefixes of environment variables to export to ranks on other hosts."""
         return []
 
     def visible_devices_envs(self) -> list[str]:
-        """The variables that say which devices a process sees."""
+        """Return the environment variables that restrict the devices a process sees."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
     ) -> None:
-        """Write them into an environment."""
+        """Set the variables of visible devices in an environment."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
     def get_compile_backend(self) -> str:
-        """Of torch.compile."""
+        """Return the torch.compile backend."""
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Compile with another back end from now on.
+        """Set the torch.compile backend.
 
         Raises:
-            ValueError: torch has no such back end.
+            ValueError: torch has no such backend.
         """
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
-            raise ValueError(f"compile backend {backend!r} is not known to torch; it has {', '.join(known)}")
+            raise ValueError(f"compile backend {backend!r} is unknown to torch; choose one of {', '.join(known)}")
         self._compile_backend = backend
 
     def _tensor_factory(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
         def make(*args: Any) -> torch.Tensor:
-            """A tensor with these values, or of this shape, on the current device."""
+            """Create a tensor on the current device with the given values, or of the given shape."""
             if len(args) == 1 and not isinstance(args[0], int):
                 return torch.as_tensor(args[0], dtype=dtype, device=self.current_device_name()).clone()
             return torch.empty(args, dtype=dtype, device=self.current_device_name())

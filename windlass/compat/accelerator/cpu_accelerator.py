@@ -1,4 +1,4 @@
-"""The CPU as a device: it has one memory, one stream, and is never behind."""
+"""CPU accelerator: one memory, one stream, synchronous execution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.observe.memory_usage import resident_bytes
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):
-    """The processor. What is allocated is what the process has resident."""
+    """The CPU. Allocated memory means the resident memory of the process."""
 
     _name = "cpu"
     _communication_backend_name = "gloo"
@@ -44,7 +44,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """The ranks of this host where a launcher told, else its memory nodes that have cores."""
+        """Return the number of local ranks if a launcher sets `LOCAL_SIZE`, else of NUMA nodes that have cores."""
         told = int(os.environ.get("LOCAL_SIZE", "0"))
         return told if told > 0 else max(1, len(nodes_with_cores()))
 
@@ -96,13 +96,13 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return
 
     def get_rss(self) -> int:
-        """Resident bytes; 0 where the system does not tell."""
+        """Return the resident bytes of the process; 0 if the system does not report them."""
         now = resident_bytes() or 0
         self.max_mem = max(self.max_mem, now)
         return now
 
     def reset_rss(self) -> int:
-        """Begin again to look for the most."""
+        """Reset the peak of resident memory to its current value."""
         self.max_mem = resident_bytes() or 0
         return self.max_mem
 
@@ -147,7 +147,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def available_memory(self, device_index: int | str | None = None) -> int:
-        """What the system could give without swapping, as Linux reckons it; elsewhere the pages that are free."""
+        """Return the bytes that Linux reports as available without swapping; elsewhere, the free pages."""
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
                 found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
@@ -159,7 +159,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return True
 
     def is_fp16_supported(self) -> bool:
-        """Whether the processor multiplies in fp16 rather than converting."""
+        """Return True if the CPU multiplies in fp16 rather than converting to fp32."""
         asked = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
         return bool(asked is not None and asked())
 
@@ -179,4 +179,4 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return tensor.device.type == "cpu"
 
     def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor  # there is nothing to copy it to
+        return tensor  # pinning is useless without a device to copy to

@@ -1,4 +1,4 @@
-"""A CUDA device, by the names that scripts ask; torch.cuda does the work."""
+"""CUDA accelerator: DeepSpeed's accelerator API on `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _device_number(device_index: int | str | None) -> int | None:
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
-    """GPUs that CUDA (or ROCm) drives."""
+    """GPUs driven by CUDA or ROCm."""
 
     _name = "cuda"
     _communication_backend_name = "nccl"
@@ -139,7 +139,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return int(properties.total_memory)
 
     def available_memory(self, device_index: int | str | None = None) -> int:
-        """What the driver has left, and what torch's allocator holds without using it."""
+        """Return the bytes free in the driver, plus the bytes cached but unused in torch's allocator."""
         number = _device_number(device_index)
         idle = torch.cuda.memory_reserved(number) - torch.cuda.memory_allocated(number)
         return torch.cuda.mem_get_info(number)[0] + idle

@@ -1,4 +1,4 @@
-"""Which device this process has: what a script set, else what `DS_ACCELERATOR` names, else CUDA where it is there."""
+"""Choice of this process's accelerator: set by the script, else named by `DS_ACCELERATOR`, else CUDA if available."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _chosen: DeepSpeedAccelerator | None = None
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The device of this process, the same object at every call.
+    """Return the accelerator of this process, the same object at every call.
 
     Raises:
-        ConfigError: `DS_ACCELERATOR` names one that windlass does not run on.
+        ConfigError: `DS_ACCELERATOR` names an accelerator that windlass does not support.
     """
     global _chosen
     if _chosen is None:
@@ -34,17 +34,17 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator | None) -> None:
-    """Answer with this one from now on; None: choose again.
+    """Set the object that `get_accelerator` returns. None: the next call chooses again.
 
     Raises:
-        TypeError: it is no `DeepSpeedAccelerator`.
+        TypeError: the object is not a `DeepSpeedAccelerator`.
     """
     global _chosen
     if accel_obj is not None and not isinstance(accel_obj, DeepSpeedAccelerator):
-        raise TypeError(f"{type(accel_obj).__name__} is no DeepSpeedAccelerator: derive it from that class")
+        raise TypeError(f"{type(accel_obj).__name__} is not a DeepSpeedAccelerator; derive it from that class")
     _chosen = accel_obj
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether windlass runs on the device that was chosen."""
+    """Return True if windlass supports the chosen accelerator."""
     return get_accelerator()._name in SUPPORTED_ACCELERATOR_LIST

@@ -1,6 +1,9 @@
-"""The collectives that a script calls itself, with the names of `deepspeed.comm`; in reading order: operators, fold
-(what they mean), payload, work, backends, recipes, moves, reductions, point_to_point, bandwidth, straggling, comms_log,
-timed, calls, monitored, log_calls, launched, world, torch_backend."""
+"""Collectives that a script calls itself, under the names of `deepspeed.comm`.
+
+Reading order: reduce_operators, rank_order_reduction (semantics of the operators), byte_payload, collective_work,
+backend_capabilities, native_reductions, byte_collectives, reductions, send_and_receive, timed_calls, collective_calls,
+monitored_barrier, comms_logger_calls, launcher_queries, process_group_calls, torch_backend.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ from windlass.compat.collectives.torch_backend import TorchBackend as TorchBacke
 
 
 def __getattr__(name: str) -> Any:
-    if name == "cdb":  # DeepSpeed's name of the back end in use, which changes
+    if name == "cdb":  # DeepSpeed's name of the backend in use; looked up at each access because it changes
         from windlass.compat.collectives.torch_backend import current_backend
 
         return current_backend()

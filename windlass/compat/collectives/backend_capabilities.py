@@ -1,4 +1,4 @@
-"""Which back end serves a tensor, and what it can reduce by itself; everything else is composed from that."""
+"""Backend of a group for a tensor's device, and the reductions that the backend supports natively."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """What a back end does by itself.
+    """Native features of a backend.
 
     Args:
-        reduces: the dtypes of each operator, in which results are what they should be.
-        scatters: its reduce-scatter moves less than an all-reduce.
-        lists: its all-to-all takes lists of tensors of any size.
-        anyone: it can receive from whoever sends.
-        quiet: a reduction to one rank leaves the others' tensors alone.
+        reduce_dtypes: for each operator, the dtypes in which the backend's results are correct.
+        has_reduce_scatter: its reduce-scatter moves fewer bytes than an all-reduce.
+        has_all_to_all_lists: its all-to-all takes lists of tensors of different sizes.
+        receives_from_any: it can receive without naming the sender.
+        preserves_reduce_inputs: a reduce to one rank leaves the other ranks' tensors unchanged.
     """
 
     reduce_dtypes: dict[ReduceOp, frozenset[torch.dtype]]
@@ -39,7 +39,7 @@ class BackendCapabilities:
 
 
 BACKEND_CAPABILITIES: dict[str, BackendCapabilities] = {
-    # gloo could add 16-bit floats, rounding at every rank, and newer ones average; float32 on the way rounds once.
+    # gloo can add 16-bit floats but rounds at every rank, and only newer versions average. Sending float32 rounds once.
     "gloo": BackendCapabilities(
         {**dict.fromkeys(_BASIC, _INTEGERS | _FLOATS), **dict.fromkeys(_BITWISE, _INTEGERS)}, receives_from_any=True
     ),
@@ -54,10 +54,10 @@ _DEFAULT_CAPABILITIES = BackendCapabilities(dict.fromkeys(_BASIC, _FLOATS | froz
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """The back end of `group` for tensors on `device`.
+    """Return the name of the backend of `group` for tensors on `device`.
 
     Raises:
-        CommunicationError: there is none.
+        CommunicationError: the group has no backend for this device.
     """
     config = dist.get_backend_config(group)
     for entry in config.split(","):
@@ -65,42 +65,42 @@ def backend_of(group: Any, device: torch.device) -> str:
         if where == device.type:
             return name
     raise CommunicationError(
-        f"the process group ({config}) has no back end for {device.type} tensors; move the tensor, or let "
-        "init_distributed choose (dist_backend=None)"
+        f"the process group ({config}) has no backend for {device.type} tensors; move the tensor, or let "
+        "init_distributed choose the backend (dist_backend=None)"
     )
 
 
 def capabilities_of(group: Any, device: torch.device) -> BackendCapabilities:
-    """What the back end of `group` for tensors on `device` does by itself."""
+    """Return the capabilities of the backend of `group` for tensors on `device`."""
     return BACKEND_CAPABILITIES.get(backend_of(group, device), _DEFAULT_CAPABILITIES)
 
 
 def warn_unless_member(group: Any, operation: str) -> bool:
-    """Whether this rank is in `group`; where it is not, that is said, as torch says it, and nothing happens."""
+    """Return True if this rank is in `group`; otherwise warn, as torch does, and return False."""
     require_initialized()
     if dist.get_rank(group) >= 0:
         return True
     warnings.warn(
-        f"rank {dist.get_rank()} runs {operation} on a group that it is not in: nothing happens", stacklevel=4
+        f"rank {dist.get_rank()} calls {operation} on a group that it is not in: the call does nothing", stacklevel=4
     )
     return False
 
 
 def require_initialized() -> None:
-    """Raise by name where no process group was started."""
+    """Raise CommunicationError if no process group is initialized."""
     if not dist.is_initialized():
         raise CommunicationError(
-            "there is no process group yet; call init_distributed() (or deepspeed.init_distributed) first"
+            "no process group is initialized; call init_distributed() (or deepspeed.init_distributed) first"
         )
 
 
 def group_or_world(group: Any) -> Any:
-    """The group that a caller means: None is that of all ranks."""
+    """Return `group`, or the group of all ranks if it is None."""
     return dist.group.WORLD if group is None else group
 
 
 def require_rank(name: str, rank: int, group: Any) -> None:
-    """Raise by name unless the global `rank`, a caller's argument `name`, is in `group`."""
+    """Raise CommunicationError, naming the argument `name`, unless the global `rank` is in `group`."""
     ranks = dist.get_process_group_ranks(group_or_world(group))
     if rank not in ranks:
         raise CommunicationError(f"{name} = {rank} is not in the group of ranks {ranks}; it is a global rank")

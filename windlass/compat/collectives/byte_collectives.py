@@ -1,4 +1,4 @@
-"""Collectives that move elements and change none, started; they move bytes, so that every dtype can travel."""
+"""Asynchronous collectives that move elements unchanged. They send bytes, so that every dtype is supported."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from windlass.compat.collectives.byte_payload import (
 )
 from windlass.compat.collectives.collective_work import CollectiveWork
 
-# torch 2.13 renamed it; the older name warns there, the newer one does not exist in 2.10
+# torch 2.13 renamed this function: the old name warns there, and the new name does not exist in 2.10
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def start_all_gather_bytes(own: torch.Tensor, group: Any) -> tuple[list[torch.Tensor], Any]:
-    """Bytes of every rank, `own` being this one's and all equally many: where they will be, and torch's work."""
+    """Start an all-gather of bytes; every rank's `own` has the same size.
+
+    Returns:
+        The output buffers, one per rank, and torch's work (None if nothing is sent).
+    """
     size = dist.get_world_size(group)
     if size == 1 or own.numel() == 0:
         return [own] * size, None
@@ -39,7 +43,11 @@ def start_all_gather_bytes(own: torch.Tensor, group: Any) -> tuple[list[torch.Te
 def start_all_to_all_bytes(
     sends: Sequence[torch.Tensor], sizes: Sequence[int], group: Any
 ) -> tuple[list[torch.Tensor], Any]:
-    """Bytes for every rank against `sizes[i]` bytes from each: where they will be, and torch's work."""
+    """Start an all-to-all of bytes: send `sends[i]` to rank i, and receive `sizes[i]` bytes from it.
+
+    Returns:
+        The output buffers, one per rank, and torch's work (None if nothing is sent).
+    """
     if len(sends) == 1:
         return [sends[0]], None
     together = torch.empty(sum(sizes), dtype=torch.uint8, device=sends[0].device)
@@ -50,9 +58,10 @@ def start_all_to_all_bytes(
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Any) -> CollectiveWork:
-    """Every rank's `tensor` becomes that of rank `src`."""
+    """Start a broadcast of rank `src`'s `tensor` into every rank's `tensor`."""
     require_rank("src", src, group)
     here = dist.get_rank() == src
+    # The source only reads its tensor; a receiver with other strides needs a contiguous buffer and a copy.
     travels, finish = (as_bytes(tensor), None) if here else receive_buffer(tensor)
     if travels.numel() == 0 or dist.get_world_size(group) == 1:
         return CollectiveWork(outputs=[tensor])
@@ -60,10 +69,11 @@ def broadcast(tensor: torch.Tensor, src: int, group: Any) -> CollectiveWork:
 
 
 def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any) -> CollectiveWork:
-    """`tensors[i]` becomes rank i's `tensor`; ranks may have tensors of different sizes."""
+    """Start an all-gather: `tensors[i]` receives rank i's `tensor`. Ranks may have tensors of different sizes."""
     size, index = dist.get_world_size(group), dist.get_rank(group)
     _require_one_per_rank("all_gather", "tensor_list", tensors, tensor, size)
     _require_same_size("all_gather", tensors[index], tensor)
+    # `tensors` has one entry per rank, so every rank computes the same sizes and takes the same path.
     longest = max(nbytes_of(one) for one in tensors)
     own = as_bytes(tensor)
     if longest == 0:
@@ -72,6 +82,7 @@ def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any
         landings = [receive_buffer(one) for one in tensors]
         work = dist.all_gather([where for where, _ in landings], own, group=group, async_op=True)
         return CollectiveWork([work], combine_callbacks([finish for _, finish in landings]), tensors)
+    # An all-gather needs equal sizes: pad to the longest, and drop the padding on arrival.
     padded = torch.cat([own, own.new_empty(longest - own.numel())]) if own.numel() < longest else own
     received, work = start_all_gather_bytes(padded, group)
 
@@ -83,13 +94,13 @@ def all_gather(tensors: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any
 
 
 def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: Any) -> CollectiveWork:
-    """`output` becomes every rank's `tensor`, one after the other."""
+    """Start an all-gather of every rank's `tensor` into `output`, concatenated in rank order."""
     size = dist.get_world_size(group)
     require_dense(output)
     if output.numel() != size * tensor.numel() or output.dtype != tensor.dtype:
         raise CommunicationError(
-            f"all_gather_into_tensor: the output, {describe_tensor(output)}, is not {size} times the input, {describe_tensor(tensor)}; "
-            "it holds one part for each rank, in one dtype"
+            f"all_gather_into_tensor: the output, {describe_tensor(output)}, is not {size} times the input, "
+            f"{describe_tensor(tensor)}; it holds one part for each rank, in one dtype"
         )
     into, finish = receive_buffer(output)
     own = as_bytes(tensor)
@@ -102,7 +113,7 @@ def all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: An
 
 
 def gather(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, dst: int, group: Any) -> CollectiveWork:
-    """On rank `dst`, `tensors[i]` becomes rank i's `tensor`."""
+    """Start a gather: on rank `dst`, `tensors[i]` receives rank i's `tensor`."""
     require_rank("dst", dst, group)
     size, own = dist.get_world_size(group), as_bytes(tensor)
     landings = None
@@ -118,7 +129,7 @@ def gather(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, dst: in
 
 
 def scatter(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: int, group: Any) -> CollectiveWork:
-    """Rank i's `tensor` becomes `tensors[i]` of rank `src`."""
+    """Start a scatter: rank i's `tensor` receives `tensors[i]` of rank `src`."""
     require_rank("src", src, group)
     sends = None
     if dist.get_rank() == src:
@@ -132,7 +143,7 @@ def scatter(tensor: torch.Tensor, tensors: Sequence[torch.Tensor] | None, src: i
 
 
 def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Any) -> CollectiveWork:
-    """`outputs[i]` becomes what rank i has for this one in its `inputs`; all may differ in size."""
+    """Start an all-to-all: `outputs[i]` receives rank i's tensor for this rank. All sizes may differ."""
     size, index = dist.get_world_size(group), dist.get_rank(group)
     for name, each in (("output_tensor_list", outputs), ("input_tensor_list", inputs)):
         if len(each) != size:
@@ -161,7 +172,7 @@ def all_to_all_single(
     input_splits: Sequence[int] | None,
     group: Any,
 ) -> CollectiveWork:
-    """Rows of `tensor` for every rank against rows from each; by default equally many."""
+    """Start an all-to-all of the rows of `tensor`; each rank gets equally many by default."""
     size = dist.get_world_size(group)
     if output.dtype != tensor.dtype:
         raise CommunicationError(f"all_to_all_single: output is {output.dtype}, input {tensor.dtype}; use one dtype")
@@ -174,13 +185,13 @@ def all_to_all_single(
     if size == 1:
         copy_elements(tensor, output)
         return CollectiveWork(outputs=[output])
-    # A rank that neither sends nor receives still joins: its peers count on it.
+    # A rank that neither sends nor receives joins too: the collective needs every rank.
     work = dist.all_to_all_single(into, sent, rows_out, rows_in, group=group, async_op=True)
     return CollectiveWork([work], finish, [output])
 
 
 def _split_bytes(name: str, tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Bytes for each rank."""
+    """Return the number of bytes for each rank."""
     require_dense(tensor)
     if tensor.dim() == 0:
         raise CommunicationError(f"all_to_all_single: the {name} has no rows to split; pass a tensor of 1 dim or more")
@@ -222,5 +233,6 @@ def _require_one_per_rank(
 def _require_same_size(operation: str, one: torch.Tensor, other: torch.Tensor) -> None:
     if one.numel() != other.numel() or one.dtype != other.dtype:
         raise CommunicationError(
-            f"{operation}: a tensor {describe_tensor(one)} cannot take the elements of {describe_tensor(other)}; make them alike"
+            f"{operation}: a tensor {describe_tensor(one)} cannot hold the elements of {describe_tensor(other)}; give "
+            "both the same size and dtype"
         )

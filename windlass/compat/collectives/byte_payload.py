@@ -1,4 +1,7 @@
-"""Tensors as the bytes that travel: any dtype, any strides; back ends differ in dtypes, all of them move bytes."""
+"""Conversion of tensors of any dtype and strides to bytes.
+
+Backends support different dtypes, but all of them move bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +15,45 @@ FinishCallback = Callable[[], None]
 
 
 def require_dense(tensor: torch.Tensor) -> None:
-    """Refuse what has no plain memory: sparse and quantised tensors."""
+    """Raise CommunicationError for tensors without one dense memory: sparse and quantized ones."""
     if not isinstance(tensor, torch.Tensor):
         raise CommunicationError(f"a collective takes tensors, not {type(tensor).__name__}: {tensor!r:.80}")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CommunicationError(
-            f"a tensor of layout {tensor.layout}{', quantised,' if tensor.is_quantized else ''} cannot travel; "
+            f"a tensor of layout {tensor.layout}{', quantised,' if tensor.is_quantized else ''} cannot be sent; "
             "pass tensor.to_dense() or its parts"
         )
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """`[numel]`, detached; the tensor's own memory where that is contiguous, else a copy."""
+    """Return the elements as `[numel]`, detached: the tensor's own memory if it is contiguous, else a copy."""
     require_dense(tensor)
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 def is_flat_view(tensor: torch.Tensor) -> bool:
-    """Whether `flat` is the tensor's own memory."""
+    """Return True if `flatten` returns the tensor's own memory."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """`[bytes]` of uint8; the tensor's own memory where that is contiguous, else a copy."""
+    """Return the elements as uint8 `[bytes]`: the tensor's own memory if it is contiguous, else a copy."""
     one = flatten(tensor)
     return (torch.view_as_real(one).reshape(-1) if one.is_complex() else one).view(torch.uint8)
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
-    """Its shape and dtype, for a message."""
+    """Return the shape and dtype as text for a message."""
     return f"{list(tensor.shape)} {tensor.dtype}"
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of its elements."""
+    """Return the size of the tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()
 
 
 def receive_buffer(tensor: torch.Tensor) -> tuple[torch.Tensor, FinishCallback | None]:
-    """Bytes to receive into, and what brings them to `tensor` afterwards where they are not its own memory."""
+    """Return a byte buffer to receive into, and a callback that copies it to `tensor`; None if they share memory."""
     require_dense(tensor)
     if is_flat_view(tensor):
         return as_bytes(tensor), None
@@ -59,12 +62,12 @@ def receive_buffer(tensor: torch.Tensor) -> tuple[torch.Tensor, FinishCallback |
 
 
 def copy_elements(value: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy the elements of `value`, in order, to those of `tensor`."""
+    """Copy the elements of `value` to `tensor`, in order."""
     tensor.detach().copy_(value.reshape(tensor.shape))
 
 
 def combine_callbacks(finishes: Sequence[FinishCallback | None]) -> FinishCallback | None:
-    """All of them one after the other; None if there is none."""
+    """Return a callback that runs all given callbacks in order; None if there are none."""
     each = [finish for finish in finishes if finish is not None]
     if not each:
         return None
@@ -77,12 +80,12 @@ def combine_callbacks(finishes: Sequence[FinishCallback | None]) -> FinishCallba
 
 
 def pack_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Several tensors as one run of bytes."""
+    """Concatenate the bytes of several tensors."""
     return torch.cat([as_bytes(tensor) for tensor in tensors]) if len(tensors) != 1 else as_bytes(tensors[0])
 
 
 def unpack_bytes(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of which `packed` holds the bytes; shapes and dtypes are those of `like`."""
+    """Return the tensors whose bytes `packed` holds, with the shapes and dtypes of `like`."""
     tensors, start = [], 0
     for tensor in like:
         piece = packed[start : start + nbytes_of(tensor)]

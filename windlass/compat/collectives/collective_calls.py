@@ -1,9 +1,9 @@
-"""The collectives that a script calls, with the names and arguments of `deepspeed.comm`.
+"""Collectives with the names and arguments of `deepspeed.comm`.
 
-Ranks are global, also where `group` is a part of them. With `async_op` a call returns a work, whose `wait` brings the
-result; without, it returns once that is there. `prof` and `log_name` are for the `comms_logger`; `debug` is accepted
-and changes nothing, since the caller's name is looked up where it is asked for. A rank outside `group` does nothing.
-Everything raises `CommunicationError` where an argument is wrong, before anything is sent.
+Ranks are global, also if `group` is a subset of all ranks. With `async_op`, a call returns a work object, whose `wait`
+completes the result; otherwise the call blocks until the result is there. `prof` and `log_name` are for the
+`comms_logger`. `debug` is accepted and ignored, because the logger looks up the caller's name itself. On a rank outside
+`group`, a call warns and does nothing. An invalid argument raises `CommunicationError` before anything is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def broadcast(
     log_name: str = "broadcast",
     debug: Any = None,
 ) -> Any:
-    """Every rank's `tensor` becomes that of rank `src`."""
+    """Broadcast rank `src`'s `tensor` to every rank's `tensor`."""
     return (
         wait_or_return(byte_collectives.broadcast(tensor, src, group), async_op)
         if warn_unless_member(group, "broadcast")
@@ -53,7 +53,7 @@ def broadcast_object_list(
     log_name: str = "broadcast_object_list",
     debug: Any = None,
 ) -> None:
-    """Every rank's list becomes that of rank `src`, pickled on the way: only among ranks that trust each other."""
+    """Broadcast rank `src`'s list. Objects are pickled: use it only among ranks that trust each other."""
     if warn_unless_member(group, "broadcast_object_list"):
         dist.broadcast_object_list(object_list, src, group=group, device=device)
 
@@ -69,7 +69,7 @@ def scatter(
     log_name: str = "scatter",
     debug: Any = None,
 ) -> Any:
-    """Rank i's `tensor` becomes `scatter_list[i]` of rank `src`; others pass no list."""
+    """Scatter rank `src`'s `scatter_list`: rank i's `tensor` receives `scatter_list[i]`. Other ranks pass no list."""
     return (
         wait_or_return(byte_collectives.scatter(tensor, scatter_list, src, group), async_op)
         if warn_unless_member(group, "scatter")
@@ -88,7 +88,7 @@ def gather(
     log_name: str = "gather",
     debug: Any = None,
 ) -> Any:
-    """On rank `dst`, `gather_list[i]` becomes rank i's `tensor`; others pass no list."""
+    """Gather to rank `dst`: its `gather_list[i]` receives rank i's `tensor`. Other ranks pass no list."""
     return (
         wait_or_return(byte_collectives.gather(tensor, gather_list, dst, group), async_op)
         if warn_unless_member(group, "gather")
@@ -107,7 +107,7 @@ def reduce(
     log_name: str = "reduce",
     debug: Any = None,
 ) -> Any:
-    """Rank `dst`'s `tensor` becomes the reduction of all; the others' stay as they are."""
+    """Reduce every rank's `tensor` into that of rank `dst`. The other ranks' tensors are unchanged."""
     if not warn_unless_member(group, "reduce"):
         return None
     return wait_or_return(reductions.reduce(tensor, dst, to_reduce_operator(op), group), async_op)
@@ -123,9 +123,9 @@ def all_reduce(
     log_name: str = "all_reduce",
     debug: Any = None,
 ) -> Any:
-    """Every rank's `tensor` becomes the reduction of all, in place.
+    """Reduce every rank's `tensor` and write the result to all of them, in place.
 
-    `op` is a `ReduceOp` of ours or of torch's; `MINLOC` and `MAXLOC` take pairs, as its docstring says.
+    `op` is windlass's or torch's `ReduceOp`. `MINLOC` and `MAXLOC` take pairs; see the docstring of `ReduceOp`.
     """
     return (
         wait_or_return(reductions.all_reduce(tensor, to_reduce_operator(op), group), async_op)
@@ -144,7 +144,7 @@ def inference_all_reduce(
     log_name: str = "all_reduce",
     debug: Any = None,
 ) -> Any:
-    """As `all_reduce`; without `async_op` it returns the tensor."""
+    """All-reduce like `all_reduce`, but return the tensor unless `async_op` is set."""
     if not warn_unless_member(group, "inference_all_reduce"):
         return tensor
     work = wait_or_return(reductions.all_reduce(tensor, to_reduce_operator(op), group), async_op)
@@ -161,7 +161,7 @@ def all_reduce_coalesced(
     log_name: str = "all_reduce",
     debug: Any = None,
 ) -> Any:
-    """`all_reduce` of several tensors, as one work."""
+    """All-reduce several tensors, with one work object for all."""
     if not warn_unless_member(group, "all_reduce_coalesced"):
         return None
     return wait_or_return(
@@ -179,7 +179,10 @@ def all_gather(
     log_name: str = "all_gather",
     debug: Any = None,
 ) -> Any:
-    """`tensor_list[i]` becomes rank i's `tensor`, on every rank; ranks may have tensors of different sizes."""
+    """All-gather: on every rank, `tensor_list[i]` receives rank i's `tensor`.
+
+    Ranks may have tensors of different sizes.
+    """
     return (
         wait_or_return(byte_collectives.all_gather(tensor_list, tensor, group), async_op)
         if warn_unless_member(group, "all_gather")
@@ -197,7 +200,7 @@ def all_gather_into_tensor(
     log_name: str = "all_gather_into_tensor",
     debug: Any = None,
 ) -> Any:
-    """`output_tensor` `[ranks * n, ...]` or `[ranks, n, ...]` becomes every rank's `tensor` `[n, ...]`."""
+    """All-gather every rank's `tensor` `[n, ...]` into `output_tensor`, `[ranks * n, ...]` or `[ranks, n, ...]`."""
     if not warn_unless_member(group, "all_gather_into_tensor"):
         return None
     return wait_or_return(byte_collectives.all_gather_into_tensor(output_tensor, tensor, group), async_op)
@@ -206,7 +209,7 @@ def all_gather_into_tensor(
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, debug: Any = None
 ) -> Any:
-    """`all_gather_into_tensor`."""
+    """Call `all_gather_into_tensor`."""
     return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op, debug=debug)
 
 
@@ -220,7 +223,7 @@ def all_gather_coalesced(
     log_name: str = "all_gather_coalesced",
     debug: Any = None,
 ) -> Any:
-    """`all_gather_into_tensor` of several pairs of tensors, as one work."""
+    """Call `all_gather_into_tensor` for several pairs of tensors, with one work object for all."""
     if not warn_unless_member(group, "all_gather_coalesced"):
         return None
     pairs = zip(output_tensors, input_tensors, strict=True)
@@ -238,7 +241,10 @@ def all_gather_object(
     log_name: str = "all_gather_object",
     debug: Any = None,
 ) -> None:
-    """`object_list[i]` becomes rank i's `obj`, pickled on the way: only among ranks that trust each other."""
+    """All-gather objects: `object_list[i]` receives rank i's `obj`.
+
+    Objects are pickled: only among ranks that trust each other.
+    """
     if warn_unless_member(group, "all_gather_object"):
         dist.all_gather_object(object_list, obj, group=group)
 
@@ -254,7 +260,10 @@ def reduce_scatter(
     log_name: str = "reduce_scatter",
     debug: Any = None,
 ) -> Any:
-    """On rank i, `output` becomes the reduction of every rank's `input_list[i]`; parts may differ in size."""
+    """Reduce-scatter: rank i's `output` receives the reduction of every rank's `input_list[i]`.
+
+    Parts may differ in size.
+    """
     if not warn_unless_member(group, "reduce_scatter"):
         return None
     return wait_or_return(reductions.reduce_scatter(output, input_list, to_reduce_operator(op), group), async_op)
@@ -271,7 +280,10 @@ def reduce_scatter_tensor(
     log_name: str = "reduce_scatter_tensor",
     debug: Any = None,
 ) -> Any:
-    """On rank i, `output_tensor` becomes the reduction of the i-th of equal parts of every rank's `tensor`."""
+    """Reduce-scatter: rank i's `output_tensor` receives the reduction of part i of every rank's `tensor`.
+
+    The parts are equal.
+    """
     if not warn_unless_member(group, "reduce_scatter_tensor"):
         return None
     return wait_or_return(
@@ -288,7 +300,7 @@ def reduce_scatter_fn(
     prof: bool = False,
     debug: Any = None,
 ) -> Any:
-    """`reduce_scatter_tensor`."""
+    """Call `reduce_scatter_tensor`."""
     return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op, prof=prof, debug=debug)
 
 
@@ -302,7 +314,10 @@ def all_to_all(
     log_name: str = "all_to_all",
     debug: Any = None,
 ) -> Any:
-    """`output_tensor_list[i]` becomes what rank i has for this one in its `input_tensor_list`; sizes may differ."""
+    """All-to-all: `output_tensor_list[i]` receives the tensor in rank i's `input_tensor_list` for this rank.
+
+    Sizes may differ.
+    """
     if not warn_unless_member(group, "all_to_all"):
         return None
     return wait_or_return(byte_collectives.all_to_all(output_tensor_list, input_tensor_list, group), async_op)
@@ -320,7 +335,10 @@ def all_to_all_single(
     log_name: str = "all_to_all_single",
     debug: Any = None,
 ) -> Any:
-    """Rows of `tensor` go to every rank and rows from each come to `output`: equally many, or as the sizes say."""
+    """All-to-all of rows: send rows of `tensor` to each rank, and receive rows from each in `output`.
+
+    Each rank gets equally many rows, or as many as the split sizes specify.
+    """
     if not warn_unless_member(group, "all_to_all_single"):
         return None
     return wait_or_return(
@@ -338,7 +356,10 @@ def send(
     log_name: str = "send",
     debug: Any = None,
 ) -> None:
-    """Send to rank `dst`, which receives under the same tag (NCCL knows no tags: the order counts)."""
+    """Send to rank `dst`, which must receive with the same tag.
+
+    NCCL ignores tags: there, the order of calls must match.
+    """
     if warn_unless_member(group, "send"):
         send_and_receive.send(tensor, dst, group, tag).wait()
 
@@ -353,7 +374,11 @@ def recv(
     log_name: str = "recv",
     debug: Any = None,
 ) -> int:
-    """Receive from rank `src`, or on gloo from anybody; the sender's rank, -1 on a rank outside the group."""
+    """Receive from rank `src`, or on gloo from any rank if it is None.
+
+    Returns:
+        The sender's rank; -1 on a rank outside the group.
+    """
     if not warn_unless_member(group, "recv"):
         return -1
     work, source = send_and_receive.receive(tensor, src, group, tag)
@@ -371,7 +396,7 @@ def isend(
     log_name: str = "isend",
     debug: Any = None,
 ) -> Any:
-    """`send`, as a work."""
+    """Send like `send`, and return a work object."""
     return (
         wait_or_return(send_and_receive.send(tensor, dst, group, tag), True)
         if warn_unless_member(group, "isend")
@@ -389,7 +414,7 @@ def irecv(
     log_name: str = "irecv",
     debug: Any = None,
 ) -> Any:
-    """`recv`, as a work."""
+    """Receive like `recv`, and return a work object."""
     return (
         wait_or_return(send_and_receive.receive(tensor, src, group, tag)[0], True)
         if warn_unless_member(group, "irecv")
@@ -401,7 +426,7 @@ def irecv(
 def batch_isend_irecv(
     p2p_op_list: Sequence[Any], prof: bool = False, log_name: str = "batch_isend_irecv", debug: Any = None
 ) -> list[Any]:
-    """Start every `P2POp` of a list at once; their works."""
+    """Start all `P2POp`s of a list at once. Return their work objects."""
     require_initialized()
     return [wait_or_return(work, True) for work in send_and_receive.start_batch(p2p_op_list)]
 
@@ -415,14 +440,14 @@ def barrier(
     log_name: str = "barrier",
     debug: Any = None,
 ) -> Any:
-    """Return once every rank of the group came here."""
+    """Block until every rank of the group reaches this call."""
     if not warn_unless_member(group, "barrier"):
         return None
     return dist.barrier(group=group_or_world(group), async_op=async_op, device_ids=device_ids)
 
 
 def _combine_works(works: list[CollectiveWork]) -> CollectiveWork:
-    """Several as one."""
+    """Combine several works into one."""
 
     def finish() -> None:
         for work in works:

@@ -1,4 +1,4 @@
-"""A collective under way, in the manner of `torch.distributed.Work`, with something to do here at its end."""
+"""Work object of an asynchronous collective, like `torch.distributed.Work`, with a callback on completion."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 
 class CollectiveWork:
-    """Several of torch's works as one, and `finish`, which runs here once when they are over.
+    """Several torch works combined into one, with a callback that runs once when all are complete.
 
-    The result is in place after `wait`, or once `is_completed` said True. On CUDA both mean what they mean for
-    torch's own: the current stream goes on after the result.
+    The result is in the outputs after `wait`, or once `is_completed` has returned True. On CUDA both mean the same as
+    for torch's works: the current stream waits for the result.
 
     Args:
-        works: of torch, possibly none.
-        finish: brings the result to where it belongs.
-        fills: the tensors that hold the result.
+        works: torch's works, possibly none.
+        on_finished: callback that moves the result into the outputs.
+        outputs: tensors that hold the result.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class CollectiveWork:
         self.works = [work for work in works if work is not None]
         self.on_finished = on_finished
         self.outputs = list(outputs)
-        self._lock = threading.RLock()  # a future's thread and the caller's may both come to the end
+        self._lock = threading.RLock()  # a future's thread and the caller's thread may both complete the work
         self._is_finished = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is in place; with `timeout`, raise as torch does when that takes longer."""
+        """Block until the result is in the outputs. With `timeout`, raise as torch does if that takes longer."""
         with self._lock:
             if not self._is_finished:
                 for work in self.works:
@@ -47,26 +47,29 @@ class CollectiveWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is in place; brings it there if only that was left."""
+        """Return True if the result is in the outputs. Runs the callback if only that is left."""
         with self._lock:
             if not self._is_finished and all(work.is_completed() for work in self.works):
                 self.wait()
             return self._is_finished
 
     def is_success(self) -> bool:
-        """Whether it is over; what failed raises in `wait`."""
+        """Return True if the work is complete. A failure raises in `wait`."""
         return self.is_completed()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it fills."""
+        """Wait, and return the output tensors."""
         self.wait()
         return self.outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of `result`; what runs `then` is torch's thread, or one of its own where the back end has none."""
+        """Return a future of `result`.
+
+        Its `then` runs in torch's thread, or in a new thread if the backend has no futures.
+        """
         try:
             inner = [work.get_future() for work in self.works]
-        except (RuntimeError, NotImplementedError):  # gloo's send and receive have none
+        except (RuntimeError, NotImplementedError):  # gloo's send and receive have no futures
             return self._future_from_thread()
         if not inner:
             self.wait()
@@ -77,7 +80,7 @@ class CollectiveWork:
 
     def _finish_after(self, inner: torch.futures.Future[Any]) -> list[torch.Tensor]:
         for each in inner.value():
-            each.value()  # raises what went wrong
+            each.value()  # raises if this work failed
         with self._lock:
             if not self._is_finished:
                 self._run_finish()
@@ -89,14 +92,14 @@ class CollectiveWork:
         def watch() -> None:
             try:
                 future.set_result(self.result())
-            except Exception as error:  # told to whoever asks the future
+            except Exception as error:  # passed on to the future's reader
                 future.set_exception(error)  # type: ignore[arg-type]
 
         threading.Thread(target=watch, name="windlass-future", daemon=True).start()
         return future
 
     def _run_finish(self) -> None:
-        self._is_finished = True  # before `finish`: what fails must not run a second time
+        self._is_finished = True  # set before the callback runs: a failing callback must not run a second time
         finish, self.on_finished = self.on_finished, None
         if finish is not None:
             finish()
@@ -104,12 +107,13 @@ class CollectiveWork:
 
 
 def wait_or_return(work: CollectiveWork | None, async_op: bool) -> Any:
-    """What a collective returns: the work where it is asynchronous, else None after waiting for it."""
+    """Return the work if the call is asynchronous; otherwise wait for it and return None."""
     if work is None:  # this rank is not in the group
         return None
     if not async_op:
         work.wait()
         return None
+    # Without a callback, torch's own work does the same and has all of torch's methods.
     if work.on_finished is None and len(work.works) == 1:
         return work.works[0]
     return work

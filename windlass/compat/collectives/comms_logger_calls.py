@@ -1,4 +1,4 @@
-"""What a script asks of the `comms_logger`: turn it on, look at it, empty it."""
+"""DeepSpeed's functions that configure, print, query and clear the `comms_logger`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set up the log: from a configuration's `comms_logger`, then by single settings; None leaves one as it is."""
+    """Configure the log from a configuration, then from the single settings that are not None."""
     if deepspeed_config is not None:
         comms_logger.configure(deepspeed_config)
     given = {"prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug, "enabled": enabled}
@@ -28,11 +28,11 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Rank 0 prints what it recorded. Collective.
+    """Print the recorded operations on rank 0. Collective.
 
     Args:
-        show_straggler: also how long each operation waited for the last rank.
-        return_dict: return every rank's own figures, see `CommsLogger.log_all`.
+        show_straggler: also print the time that each operation waited for the last rank.
+        return_dict: return every rank's own figures; see `CommsLogger.log_all`.
     """
     if not dist.is_initialized():
         return comms_logger.log_all(show_straggler=show_straggler, return_dict=return_dict)
@@ -43,20 +43,20 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def reset_log() -> None:
-    """Forget what was recorded."""
+    """Delete all records."""
     comms_logger.reset_data()
 
 
 def has_comm_data() -> bool:
-    """Whether anything was recorded."""
+    """Return True if any operation is recorded."""
     return comms_logger.has_data()
 
 
 def get_comm_operation_count() -> int:
-    """How many operations were recorded."""
+    """Return the number of recorded operations."""
     return comms_logger.get_total_operations()
 
 
 def get_logged_comm_ops() -> list[str]:
-    """The names under which operations were recorded."""
+    """Return the names of the recorded operations."""
     return comms_logger.get_operation_names()

@@ -1,4 +1,4 @@
-"""What a script asks of whoever started it, before or without a process group."""
+"""Queries about the launcher, which work without a process group."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ CCL_BACKEND, HCCL_BACKEND, SCCL_BACKEND = "ccl", "hccl", "sccl"
 
 
 def get_local_rank_from_launcher() -> int:
-    """This process among those of its host; 0 where nobody says."""
+    """Return this process's rank on its host; 0 if the environment does not set it."""
     return local_rank_of(os.environ) or 0
 
 
 def get_world_rank_from_launcher() -> int:
-    """This process among all; 0 where nobody says."""
+    """Return this process's global rank; 0 if the environment does not set it."""
     place = rank_environment(os.environ)
     return place.rank if place is not None else 0
 
 
 def get_world_size_from_launcher() -> int:
-    """How many processes were started; 1 where nobody says."""
+    """Return the number of processes; 1 if the environment does not set it."""
     place = rank_environment(os.environ)
     return place.world if place is not None else 1
 
 
 def in_aml() -> bool:
-    """Whether this is an Azure Machine Learning job."""
+    """Return True in an Azure Machine Learning job."""
     return "AZUREML_EXPERIMENT_ID" in os.environ
 
 
 def in_aws_sm() -> bool:
-    """Whether this is a SageMaker job."""
+    """Return True in a SageMaker job."""
     return "SM_TRAINING_ENV" in os.environ
 
 
 def in_dlts() -> bool:
-    """Whether this is a DLTS job."""
+    """Return True in a DLTS job."""
     return "DLTS_JOB_ID" in os.environ
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from whichever launcher there is.
+    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` for any known launcher.
 
     Raises:
-        CommunicationError: it does not say where rank 0 is, and mpi4py is not there to ask.
+        CommunicationError: the launcher does not give the address of rank 0, and mpi4py is not installed.
     """
     bootstrap.discover(distributed_port)
     if verbose:
@@ -62,22 +62,22 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """`mpi_discovery`, which knows Azure ML's variables."""
+    """Call `mpi_discovery`, which also reads Azure ML's variables."""
     mpi_discovery(master_port, verbose)
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """`mpi_discovery`, which knows SageMaker's variables."""
+    """Call `mpi_discovery`, which also reads SageMaker's variables."""
     mpi_discovery(verbose=verbose)
 
 
 def is_parallel(group: object) -> bool:
-    """Whether `group` is one of more than one rank; None is no group here."""
+    """Return True if `group` has more than one rank. None means no group here."""
     return group is not None and torch.distributed.get_world_size(group_or_world(group)) > 1
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Let torch allocate memory that the GPUs of a group share.
+    """Let torch allocate symmetric memory, shared by the GPUs of a group.
 
     Raises:
         CommunicationError: there is no CUDA device.

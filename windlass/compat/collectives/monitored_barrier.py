@@ -1,4 +1,4 @@
-"""A barrier that says who did not come, on any back end: ranks leave word in the store at which they met."""
+"""Barrier that names missing ranks, for any backend: each rank sets a key in the rendezvous store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.base.errors import CommunicationError
 from windlass.compat.collectives.backend_capabilities import group_or_world, warn_unless_member
 from windlass.compat.collectives.timed_calls import timed_op
 
-_barrier_counts: Counter[str] = Counter()  # by group; equal on all its ranks, since a barrier is collective
+_barrier_counts: Counter[str] = Counter()  # barriers so far by group; equal on its ranks, since a barrier is collective
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -27,14 +27,15 @@ def monitored_barrier(
     log_name: str = "monitored_barrier",
     debug: Any = None,
 ) -> None:
-    """Return once every rank of the group came here.
+    """Block until every rank of the group reaches this call.
 
     Args:
-        timeout: how long the group's first rank waits for another.
-        wait_all_ranks: wait for all and name everybody who is missing, not only the first.
+        timeout: time that the group's first rank waits for each other rank.
+        wait_all_ranks: wait for all ranks and name every missing one, not only the first.
 
     Raises:
-        CommunicationError: on the ranks that came, when one did not in time; names who is missing.
+        CommunicationError: some rank is missing at the timeout. Raised on the ranks that arrived; names the missing
+            ones.
     """
     if not warn_unless_member(group, "monitored_barrier"):
         return
@@ -42,16 +43,18 @@ def monitored_barrier(
     patience = timeout or _DEFAULT_TIMEOUT
     name = f"windlass monitored {','.join(map(str, ranks))}"
     _barrier_counts[name] += 1
+    # A new prefix for each barrier: keys of an earlier one must not count.
     store = PrefixStore(f"{name} {_barrier_counts[name]}", _get_default_store())
     if dist.get_rank() != ranks[0]:
         store.set(str(dist.get_rank()), "")
+        # The first rank may wait its timeout for several ranks before it publishes the result.
         _wait_for_result(store, ranks[0], patience * (len(ranks) if wait_all_ranks else 2))
         return
     missing = []
     for rank in ranks[1:]:
         try:
             store.wait([str(rank)], patience)
-        except RuntimeError:  # torch has kinds of its own for every way in which a store fails
+        except RuntimeError:  # the store raises different subclasses for different failures
             missing.append(rank)
             if not wait_all_ranks:
                 break
@@ -64,7 +67,7 @@ def _wait_for_result(store: Any, first: int, timeout: timedelta) -> None:
         store.wait(["verdict"], timeout)
     except RuntimeError as error:
         raise CommunicationError(
-            f"monitored_barrier: rank {first} did not come within {timeout.total_seconds():.0f} s; look what it does"
+            f"monitored_barrier: rank {first} did not arrive within {timeout.total_seconds():.0f} s; check it"
         ) from error
     said = store.get("verdict").decode()
     _raise_if_missing([int(rank) for rank in said.split(",") if rank], timeout)
@@ -73,6 +76,6 @@ def _wait_for_result(store: Any, first: int, timeout: timedelta) -> None:
 def _raise_if_missing(missing: list[int], timeout: timedelta) -> None:
     if missing:
         raise CommunicationError(
-            f"monitored_barrier: not there after {timeout.total_seconds():.0f} s: rank "
-            f"{', '.join(map(str, missing))}; look what it does"
+            f"monitored_barrier: missing after {timeout.total_seconds():.0f} s: rank "
+            f"{', '.join(map(str, missing))}; check these ranks"
         )

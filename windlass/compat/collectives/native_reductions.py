@@ -1,4 +1,7 @@
-"""How a back end that lacks an operator or a dtype comes to it by one that it has: a step before and one after."""
+"""Equivalents, by natively supported operators, of reductions that a backend lacks.
+
+Each has a preprocessing step, a supported operator and a postprocessing step.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,13 @@ _Postprocess = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class NativeReduction:
-    """A reduction by an operator that the back end has.
+    """Reduction by an operator that the backend supports.
 
     Args:
-        native: that operator.
-        before: `[n]` of the tensor's elements to `[n]` of what travels; the tensor's own memory where nothing changes.
-        after: what arrived, and the number of ranks, to the result; None: they are the same.
+        op: the supported operator.
+        preprocess: maps the elements `[n]` to the elements sent, `[n]`; returns the tensor's own memory if nothing
+            changes.
+        postprocess: maps the elements received and the number of ranks to the result; None if nothing changes.
     """
 
     op: ReduceOp
@@ -35,7 +39,7 @@ class NativeReduction:
     postprocess: _Postprocess | None = None
 
     def result(self, arrived: torch.Tensor, count: int) -> torch.Tensor:
-        """The reduction of `count` ranks."""
+        """Return the result of the reduction over `count` ranks."""
         return arrived if self.postprocess is None else self.postprocess(arrived, count)
 
 
@@ -56,9 +60,8 @@ def _premultiply(dtype: torch.dtype, operator: ReduceOperator) -> Callable[[torc
 
 
 _NATIVE_ACCUMULATION_DTYPES = {**ACCUMULATION_DTYPES, torch.int16: torch.int32}
-_LOGICAL_REDUCTIONS: dict[
-    ReduceOp, tuple[ReduceOp, torch.dtype, _Postprocess | None]
-] = {  # by the operator that comes to it on 0 and 1
+# Native operator that gives the same result on zeros and ones, the dtype of these, and the postprocessing step.
+_LOGICAL_REDUCTIONS: dict[ReduceOp, tuple[ReduceOp, torch.dtype, _Postprocess | None]] = {
     ReduceOp.LAND: (ReduceOp.MIN, torch.uint8, None),
     ReduceOp.LOR: (ReduceOp.MAX, torch.uint8, None),
     ReduceOp.LXOR: (ReduceOp.SUM, torch.int32, _is_odd),
@@ -68,7 +71,7 @@ _LOGICAL_REDUCTIONS: dict[
 def find_native_reduction(
     operator: ReduceOperator, dtype: torch.dtype, capabilities: BackendCapabilities
 ) -> NativeReduction | None:
-    """How `operator` on elements of `dtype` is done by what the back end has; None: all parts are to be folded here."""
+    """Return a native reduction equivalent to `operator` on `dtype`; None if the parts must be reduced locally."""
     kind = operator.kind
     if dtype is torch.bool:
         kind = BOOLEAN_OPS.get(kind, kind)

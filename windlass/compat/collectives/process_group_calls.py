@@ -1,4 +1,4 @@
-"""The process group as a script sees it: how it is started, who is in it, which groups there are beside it."""
+"""Start, membership and creation of process groups, with the functions of `deepspeed.comm`."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start the process group unless there is one. Collective over all processes of the launcher.
+    """Initialize the process group unless it is initialized. Collective over all processes of the launcher.
 
-    Who this process is comes from the environment of torchrun, DeepSpeed's launcher, Slurm, Open MPI, MPICH, Intel MPI,
-    Azure ML or SageMaker; without any it is alone. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`
-    are set afterwards.
+    Rank and world size come from the environment of torchrun, DeepSpeed's launcher, Slurm, Open MPI, MPICH, Intel MPI,
+    Azure ML or SageMaker; without any, this is a single-process run. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`
+    and `MASTER_PORT` are set afterwards.
 
     Args:
-        dist_backend: torch's name; None: gloo for CPU tensors and, where CUDA is there, nccl for its tensors.
+        dist_backend: torch's backend name. None: gloo for CPU tensors and, if CUDA is available, nccl for CUDA tensors.
         auto_mpi_discovery: also look for launchers other than torchrun.
-        distributed_port: of rank 0, where the environment names none.
-        verbose: say who was found.
-        timeout: after which a collective that a peer never joined fails; None: `DEEPSPEED_TIMEOUT` minutes, or 30.
-        init_method: a torch URL (`tcp://`, `file://`, `env://`) at which ranks meet.
-        dist_init_required: False: the caller started it, and that is checked.
-        config: a configuration, for its `comms_logger`.
-        rank: with `world_size`, goes before the environment.
+        distributed_port: port of rank 0, if the environment sets none.
+        verbose: log the world size and the backends.
+        timeout: time after which an incomplete collective fails; None: `DEEPSPEED_TIMEOUT` minutes, or 30.
+        init_method: torch's rendezvous URL (`tcp://`, `file://`, `env://`).
+        dist_init_required: False: raise unless the caller has initialized torch.distributed.
+        config: configuration whose `comms_logger` section is applied.
+        rank: overrides the environment, together with `world_size`.
 
     Raises:
-        CommunicationError: the environment is half there, or the ranks could not meet.
+        CommunicationError: the environment is incomplete, or the rendezvous failed.
     """
     if config is not None:
         comms_logger.configure(config)
@@ -57,7 +57,7 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise CommunicationError(
-            "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
+            "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove the argument"
         )
     bootstrap.init_distributed(
         _available_backend(dist_backend),
@@ -79,73 +79,73 @@ def init_distributed(
 
 
 def _available_backend(backend: str | None) -> str | None:
-    """The back end asked for; gloo in the place of nccl where there is no CUDA device, which is said."""
+    """Return the requested backend; gloo instead of nccl if there is no CUDA device, with a warning."""
     if backend == "nccl" and not torch.cuda.is_available():
-        logger.warning("dist_backend='nccl', but there is no CUDA device: the ranks talk over gloo")
+        logger.warning("dist_backend='nccl', but there is no CUDA device: the ranks use gloo")
         return "gloo"
     return backend
 
 
 def is_available() -> bool:
-    """Whether torch was built with its distributed package."""
+    """Return True if torch was built with its distributed package."""
     return bool(dist.is_available())
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group, whoever started it."""
+    """Return True if a process group is initialized, by windlass or by other code."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """End a group; without one, all of them."""
+    """Destroy a group; without an argument, all groups."""
     require_initialized()
     dist.destroy_process_group(group)
 
 
 def get_rank(group: Any = None) -> int:
-    """This process among those of `group`; -1 where it is not in it."""
+    """Return this process's rank in `group`; -1 if it is not a member."""
     require_initialized()
     return dist.get_rank(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """How many ranks `group` has; -1 where this one is not in it."""
+    """Return the number of ranks in `group`; -1 if this rank is not a member."""
     require_initialized()
     return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """This process among those of its host."""
+    """Return this process's rank on its host."""
     require_initialized()
     return local_rank_of(os.environ) or 0
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     require_initialized()
     return dist.group.WORLD
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The global rank of the `group_rank`-th of `group`."""
+    """Return the global rank of rank `group_rank` of `group`."""
     require_initialized()
     return dist.get_global_rank(group_or_world(group), group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The global ranks of `group`, in its order."""
+    """Return the global ranks of `group`, in group order."""
     require_initialized()
     return dist.get_process_group_ranks(group_or_world(group))
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:
-    """A group of some ranks. Collective over all ranks, also those that are not in it."""
+    """Create a group of some ranks. Collective over all ranks, including those outside the group."""
     require_initialized()
     return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """torch's device mesh over all ranks, of these sizes and names. Collective."""
+    """Create torch's `DeviceMesh` over all ranks. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
     require_initialized()
@@ -154,24 +154,24 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def has_all_gather_into_tensor() -> bool:
-    """True: every back end has it or it is composed."""
+    """Return True: every backend has it, or windlass composes it."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """True: every back end has it or it is composed."""
+    """Return True: every backend has it, or windlass composes it."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
-    """True: several tensors at once are one work."""
+    """Return True: several tensors are reduced with one work object."""
     return True
 
 
 def has_coalescing_manager() -> bool:
-    """Whether torch has the context in which NCCL puts several collectives into one launch."""
+    """Return True if torch has the context manager that coalesces several NCCL collectives into one launch."""
     return hasattr(dist.distributed_c10d, "_coalescing_manager")
 
 
 def set_backend() -> None:
-    """Nothing: torch.distributed is the only one, and it is in use once it is started."""
+    """Do nothing: torch.distributed is the only backend, and it is set once it is initialized."""

@@ -1,4 +1,4 @@
-"""What each operator means, on the ranks' tensors laid side by side in one process; computed in rank order."""
+"""Reference semantics of each operator: reduction, in rank order, of all ranks' tensors within one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from windlass.compat.collectives.reduce_operators import LOGICAL_OPS, ReduceOp, ReduceOperator
 
-# In what an element is computed where its own dtype would round at every step, or torch cannot compute with it.
+# Accumulation dtype for element types that would round at every step, or that torch cannot compute with.
 ACCUMULATION_DTYPES: dict[torch.dtype, torch.dtype] = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -36,7 +36,7 @@ _BINARY_OPS: dict[ReduceOp, _BinaryOp] = {
     ReduceOp.LOR: torch.logical_or,
     ReduceOp.LXOR: torch.logical_xor,
 }
-# The sum of truths is true where one is, as torch adds them.
+# A sum of booleans is true where any of them is, as in torch.
 BOOLEAN_OPS: dict[ReduceOp, ReduceOp] = {
     ReduceOp.SUM: ReduceOp.LOR,
     ReduceOp.MAX: ReduceOp.LOR,
@@ -49,30 +49,31 @@ BOOLEAN_OPS: dict[ReduceOp, ReduceOp] = {
 
 
 def accumulation_dtype_of(operator: ReduceOperator, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which elements of `dtype` are computed; the average of integers sums in 64 bits."""
+    """Return the dtype in which elements of `dtype` are reduced. The average of integers sums in 64 bits."""
     if operator.kind is ReduceOp.AVG and not dtype.is_floating_point and not dtype.is_complex:
         return torch.int64
     return ACCUMULATION_DTYPES.get(dtype, dtype)
 
 
 def divide_by_count(total: torch.Tensor, count: int) -> torch.Tensor:
-    """`total / count` in the dtype of `total`, of integers towards zero."""
+    """Return `total / count` in the dtype of `total`; integers round towards zero."""
     if total.dtype.is_floating_point or total.dtype.is_complex:
         return total / count
     return torch.div(total, count, rounding_mode="trunc")
 
 
 def is_nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    """Where `tensor` is not zero."""
+    """Return a boolean mask of the nonzero elements."""
     if tensor.dtype is torch.bool:
         return tensor
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch compares few of them
+    # torch implements few comparisons for unsigned integers
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]) != 0
     return tensor.to(ACCUMULATION_DTYPES.get(tensor.dtype, tensor.dtype)) != 0
 
 
 def reduce_in_rank_order(parts: Sequence[torch.Tensor], operator: ReduceOperator) -> torch.Tensor:
-    """One operator over tensors of one shape and dtype; a new tensor of that dtype."""
+    """Reduce tensors of one shape and dtype with one operator. Return a new tensor of that dtype."""
     dtype, kind = parts[0].dtype, operator.kind
     if dtype is torch.bool:
         kind = BOOLEAN_OPS.get(kind, kind)
@@ -91,12 +92,13 @@ def reduce_in_rank_order(parts: Sequence[torch.Tensor], operator: ReduceOperator
 def reduce_pairs_in_rank_order(
     values: Sequence[torch.Tensor], indices: Sequence[torch.Tensor], operator: ReduceOperator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best value of each element over the ranks, and its index; the lowest index among equal values."""
+    """Return each element's best value over the ranks and its index; the lowest index among equal values."""
     best, place = values[0].clone(), indices[0].clone()
     for value, index in zip(values[1:], indices[1:], strict=True):
         better = value < best if operator.kind is ReduceOp.MINLOC else value > best
         nan, best_nan = torch.isnan(value), torch.isnan(best)
         equal = (value == best) | (nan & best_nan)
+        # NaN precedes every number; among equal values, including NaNs, the lowest index wins.
         take = (better & ~best_nan) | (nan & ~best_nan) | (equal & (index < place))
         best, place = torch.where(take, value, best), torch.where(take, index, place)
     return best, place

@@ -1,4 +1,4 @@
-"""The reduction operators of MPI, by the names that DeepSpeed, torch and MPI give them."""
+"""Reduction operators of DeepSpeed, torch and MPI."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from windlass.base.errors import CommunicationError
 
 
 class ReduceOp(Enum):
-    """What a reduction does with the ranks' elements. Numbers 0 to 8 are DeepSpeed's.
+    """Operator of a reduction. The numbers 0 to 8 are DeepSpeed's.
 
-    - `SUM`, `PRODUCT` (`PROD`), `MIN`, `MAX`; `AVG`: the sum over the number of ranks, of integers towards zero.
-    - `BAND`, `BOR`, `BXOR`: bit by bit, of integers and booleans.
-    - `LAND`, `LOR`, `LXOR`: what is not zero is true; the result is 0 or 1 in the tensor's dtype.
-    - `MINLOC`, `MAXLOC`: of pairs of a value and an index, the pair with the least (greatest) value; of equal values
-      the one with the lowest index. Pairs are either the last dim of one tensor, `[..., 2]`, or two tensors of one
-      shape, `(values, indices)`. A NaN goes before every number, as in `torch.argmin`.
-    - `PREMUL_SUM`: the sum of each element times a factor: `premul_sum(factor)`.
+    - `SUM`, `PRODUCT` (`PROD`), `MIN`, `MAX`; `AVG`: the sum divided by the number of ranks; integers round towards
+      zero.
+    - `BAND`, `BOR`, `BXOR`: bitwise, for integers and booleans.
+    - `LAND`, `LOR`, `LXOR`: logical; nonzero elements are true. The result is 0 or 1 in the tensor's dtype.
+    - `MINLOC`, `MAXLOC`: for pairs of a value and an index, the pair with the least (greatest) value, and among equal
+      values the pair with the lowest index. Pairs are the last dim of one tensor, `[..., 2]`, or two tensors of one
+      shape, `(values, indices)`. NaN precedes every number, as in `torch.argmin`.
+    - `PREMUL_SUM`: the sum of each element times a factor, constructed with `premul_sum(factor)`.
     """
 
     SUM = 0
@@ -50,22 +51,22 @@ _ORDER_OPS = frozenset({ReduceOp.MIN, ReduceOp.MAX}) | PAIR_OPS
 
 @dataclass(frozen=True)
 class ReduceOperator:
-    """An operator and, of `PREMUL_SUM`, its factor (a number or a tensor)."""
+    """Operator with its factor (a number or a tensor), which only `PREMUL_SUM` has."""
 
     kind: ReduceOp
     factor: Any = None
 
 
 def premul_sum(factor: float | torch.Tensor) -> ReduceOperator:
-    """The operator that sums each rank's elements times that rank's `factor`."""
+    """Return the operator that sums each rank's elements multiplied by that rank's `factor`."""
     return ReduceOperator(ReduceOp.PREMUL_SUM, factor)
 
 
 def to_reduce_operator(op: Any) -> ReduceOperator:
-    """The operator that a caller named: a `ReduceOp` of ours or of torch's, or what `premul_sum` made.
+    """Convert windlass's or torch's `ReduceOp`, or a result of `premul_sum`, to a `ReduceOperator`.
 
     Raises:
-        CommunicationError: it is none of them.
+        CommunicationError: `op` is none of these.
     """
     if isinstance(op, ReduceOperator):
         return op
@@ -73,17 +74,17 @@ def to_reduce_operator(op: Any) -> ReduceOperator:
         return ReduceOperator(op)
     kind = op if isinstance(op, dist.ReduceOp.RedOpType) else getattr(op, "op", None)
     if isinstance(kind, dist.ReduceOp.RedOpType) and kind.name in ReduceOp.__members__:
-        premul = kind.name == "PREMUL_SUM"  # torch tells its factor from 2.13 on
+        premul = kind.name == "PREMUL_SUM"  # torch exposes the factor from 2.13 on
         return ReduceOperator(ReduceOp[kind.name], getattr(op, "factor", None) if premul else None)
     names = ", ".join(member.name for member in ReduceOp if member is not ReduceOp.UNUSED)
-    raise CommunicationError(f"op = {op!r} is no reduction operator; write ReduceOp.SUM or another of {names}")
+    raise CommunicationError(f"op = {op!r} is not a reduction operator; write ReduceOp.SUM or another of {names}")
 
 
 def require_supported_dtype(operator: ReduceOperator, dtype: torch.dtype) -> None:
-    """Refuse an operator that means nothing for elements of `dtype`.
+    """Raise if an operator is undefined for elements of `dtype`.
 
     Raises:
-        CommunicationError: names operator and dtype, and says what to write.
+        CommunicationError: names the operator, the dtype and an alternative.
     """
     kind, why = operator.kind, ""
     whole = not dtype.is_floating_point and not dtype.is_complex  # integers and booleans
@@ -94,9 +95,9 @@ def require_supported_dtype(operator: ReduceOperator, dtype: torch.dtype) -> Non
     elif kind is ReduceOp.PREMUL_SUM and whole:
         why = "its factor is a fraction; reduce a floating-point tensor"
     elif kind in BITWISE_OPS and not whole:
-        why = "it works on bits; reduce an integer tensor, or view(torch.int32) if the bits are meant"
+        why = "it works on bits; reduce an integer tensor, or tensor.view(torch.int32) to reduce the bits"
     elif kind is ReduceOp.AVG and dtype is torch.bool:
-        why = "truths have no average; reduce tensor.float()"
+        why = "booleans have no average; reduce tensor.float()"
     elif kind in _ORDER_OPS and dtype.is_complex:
         why = "complex numbers have no order; reduce tensor.abs() or its parts"
     elif dtype is torch.uint64 and kind not in LOGICAL_OPS:

@@ -1,7 +1,7 @@
-"""Reductions, started: by the back end's own where it has them, else every part comes here and is folded in rank order.
+"""Asynchronous reductions: the backend's own if it supports them, else an exchange of all parts and a local reduction.
 
-[Note: one exchange] What is composed sends everything when it is started and only computes at its end. A second round
-of messages at the end would make ranks that wait for their works in different orders wait for each other for ever.
+[Note: one exchange] A composed reduction sends all its messages when it is started and only computes at its end. A
+second round of messages at the end could deadlock ranks that wait for their works in different orders.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from windlass.compat.collectives.native_reductions import NativeReduction, find_
 from windlass.compat.collectives.rank_order_reduction import reduce_in_rank_order, reduce_pairs_in_rank_order
 from windlass.compat.collectives.reduce_operators import PAIR_OPS, ReduceOp, ReduceOperator, require_supported_dtype
 
-# torch 2.13 renamed it; the older name warns there, the newer one does not exist in 2.10
+# torch 2.13 renamed this function: the old name warns there, and the new name does not exist in 2.10
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# One tensor, or values and indices.
+# One tensor, or a pair of values and indices.
 Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def all_reduce(operand: Operand, operator: ReduceOperator, group: Any) -> CollectiveWork:
-    """Every rank's `operand` becomes the reduction of all; in place."""
+    """Start an all-reduce of every rank's `operand`, in place."""
     tensors, size = _check_operand(operand, operator), dist.get_world_size(group)
     if tensors[0].numel() == 0:
         return CollectiveWork(outputs=tensors)
@@ -49,7 +49,7 @@ def all_reduce(operand: Operand, operator: ReduceOperator, group: Any) -> Collec
 
 
 def reduce(operand: Operand, dst: int, operator: ReduceOperator, group: Any) -> CollectiveWork:
-    """Rank `dst`'s `operand` becomes the reduction of all; the others' stay as they are."""
+    """Start a reduction of every rank's `operand` into rank `dst`'s. The other ranks' operands are unchanged."""
     tensors, size = _check_operand(operand, operator), dist.get_world_size(group)
     here = dist.get_rank() == dst
     require_rank("dst", dst, group)
@@ -66,13 +66,16 @@ def reduce(operand: Operand, dst: int, operator: ReduceOperator, group: Any) -> 
         and _shares_memory(wire, tensors[0])
         and not capabilities_of(group, wire.device).preserves_reduce_inputs
     ):
-        wire = wire.clone()  # the back end uses it for what it adds on the way
+        wire = wire.clone()  # the backend accumulates partial sums in this buffer
     work = dist.reduce(wire, dst, op=_torch_op(way), group=group, async_op=True)
     return CollectiveWork([work], _finish_callback(wire, tensors[0], way, size) if here else None, tensors)
 
 
 def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOperator, group: Any) -> CollectiveWork:
-    """`output` becomes the reduction of the part that every rank has for this one; parts may differ in size."""
+    """Start a reduce-scatter: `output` receives the reduction of every rank's part for this rank.
+
+    Parts may differ in size.
+    """
     size, index = dist.get_world_size(group), dist.get_rank(group)
     into = _check_operand(output, operator)
     each = [_check_operand(part, operator) for part in parts]
@@ -81,9 +84,11 @@ def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOp
     for mine, out in zip(each[index], into, strict=True):
         if mine.numel() != out.numel() or mine.dtype != out.dtype:
             raise CommunicationError(
-                f"reduce_scatter: output is {describe_tensor(out)}, but the part for this rank is {describe_tensor(mine)}; make them alike"
+                f"reduce_scatter: output is {describe_tensor(out)}, but this rank's part is {describe_tensor(mine)}; "
+                "give both the same size and dtype"
             )
     way = _find_native(into, operator, group)
+    # The backend's reduce-scatter needs parts of equal size.
     alike = all(part[0].numel() == into[0].numel() for part in each)
     if (
         size > 1
@@ -93,6 +98,7 @@ def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOp
         and capabilities_of(group, into[0].device).has_reduce_scatter
     ):
         return _native_reduce_scatter(into[0], [part[0] for part in each], way, group)
+    # Without a native one, send each rank the parts for it and reduce them there.
     sends = [pack_bytes(_premultiplied(part, operator)) for part in each]
     received, work = byte_collectives.start_all_to_all_bytes(sends, [sends[index].numel()] * size, group)
 
@@ -103,7 +109,7 @@ def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOp
 
 
 def reduce_scatter_tensor(output: Operand, operand: Operand, operator: ReduceOperator, group: Any) -> CollectiveWork:
-    """As `reduce_scatter`, of parts that lie one after the other in one tensor."""
+    """Start a reduce-scatter like `reduce_scatter`, of equal parts that are concatenated in one tensor."""
     size = dist.get_world_size(group)
     out = output if isinstance(output, (tuple, list)) else (output,)
     whole = operand if isinstance(operand, (tuple, list)) else (operand,)
@@ -111,8 +117,8 @@ def reduce_scatter_tensor(output: Operand, operand: Operand, operator: ReduceOpe
     for one, into in zip(whole, out, strict=True):
         if one.numel() != size * into.numel():
             raise CommunicationError(
-                f"reduce_scatter_tensor: {describe_tensor(one)} is not {size} times the output, {describe_tensor(into)}; "
-                "the input holds one part for each rank"
+                f"reduce_scatter_tensor: {describe_tensor(one)} is not {size} times the output, "
+                f"{describe_tensor(into)}; the input holds one part for each rank"
             )
         cuts.append([part.reshape(into.shape) for part in one.reshape(-1).chunk(size)] if one.numel() else [one] * size)
     parts: list[Any] = [tuple(part) if len(whole) > 1 else part[0] for part in zip(*cuts, strict=True)]
@@ -153,13 +159,14 @@ def _gather_and_reduce(tensors: list[torch.Tensor], dst: int, operator: ReduceOp
 
 
 def _premultiplied(tensors: list[torch.Tensor], operator: ReduceOperator) -> list[torch.Tensor]:
-    """What this rank sends to be folded: its own factor is applied here, the others do not know it."""
+    """Return the tensors to send. The factor of PREMUL_SUM is applied here, because other ranks do not have it."""
     if operator.kind is ReduceOp.PREMUL_SUM:
         return [reduce_in_rank_order(tensors, operator)]
     return tensors
 
 
 def _reduce_into(targets: list[torch.Tensor], parts: list[list[torch.Tensor]], operator: ReduceOperator) -> None:
+    # Each rank has already applied its factor before sending.
     if operator.kind is ReduceOp.PREMUL_SUM:
         operator = ReduceOperator(ReduceOp.SUM)
     if operator.kind not in PAIR_OPS:
@@ -175,15 +182,15 @@ def _reduce_into(targets: list[torch.Tensor], parts: list[list[torch.Tensor]], o
 
 
 def _check_operand(operand: Operand, operator: ReduceOperator) -> list[torch.Tensor]:
-    """The operand's tensors, fit for the operator: one, or values and indices."""
+    """Validate the operand for the operator. Return its tensors: one, or values and indices."""
     kind = operator.kind
     if not isinstance(operand, (tuple, list)):
         require_dense(operand)
         require_supported_dtype(operator, operand.dtype)
         if kind in PAIR_OPS and (operand.dim() == 0 or operand.shape[-1] != 2):
             raise CommunicationError(
-                f"ReduceOp.{kind.name} works on pairs, {describe_tensor(operand)} holds none: pass a tensor [..., 2] of values "
-                "and indices, or the two as a tuple (values, indices)"
+                f"ReduceOp.{kind.name} needs pairs, but {describe_tensor(operand)} holds none: pass a tensor [..., 2] "
+                "of values and indices, or the two as a tuple (values, indices)"
             )
         return [operand]
     if kind not in PAIR_OPS or len(operand) != 2:
@@ -194,8 +201,8 @@ def _check_operand(operand: Operand, operator: ReduceOperator) -> list[torch.Ten
     require_supported_dtype(operator, values.dtype)
     if values.shape != indices.shape or indices.dtype.is_floating_point or indices.dtype.is_complex:
         raise CommunicationError(
-            f"ReduceOp.{kind.name}: values are {describe_tensor(values)} and indices {describe_tensor(indices)}; give indices the shape "
-            "of the values and an integer dtype"
+            f"ReduceOp.{kind.name}: values are {describe_tensor(values)} and indices {describe_tensor(indices)}; give "
+            "indices the shape of the values and an integer dtype"
         )
     return [values, indices]
 
@@ -214,7 +221,7 @@ def _shares_memory(wire: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _finish_callback(wire: torch.Tensor, tensor: torch.Tensor, reduction: NativeReduction, size: int) -> Any:
-    """What brings the result to its tensor; None where it is already there."""
+    """Return a callback that copies the result to its tensor; None if the result is already there."""
     if reduction.postprocess is None and _shares_memory(wire, tensor):
         return None
     return lambda: copy_elements(reduction.result(wire, size), tensor)

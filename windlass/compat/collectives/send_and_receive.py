@@ -1,4 +1,4 @@
-"""From one rank to another: send, receive, and batches of both; started."""
+"""Asynchronous point-to-point operations: send, receive, and batches of both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from windlass.compat.collectives.collective_work import CollectiveWork
 
 
 def send(tensor: torch.Tensor, dst: int, group: Any, tag: int) -> CollectiveWork:
-    """Send `tensor` to the global rank `dst`, which receives as many bytes under the same tag."""
+    """Start sending `tensor` to the global rank `dst`, which must receive as many bytes with the same tag."""
     require_rank("dst", dst, group)
     return CollectiveWork([dist.isend(as_bytes(tensor), dst, group=group, tag=tag)])
 
 
 def receive(tensor: torch.Tensor, src: int | None, group: Any, tag: int) -> tuple[CollectiveWork, Callable[[], int]]:
-    """Receive into `tensor` from `src`, or, where that is None and the back end can, from whoever sends.
+    """Start receiving into `tensor` from rank `src`; from any rank if `src` is None and the backend supports it.
 
     Returns:
-        The work, and what tells the sender's global rank once that is over.
+        The work, and a function that returns the sender's global rank once the work is complete.
     """
     into, finish = receive_buffer(tensor)
     if src is not None:
@@ -32,8 +32,8 @@ def receive(tensor: torch.Tensor, src: int | None, group: Any, tag: int) -> tupl
         return CollectiveWork([dist.irecv(into, src, group=group, tag=tag)], finish, [tensor]), lambda: src
     if not capabilities_of(group, tensor.device).receives_from_any:
         raise CommunicationError(
-            f"recv: the back end of {tensor.device.type} tensors must know who sends; pass src, or receive into a CPU "
-            "tensor over gloo"
+            f"recv: the backend of {tensor.device.type} tensors needs the sender's rank; pass src, or receive into a "
+            "CPU tensor over gloo"
         )
     work = dist.irecv(into, None, group=group, tag=tag)
     assert work is not None
@@ -45,12 +45,12 @@ def receive(tensor: torch.Tensor, src: int | None, group: Any, tag: int) -> tupl
 
 
 class P2POp:
-    """One operation of a batch for `batch_isend_irecv`.
+    """One operation in a batch for `batch_isend_irecv`.
 
     Args:
         op: `isend` or `irecv`, of `windlass.compat.collectives` or of `torch.distributed`.
-        tensor: to send or to receive into.
-        peer: the global rank of the other side.
+        tensor: tensor to send or to receive into.
+        peer: global rank of the other side.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class P2POp:
 
 
 def start_batch(operations: Sequence[Any]) -> list[CollectiveWork]:
-    """Start all of them at once: where a back end wants matching sends and receives together, it has them."""
+    """Start all operations in one torch batch, because some backends need matching sends and receives together."""
     started, finishes = [], []
     for one in operations:
         name = one.op if isinstance(one.op, str) else one.op.__name__
@@ -74,6 +74,6 @@ def start_batch(operations: Sequence[Any]) -> list[CollectiveWork]:
     if not started:
         return []
     works = dist.batch_isend_irecv(started)
-    if len(works) != len(started):  # one for all
+    if len(works) != len(started):  # the backend returned one work for the whole batch
         return [CollectiveWork(works, combine_callbacks(finishes), [one.tensor for one in operations])]
     return [CollectiveWork([work], finish) for work, finish in zip(works, finishes, strict=True)]

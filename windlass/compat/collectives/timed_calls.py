@@ -1,4 +1,4 @@
-"""Collectives as the `comms_logger` sees them: each call timed, its message measured."""
+"""Decorator that times collectives and measures their messages for the `comms_logger`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from windlass.comm.comms_logger import comms_logger
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# The argument that holds a call's message, the first that it has.
+# Arguments that may hold a call's message; the first one present counts.
 _MESSAGE_ARGUMENTS = (
     "tensor",
     "tensors",
@@ -31,8 +31,8 @@ _MESSAGE_ARGUMENTS = (
 def timed_op(function: _Function) -> _Function:
     """Record calls of `function` in the `comms_logger`, under its `log_name`.
 
-    A blocking call counts until it returns, on CUDA until the device has done it; an asynchronous one until it is
-    waited for. Turned off, the logger costs one comparison.
+    A blocking call is timed until it returns and, on CUDA, until the device has finished it. An asynchronous call is
+    timed until its `wait`. A disabled logger costs one comparison.
     """
     signature = inspect.signature(function)
 
@@ -56,6 +56,7 @@ def timed_op(function: _Function) -> _Function:
         if hasattr(result, "wait"):
             return TimedWork(result, clock)
         if isinstance(result, list) and result and hasattr(result[0], "wait"):
+            # A batch is over with its last work.
             return [*result[:-1], TimedWork(result[-1], clock)]
         clock.stop()
         return result
@@ -64,7 +65,7 @@ def timed_op(function: _Function) -> _Function:
 
 
 def message_tensors(given: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call with these arguments sends; none of a barrier."""
+    """Return the tensors that a call with these arguments sends; none for a barrier."""
     held = next((given[name] for name in _MESSAGE_ARGUMENTS if given.get(name) is not None), ())
     items = held if isinstance(held, (list, tuple)) else (held,)
     found: list[torch.Tensor] = []
@@ -77,13 +78,13 @@ def message_tensors(given: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class _CallTimer:
-    """The time of one call."""
+    """Timer of one call."""
 
     def __init__(self, operation: str, name: str, size: int, group: Any, cuda: bool) -> None:
         self._operation, self._name, self._size, self._cuda = operation, name, size, cuda
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         if cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # exclude the time of work queued before the call
         self._start = time.perf_counter()
         self._running = True
 
@@ -99,7 +100,7 @@ class _CallTimer:
 
 
 class TimedWork:
-    """A work whose end is recorded; everything else is the work's own."""
+    """Wrapper of a work that records its completion. All other attributes are the work's own."""
 
     def __init__(self, work: Any, timer: _CallTimer) -> None:
         self._work, self._timer = work, timer
@@ -121,7 +122,7 @@ class TimedWork:
         return found
 
     def get_future(self) -> Any:
-        return self._work.get_future().then(self._stop_timer)  # which is over once the end was recorded
+        return self._work.get_future().then(self._stop_timer)  # the returned future completes after the record
 
     def _stop_timer(self, future: torch.futures.Future[Any]) -> Any:
         self._timer.stop()

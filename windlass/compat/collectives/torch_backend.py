@@ -1,4 +1,4 @@
-"""The calls of this package as methods of one object, for scripts that ask DeepSpeed for its back end."""
+"""DeepSpeed's backend object: the functions of this package as methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROCESS_GROUP_CALLS = (
 
 
 class Backend:
-    """A name, and whether it was started."""
+    """Name and state of a backend."""
 
     def __init__(self, name: str = "backend", rank: int = 0, size: int = 1) -> None:
         self.name, self.world_rank, self.world_size = name, rank, size
@@ -34,7 +34,7 @@ class Backend:
 
 
 class TorchBackend(Backend):
-    """torch.distributed, started when this is made unless it was.
+    """Backend torch.distributed. The constructor initializes it unless it is initialized.
 
     Args:
         backend, timeout, init_method, rank, world_size: see `init_distributed`.
@@ -60,20 +60,20 @@ class TorchBackend(Backend):
 
     @classmethod
     def get_all_gather_function(cls) -> Callable[..., Any]:
-        """`f(output_tensor, input_tensor, group=None, async_op=False)`."""
+        """Return `f(output_tensor, input_tensor, group=None, async_op=False)`."""
         return collective_calls.allgather_fn
 
     @classmethod
     def get_reduce_scatter_function(cls) -> Callable[..., Any]:
-        """`f(output_tensor, tensor, op, group=None, async_op=False)`."""
+        """Return `f(output_tensor, tensor, op, group=None, async_op=False)`."""
         return collective_calls.reduce_scatter_fn
 
     def get_backend(self, group: Any = None) -> str:
-        """torch's name of it."""
+        """Return torch's name of the group's backend."""
         return str(dist.get_backend(group))
 
     def init_device_mesh(self, mesh_shape: Any, mesh_dim_names: Any) -> Any:
-        """See `initialize_mesh_device`."""
+        """Create a device mesh; see `initialize_mesh_device`."""
         return process_group_calls.initialize_mesh_device(mesh_shape, mesh_dim_names)
 
 
@@ -85,5 +85,5 @@ TorchBackend.monitored_barrier = staticmethod(monitored_barrier)  # type: ignore
 
 
 def current_backend() -> TorchBackend | None:
-    """The back end in use; None before there is a process group."""
+    """Return the backend in use; None before the process group is initialized."""
     return TorchBackend() if dist.is_initialized() else None

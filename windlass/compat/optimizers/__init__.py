@@ -1,1 +1,1 @@
-"""Optimizers by DeepSpeed's class names and arguments; the steps are torch's and windlass' own."""
+"""Optimizers with DeepSpeed's class names and arguments, implemented by torch's and windlass's optimizers."""

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam, DeepSpeedCPUAdagrad and DeepSpeedCPULion: windlass' optimizers for host memory."""
+"""Classes DeepSpeedCPUAdam, DeepSpeedCPUAdagrad and DeepSpeedCPULion: windlass's optimizers for host memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ def _state_dtype(fp32_optimizer_states: bool) -> str:
 
 
 class DeepSpeedCPUAdam(CPUAdam):
-    """`windlass.optim.CPUAdam`. States in 16 bits (`fp32_optimizer_states=False`) are bf16, whatever the parameters.
+    """Optimizer `windlass.optim.CPUAdam`.
+
+    16-bit states (`fp32_optimizer_states=False`) are bf16 for every parameter dtype.
 
     Raises:
-        OptimizerRefusal: `amsgrad`, or no `bias_correction`.
+        OptimizerRefusal: `amsgrad` is True or `bias_correction` is False.
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = CPUAdam
@@ -47,12 +49,12 @@ class DeepSpeedCPUAdam(CPUAdam):
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):
-    """`windlass.optim.CPUAdagrad`, which takes sparse gradients too, without weight decay, as torch's.
+    """Optimizer `windlass.optim.CPUAdagrad`, which here accepts sparse gradients if there is no weight decay.
 
-    `adamw_mode` says nothing to it: accelerate passes it to every class.
+    `adamw_mode` is ignored; accelerate passes it to every class.
 
     Raises:
-        OptimizerRefusal: `amsgrad`.
+        OptimizerRefusal: `amsgrad` is True.
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = CPUAdagrad
@@ -75,10 +77,10 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `CPUAdagrad.step`; sparse gradients are made dense, since a gradient of zero changes nothing.
+        """Update like `CPUAdagrad.step`. Sparse gradients are made dense, because a zero gradient changes nothing.
 
         Raises:
-            ModelError: as there; a sparse gradient with weight decay, which would decay what was not touched.
+            ModelError: see `CPUAdagrad.step`; or a sparse gradient with weight decay, which would decay untouched rows.
         """
         loss = None
         if closure is not None:
@@ -99,7 +101,7 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
 
 
 class DeepSpeedCPULion(CPULion):
-    """`windlass.optim.CPULion` with DeepSpeed's defaults. `adamw_mode` says nothing to it, as to Adagrad."""
+    """Optimizer `windlass.optim.CPULion` with DeepSpeed's defaults. `adamw_mode` is ignored."""
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = CPULion
 

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.muon`: windlass' Muon by DeepSpeed's class names, arguments and defaults."""
+"""Module `deepspeed.runtime.zero.muon`: windlass's Muon with DeepSpeed's class names, arguments and defaults."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ADAM_DEFAULTS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10
 
 
 class Muon(muon.Muon):
-    """Muon for matrices alone; the iteration is Newton-Schulz's, whatever `ns_method` says.
+    """Muon for matrices only. `ns_method` is ignored: the Newton-Schulz iteration is always used.
 
     Raises:
-        ConfigError: a parameter of fewer than two dimensions.
+        ConfigError: a parameter has fewer than two dimensions.
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = muon.Muon
@@ -38,17 +38,17 @@ class Muon(muon.Muon):
 
 
 class MuonWithAuxAdam(muon.Muon):
-    """Muon for the groups that say `use_muon`, AdamW for the others.
+    """Muon for the groups with `use_muon` True, AdamW for the others.
 
     Raises:
-        AssertionError: a group does not say which.
+        AssertionError: a group does not set `use_muon`.
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = muon.Muon
 
     def __init__(self, param_groups: Iterable[dict[str, Any]], **ignored: Any) -> None:
         groups = list(param_groups)
-        assert all("use_muon" in group for group in groups), "every group says use_muon: true or false"
+        assert all("use_muon" in group for group in groups), "every group must set use_muon to True or False"
         super().__init__([{**(_MUON_DEFAULTS if group["use_muon"] else _ADAM_DEFAULTS), **group} for group in groups])
 
 

@@ -1,4 +1,4 @@
-"""FusedAdam, FusedLion and FusedLamb: the steps of torch and windlass, with the arguments that scripts write."""
+"""Classes FusedAdam, FusedLion and FusedLamb: torch's and windlass's optimizers with DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from windlass.optim.lion import Lion
 
 
 class _SetGradNoneMixin(torch.optim.Optimizer):
-    """Empties gradients as `set_grad_none` said."""
+    """Mixin whose `zero_grad` follows `set_grad_none`."""
 
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop gradients, or fill them with zeros."""
+        """Set gradients to None, or to zero."""
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
 
 class FusedAdam(_SetGradNoneMixin, torch.optim.Adam):
-    """torch's AdamW, or its Adam with `adam_w_mode=False`, and its results.
+    """Adam optimizer of torch: AdamW, or Adam with `adam_w_mode=False`.
 
     Raises:
-        OptimizerRefusal: `amsgrad`, or no `bias_correction`.
+        OptimizerRefusal: `amsgrad` is True or `bias_correction` is False.
     """
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
@@ -50,7 +50,7 @@ class FusedAdam(_SetGradNoneMixin, torch.optim.Adam):
 
 
 class FusedLion(_SetGradNoneMixin, Lion):
-    """`windlass.optim.Lion` with DeepSpeed's defaults."""
+    """Optimizer `windlass.optim.Lion` with DeepSpeed's defaults."""
 
     same_rule_as: ClassVar[type[torch.optim.Optimizer]] = Lion
 
@@ -67,4 +67,4 @@ class FusedLion(_SetGradNoneMixin, Lion):
 
 
 class FusedLamb(Lamb):
-    """`windlass.optim.Lamb`, whose order of operations is this class's."""
+    """Optimizer `windlass.optim.Lamb`, which computes in the same order as DeepSpeed's class."""

@@ -1,4 +1,4 @@
-"""Arguments that an optimizer's class has and no step here honours."""
+"""Error for arguments of DeepSpeed's optimizers that windlass does not support."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from windlass.base.errors import ConfigError
 
 
 class OptimizerRefusal(ConfigError, RuntimeError):
-    """An optimizer was asked for a variant that it does not compute; a RuntimeError, as in DeepSpeed."""
+    """Unsupported variant of an optimizer. Also a RuntimeError, as in DeepSpeed."""
 
 
 def check_adam(owner: str, amsgrad: bool, bias_correction: bool) -> None:
-    """Raise OptimizerRefusal for the variants of Adam that are not there."""
+    """Raise OptimizerRefusal for unsupported variants of Adam."""
     if amsgrad:
         raise OptimizerRefusal(
-            f"{owner}: amsgrad is true, a variant it does not compute; use torch.optim.AdamW(..., amsgrad=True)"
+            f"{owner}: amsgrad is true, which is not supported; use torch.optim.AdamW(..., amsgrad=True)"
         )
     if not bias_correction:
         raise OptimizerRefusal(f"{owner}: bias_correction is false, and torch's Adam always corrects; delete it")

@@ -1,4 +1,7 @@
-"""Old dotted name -> windlass, one file an area. Rows say what is the same, what differs and how, what is refused."""
+"""Tables from DeepSpeed's dotted names to windlass, one module per area.
+
+An entry works, differs (with a note) or is refused.
+"""
 
 from windlass.compat.tables import (
     accelerator_names,

@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator`: the device, by the names that scripts ask."""
+"""Table of `deepspeed.accelerator`: device classes and functions."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 
@@ -8,7 +8,7 @@ _CHOOSE = {
     for name in ("get_accelerator", "set_accelerator", "is_current_accelerator_supported")
 }
 _INTERFACE = works(f"{_HERE}.abstract_accelerator:DeepSpeedAccelerator")
-_HOST = differs(f"{_HERE}.cpu_accelerator:CPU_Accelerator", "current_device() is a number also where LOCAL_RANK is set")
+_HOST = differs(f"{_HERE}.cpu_accelerator:CPU_Accelerator", "current_device() is an int even if LOCAL_RANK is set")
 
 TABLE: dict[str, StandInEntry] = {
     "deepspeed.get_accelerator": _CHOOSE["get_accelerator"],

@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: the collectives that scripts call themselves."""
+"""Table of `deepspeed.comm`: collectives that scripts call."""
 
 from windlass.compat.stand_in_entry import StandInEntry, works
 

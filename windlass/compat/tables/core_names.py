@@ -1,4 +1,4 @@
-"""The root, the engine, the configuration and ZeRO."""
+"""Table of the package root, the engine, the configuration and ZeRO."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, works
 
@@ -10,15 +10,15 @@ _ZERO = {
     "ZeroParamType": works("windlass.compat.zero_param_status:ZeroParamType"),
     "register_external_parameter": differs(
         "windlass.compat.partition_parameters:register_external_parameter",
-        "not needed: a module that uses a parameter of another is found by itself",
+        "not needed: windlass detects a module that uses a parameter of another module",
     ),
     "unregister_external_parameter": differs(
         "windlass.compat.partition_parameters:unregister_external_parameter",
-        "not needed, as register_external_parameter",
+        "not needed; see register_external_parameter",
     ),
     "DeepSpeedZeRoOffload": differs(
         "windlass.compat.parameter_offload:ParameterOffload",
-        "made by an engine at stage 3; its hooks are in nobody's way",
+        "created by an engine at stage 3; its hooks do nothing",
     ),
 }
 
@@ -46,12 +46,14 @@ _GETTERS = {
     ),
 }
 _KINDS = "windlass.compat.optimizer_classes"
-_KIND = "one optimizer serves all stages and precisions; made by `initialize`, and an instance of what DeepSpeed makes"
+_KIND = (
+    "`initialize` uses one class for all stages; it passes `isinstance` checks of the class that DeepSpeed would use"
+)
 _LINEARS = (
     "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap autocast_custom_fwd autocast_custom_bwd "
     "noop_decorator"
 )
-_LINEAR = "torch's own linear is left alone at stage 3; this one runs where a script calls it"
+_LINEAR = "torch's linear is not replaced at stage 3; this one runs only if a script calls it"
 
 TABLE: dict[str, StandInEntry] = {
     **{
@@ -63,7 +65,7 @@ TABLE: dict[str, StandInEntry] = {
     f"{_PARTITION}.print_rank_0": works("windlass.compat.partition_parameters:print_rank_0"),
     f"{_PARTITION}.partitioned_param_data_shape": differs(
         "windlass.compat.partition_parameters:partitioned_param_data_shape",
-        "a released parameter keeps the shape of the whole; ask ds_status",
+        "a sharded parameter keeps its full shape; read ds_status",
     ),
     f"{_PARTITION}._contradicting_single_rank_pg_error": works(
         "windlass.compat.partition_parameters:_contradicting_single_rank_pg_error"
@@ -90,7 +92,7 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": works("windlass.compat.activation_names"),
     **{
         f"deepspeed.runtime.activation_checkpointing.offload_activations.{name}": differs(
-            f"windlass.compat.marked_offload:{name}", "host memory is pinned wherever the device is a CUDA one"
+            f"windlass.compat.marked_offload:{name}", "host memory is always pinned on CUDA"
         )
         for name in (
             "CheckpointActivationOffloadStats",
@@ -123,7 +125,8 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": _ZERO["DeepSpeedZeRoOffload"],
     "deepspeed.runtime.zero.stage3.DeepSpeedZeRoOffload": _ZERO["DeepSpeedZeRoOffload"],
     "deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict": differs(
-        "windlass.compat.parameter_offload:ZeROOrderedDict", "only holds: what a forward reads is gathered without it"
+        "windlass.compat.parameter_offload:ZeROOrderedDict",
+        "only stores: parameters that a forward reads are gathered without it",
     ),
     "deepspeed.runtime.zero.parameter_offload.ensure_zero_ordered_dict": works(
         "windlass.compat.parameter_offload:ensure_zero_ordered_dict"
@@ -141,7 +144,7 @@ TABLE: dict[str, StandInEntry] = {
     ),
     **{
         f"deepspeed.{module}.MiCS_Init": differs(
-            "windlass.compat.partition_parameters:Init", "Init: mics_shard_size is a key"
+            "windlass.compat.partition_parameters:Init", "same as Init: mics_shard_size is a configuration key"
         )
         for module in ("zero", "runtime.zero", "runtime.zero.mics")
     },
@@ -157,7 +160,7 @@ TABLE: dict[str, StandInEntry] = {
     },
     "deepspeed.runtime.zero.utils.is_zero_param": works("windlass.compat.partition_parameters:is_zero_param"),
     "deepspeed.runtime.zero.utils.is_zero_supported_optimizer": differs(
-        "windlass.compat.zero_functions:is_zero_supported_optimizer", "any optimizer of torch's kind is"
+        "windlass.compat.zero_functions:is_zero_supported_optimizer", "True for every torch optimizer"
     ),
     **{
         f"deepspeed.runtime.zero.{module}.{name}": works(f"windlass.compat.memory_estimates:{name}")
@@ -182,7 +185,7 @@ TABLE: dict[str, StandInEntry] = {
     },
     f"{_PARTITION}.zero_wrapper_for_fp_tensor_constructor": differs(
         "windlass.compat.partition_parameters:zero_wrapper_for_fp_tensor_constructor",
-        "can be replaced, and is never called: torch's constructors are left alone",
+        "can be replaced but is never called: torch's constructors are not wrapped",
     ),
     f"{_PARTITION}.is_zero_param": works("windlass.compat.partition_parameters:is_zero_param"),
     f"{_PARTITION}.zero_init_context": works("windlass.compat.partition_parameters:zero_init_context"),

@@ -1,4 +1,4 @@
-"""Checkpoints, the scripts beside them, and the programs that a shell finds."""
+"""Table of checkpoints, their conversion scripts, and launcher programs."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 
@@ -15,7 +15,7 @@ _NAMES = (
 _FILES = "windlass.compat.checkpoint_constants"
 _LAYOUT = "windlass.compat.checkpoint_layout"
 _FILE_NAMES = ("get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank", "get_layer_ckpt_name_for_rank")
-_READER = refused("DeepSpeed's reader of its own files is not here; load_checkpoint and zero_to_fp32 read them")
+_READER = refused("DeepSpeed's checkpoint reader is not built; load_checkpoint and zero_to_fp32 read its files")
 
 _HOSTS = ("fetch_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
 _RUNNERS = (
@@ -27,7 +27,7 @@ _RUNNERS = (
     "SlurmRunner",
     "MVAPICHRunner",
 )
-_BACK_ENDS = "makes DeepSpeed's command line; --launcher makes another one, which hands on windlass's plan of the run"
+_BACK_ENDS = "builds DeepSpeed's command; --launcher builds another one, which passes on windlass's launch plan"
 
 TABLE: dict[str, StandInEntry] = {
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": works(
@@ -43,11 +43,11 @@ TABLE: dict[str, StandInEntry] = {
     ),
     "deepspeed.checkpoint.DeepSpeedCheckpoint": _READER,
     "deepspeed.checkpoint.ZeROCheckpoint": differs(
-        f"{_LAYOUT}:ZeROCheckpoint", "names the files of each rank, and reads no states: load_checkpoint does"
+        f"{_LAYOUT}:ZeROCheckpoint", "lists the files of each rank but reads no states: use load_checkpoint"
     ),
     "deepspeed.checkpoint.get_model_3d_descriptor": works(f"{_LAYOUT}:get_model_3d_descriptor"),
     "deepspeed.checkpoint.ds_to_universal": differs(
-        "windlass.checkpoint.to_windlass", "writes a windlass checkpoint, which loads anywhere as it is"
+        "windlass.checkpoint.to_windlass", "writes a windlass checkpoint, which loads on any number of ranks"
     ),
     "deepspeed.launcher.runner": works("windlass.compat.deepspeed_command"),
     "deepspeed.launcher.runner.main": works("windlass.compat.deepspeed_command:run"),

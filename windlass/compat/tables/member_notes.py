@@ -1,7 +1,10 @@
-"""Members of what scripts hold in their hands: the engine, its optimizer, parameters. What is not here works as it did.
+"""Notes on members of objects that scripts hold: the engine, its optimizer, parameters.
 
-These are no dotted names, so the finder does not read them: the classes themselves have them (`windlass.compat.deepspeed_engine`,
-`windlass.compat.parameter_attributes`). A test holds the refused ones to raise what is said here.
+Unlisted members work as in DeepSpeed.
+
+Members are not dotted module names, so the import hook does not use this table: the classes implement them
+(`windlass.compat.deepspeed_engine`, `windlass.compat.parameter_attributes`). A test checks that the refused members
+raise the messages in this table.
 """
 
 from windlass.compat.deepspeed_engine import REFUSED_METHODS as OF_ENGINE
@@ -11,75 +14,81 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     **{f"engine.{name}": refused(why) for name, why in OF_ENGINE.items()},
     "engine.buffers": differs(
         "",
-        "beside 16-bit parameters they keep their dtype, as in DeepSpeed since 0.19, but for the statistics of torch's "
-        "norms, which follow the weights",
+        "with 16-bit parameters they keep their dtype, as in DeepSpeed since 0.19, except the statistics of torch's "
+        "norm layers, which get the dtype of the weights",
     ),
     "engine.compile": differs(
         "windlass.compat.deepspeed_engine:DeepSpeedEngine.compile",
-        "by torch: the module's forward, or at stage 3 the forward of each block; no schedules of DeepCompile",
+        "torch.compile of the module's forward, or at stage 3 of the forward of each block; no DeepCompile schedules",
     ),
     "engine.no_sync": differs(
         "windlass.compat.deepspeed_engine:DeepSpeedEngine.no_sync",
-        "refused at stages 2 and 3, as in DeepSpeed; that of `windlass.initialize` works at every stage",
+        "refused at stages 2 and 3, as in DeepSpeed; the engine of `windlass.initialize` allows it at every stage",
     ),
     "engine.optimizer": differs(
         "windlass.engine.sharded_optimizer:ShardedOptimizer",
-        "one class at every stage, a torch optimizer, "
-        "at stage 0 in fp32 also an instance of the script's class; where none is given, at stage 3 "
-        "what `parameter_offload` is",
+        "one class at every stage, a torch optimizer; at stage 0 in fp32 also an instance of the script's class; at "
+        "stage 3 without an optimizer, the same object as `parameter_offload`",
     ),
     "optimizer.step": differs(
         "windlass.engine.sharded_optimizer:ShardedOptimizer.step",
-        "counts as a step of the engine (`global_steps`), and inside an accumulation only ends a micro-batch; as in "
-        "DeepSpeed it leaves the schedule to the script",
+        "counts as a step of the engine (`global_steps`), and before the accumulation boundary only ends a "
+        "micro-batch; as in DeepSpeed the script steps the schedule",
     ),
     "engine.step": differs(
         "",
-        "a step whose gradient is not finite is skipped at stage 0 in fp32 too, where DeepSpeed makes it",
+        "a step whose gradient is not finite is skipped at stage 0 in fp32 too, where DeepSpeed applies it",
     ),
     "engine.state_dict": differs(
         "windlass.zero.core.sharded_parameter:StateDictStub",
-        "at stage 3 it has names and shapes; values are read by all ranks together, and cannot be changed",
+        "at stage 3 it has names and shapes; all ranks must read values together, and values are read-only",
     ),
     "engine.module_state_dict": differs(
         "windlass.engine.checkpoint_methods:CheckpointMethods.module_state_dict",
-        "of a model that is cut over ranks what this one has, by the names of the whole; full_state_dict has all",
+        "for a model sharded over ranks, the local part under the full names; full_state_dict has all values",
     ),
     "engine.train_batch_size": differs(
         "",
-        "counts samples: with autotp_size, whose ranks DeepSpeed counts each, it is that of the configuration divided "
-        "by it",
+        "counts samples: with autotp_size, where DeepSpeed counts every rank, it is the configured value divided by "
+        "autotp_size",
     ),
-    "engine.allreduce_gradients": differs("", "nothing to do: gradients are reduced as they come"),
-    "engine.empty_partition_cache": differs("", "nothing to do: what a forward gathered is released when it ends"),
-    "engine.get_compile_time": differs("", "0: torch compiles at the first forward, and does not tell"),
+    "engine.allreduce_gradients": differs("", "does nothing: gradients are reduced during the backward pass"),
+    "engine.empty_partition_cache": differs(
+        "", "does nothing: a forward frees the parameters that it gathered when it ends"
+    ),
+    "engine.get_compile_time": differs("", "0: torch compiles at the first forward and does not report the time"),
     "optimizer.quantize_nontrainable_params": refused("quantized gathers are not built"),
     "optimizer.bit16_groups_flat": differs(
-        "windlass.compat.optimizer_group_views:FlatParameters", "copies, made when asked for"
+        "windlass.compat.optimizer_group_views:FlatParameters", "copies, made at each access"
     ),
     "optimizer._get_norm_groups": differs(
         "windlass.compat.optimizer_group_views:norms_of_groups",
-        "collective at every stage: whole gradients are gathered one by one",
+        "collective at every stage: full gradients are gathered one by one",
     ),
     "optimizer.parameter_offload": differs(
         "windlass.compat.parameter_offload:ParameterOffload",
-        "hooks can be taken off and put back; they are in nobody's way",
+        "its hooks can be removed and restored; they do nothing",
     ),
-    "parameter.data": differs("", "at stage 3 of the whole shape, not empty; reading it outside a gather raises"),
-    "parameter.ds_tensor": differs("", "this rank's part of the unit that the parameter is in, flat"),
+    "parameter.data": differs(
+        "", "at stage 3 it has the full shape, not an empty one; reading it outside a gather raises"
+    ),
+    "parameter.ds_tensor": differs("", "the elements of the parameter in this rank's shard of its unit, flat"),
     "parameter.grad": differs(
         "",
         "None after a backward; at stage 0 in fp32 and fp16, where DeepSpeed has one, reading its values raises: "
-        "`safe_get_full_grad` reads what was reduced. One that is set by hand is stepped at stage 0, as the mean over "
-        "ranks, and dropped at the step at others, with a warning; setting None drops the gradient, at every stage",
+        "`safe_get_full_grad` reads the reduced gradient. A gradient that a script assigns is averaged over ranks and "
+        "applied at stage 0, and dropped at the step with a warning at other stages; assigning None drops the gradient "
+        "at every stage",
     ),
     "engine.zero_grad": differs(
         "windlass.engine.training_engine:Engine.zero_grad",
         "this, `optimizer.zero_grad` and `module.zero_grad` drop gradients at every stage, where DeepSpeed's stage 2 "
-        "(and 1, once reduced) keeps them. Between an `engine.step()` that does not end the step and the next backward "
-        "they keep what was accumulated, where DeepSpeed's stages 0, 1 and 3 drop it",
+        "(and 1, once reduced) keeps them. Between an `engine.step()` before the accumulation boundary and the next "
+        "backward they keep the accumulated gradients, where DeepSpeed's stages 0, 1 and 3 drop them",
     ),
-    "parameter.partition_gradients": refused("windlass moves gradients by itself; use windlass.zero.full_grad"),
-    "parameter.reduce_gradients_at_owner": refused("windlass moves gradients by itself; use windlass.zero.full_grad"),
-    "module.ds_external_parameters": differs("", "only what register_external_parameter was told; nothing needs it"),
+    "parameter.partition_gradients": refused("windlass reduces gradients itself; use windlass.zero.full_grad"),
+    "parameter.reduce_gradients_at_owner": refused("windlass reduces gradients itself; use windlass.zero.full_grad"),
+    "module.ds_external_parameters": differs(
+        "", "has only parameters passed to register_external_parameter; windlass does not need it"
+    ),
 }

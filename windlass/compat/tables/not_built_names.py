@@ -1,16 +1,16 @@
-"""What is not built in windlass: importable, and one sentence where it is used."""
+"""Table of DeepSpeed names that windlass does not implement. They can be imported; using one raises with the reason."""
 
 from windlass.compat.stand_in_entry import StandInEntry, refused
 
 
 def _refused_names(reason: str, names: str) -> dict[str, StandInEntry]:
-    """One row for each dotted name below `deepspeed`."""
+    """Return a refused entry for each dotted name below `deepspeed`."""
     return {f"deepspeed.{name}": refused(reason) for name in names.split()}
 
 
 _SERVING = "serving is not built yet; use model.generate, which works at stage 3 too"
-_INJECT = "layers stay the model's own, and their matrices are cut in place; set tensor_parallel.autotp_size"
-_LAYER = "layers stay your own; use torch.nn.TransformerEncoderLayer, or a model of transformers"
+_INJECT = "the model's layers are not replaced but sharded in place; set tensor_parallel.autotp_size"
+_LAYER = "windlass has no transformer layers; use torch.nn.TransformerEncoderLayer, or a transformers model"
 _HYBRID = "the hybrid engine is not built yet; use engine.module.generate, which works at stage 3 too"
 _COMPRESSION = "compression is not built yet; prune or quantise after training, with torchao or torch.nn.utils.prune"
 _SPARSE = "block-sparse attention is not built; use torch.nn.attention.flex_attention with a block mask"
@@ -20,15 +20,15 @@ _CURRICULUM = "batches of varying size are not built yet; use a torch batch samp
 _DOMINO = "Domino is not built; train with ZeRO, whose collectives overlap the computation"
 _DEEP_COMPILE = "DeepCompile's passes are not built; use engine.compile or torch.compile"
 _LINEAR = "OptimizedLinear is not built; use peft's LoRA on a model that windlass shards"
-_TUNING = "autotuning is not built yet; use windlass check, which tells what a configuration needs"
+_TUNING = "autotuning is not built yet; use windlass check, which validates and explains a configuration"
 _PROFILER = "the FLOPS profiler is not built yet; use torch.utils.flop_counter.FlopCounterMode"
 _STATES = "DataStates checkpoints are not built; use the checkpoint section with async saving"
-_INSIDE = "this is part of DeepSpeed's own optimizers, which are not here; use safe_get_full_* and the engine"
-_QUANTIZED = "quantized gathers and reductions are not built; leave zero_quantized_* out"
-_ROUTES = "experts are chosen by TopKGate, which answers experts and weights, not a mask of all pairs; use MoE"
-_CHUNKS = "attention in chunks that wait on the host is not built; set parallel.sp_mode to ring, or parallel.recompute"
-_READER = "DeepSpeed's reader of its own files is not here; load_checkpoint and zero_to_fp32 read them"
-_GONE = "this was taken out of DeepSpeed itself and is not built here; leave it out of the configuration"
+_INSIDE = "this is internal to DeepSpeed's optimizers, which are not built; use safe_get_full_* and the engine"
+_QUANTIZED = "quantized gathers and reductions are not built; remove zero_quantized_*"
+_ROUTES = "routing is done by TopKGate, which returns experts and weights instead of a dense mask; use MoE"
+_CHUNKS = "attention in chunks offloaded to the host is not built; set parallel.sp_mode to ring, or parallel.recompute"
+_READER = "DeepSpeed's checkpoint reader is not built; load_checkpoint and zero_to_fp32 read its files"
+_GONE = "DeepSpeed itself removed this, and it is not built here; remove it from the configuration"
 
 TABLE: dict[str, StandInEntry] = {
     **_refused_names(

@@ -1,22 +1,22 @@
-"""`deepspeed.ops`: optimizers, and builders of what is built already; `deepspeed.io`."""
+"""Table of `deepspeed.ops` (optimizers and op builders) and `deepspeed.io`."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 
 _STEPS = "windlass.compat.optimizers"
-_ADAM = "steps are torch's AdamW or Adam; amsgrad and bias_correction=False are refused"
+_ADAM = "updates are those of torch's AdamW or Adam; amsgrad and bias_correction=False are refused"
 _FUSED_ADAM = differs(f"{_STEPS}.fused_optimizers:FusedAdam", _ADAM)
-_CPU_ADAM = differs(f"{_STEPS}.deepspeed_cpu_optimizers:DeepSpeedCPUAdam", f"{_ADAM}; states in 16 bits are bf16")
+_CPU_ADAM = differs(f"{_STEPS}.deepspeed_cpu_optimizers:DeepSpeedCPUAdam", f"{_ADAM}; 16-bit states are bf16")
 _FUSED_LION = works(f"{_STEPS}.fused_optimizers:FusedLion")
 _CPU_LION = works(f"{_STEPS}.deepspeed_cpu_optimizers:DeepSpeedCPULion")
 _CPU_ADAGRAD = differs(f"{_STEPS}.deepspeed_cpu_optimizers:DeepSpeedCPUAdagrad", "amsgrad is refused")
 _FUSED_LAMB = differs(f"{_STEPS}.fused_optimizers:FusedLamb", "max_grad_norm is refused: set gradient_clipping")
 _ZENFLOW = refused(
-    "ZenFlow's late updates are not offered, see zero_optimization.zenflow; use FusedAdam or DeepSpeedCPUAdam with "
+    "ZenFlow's delayed updates are not built, see zero_optimization.zenflow; use FusedAdam or DeepSpeedCPUAdam with "
     "delayed_update in the configuration"
 )
 _ONE_BIT = refused("1-bit optimizers are not built: they reduce compressed gradients themselves; use Adam or Lamb")
-_ITERATION = "orthogonalised by Newton and Schulz's iteration alone"
-_LAYER = refused("layers stay your own; use torch.nn.TransformerEncoderLayer, or a model of transformers")
+_ITERATION = "always orthogonalised by the Newton-Schulz iteration"
+_LAYER = refused("windlass has no transformer layers; use torch.nn.TransformerEncoderLayer, or a transformers model")
 _BUILDERS = (
     "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder DeepCompileBuilder "
     "EvoformerAttnBuilder FPQuantizerBuilder FlashAttentionBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder "
@@ -24,7 +24,7 @@ _BUILDERS = (
     "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder "
     "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder"
 )
-_BUILDER = "nothing is compiled at run time: load() gives what is there, or says in one sentence what to use instead"
+_BUILDER = "nothing is compiled at run time: load() returns precompiled code, or raises and names an alternative"
 _WRITERS = "windlass.compat.file_writers"
 
 TABLE: dict[str, StandInEntry] = {
@@ -49,7 +49,7 @@ TABLE: dict[str, StandInEntry] = {
         for name in ("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
     },
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": differs(
-        f"{_STEPS}.deepspeed_muon:MuonWithAuxAdam", f"{_ITERATION}; AdamW's arguments are those of the groups"
+        f"{_STEPS}.deepspeed_muon:MuonWithAuxAdam", f"{_ITERATION}; AdamW's arguments are set in the groups"
     ),
     **{
         f"deepspeed.runtime.fp16.onebit.{name}": _ONE_BIT
@@ -73,7 +73,7 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.ops.__compatible_ops__": works("windlass.compat.op_builders:COMPATIBLE_OPS"),
     "deepspeed.ops.aio.AsyncIOBuilder": differs("windlass.compat.op_builders:AsyncIOBuilder", _BUILDER),
     "deepspeed.ops.aio.aio_handle": differs(
-        "windlass.compat.aio_handle:aio_handle", "threads go through the page cache; what the tier uses is its own"
+        "windlass.compat.aio_handle:aio_handle", "threads use the page cache; the NVMe tier has its own I/O"
     ),
     "deepspeed.ops.DeepSpeedTransformerLayer": _LAYER,
     "deepspeed.ops.DeepSpeedTransformerConfig": _LAYER,

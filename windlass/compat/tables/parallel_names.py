@@ -1,4 +1,4 @@
-"""Experts, sequences, matrices and layers over ranks."""
+"""Table of expert, sequence, tensor and pipeline parallelism."""
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 
@@ -6,28 +6,28 @@ _EXPERTS = "windlass.compat.expert_parameters"
 _MOE = {
     "deepspeed.moe.layer.MoE": differs(
         "windlass.compat.moe_layer:MoE",
-        "built with all experts, of which initialize leaves each rank its own; with top2_2nd_expert_sampling the "
-        "second expert is drawn in training alone; use_tutel has no effect",
+        "built with all experts, of which initialize keeps each rank's own; with top2_2nd_expert_sampling the second "
+        "expert is sampled in training only; use_tutel has no effect",
     ),
     "deepspeed.moe.experts.Experts": differs(
         "windlass.parallel.experts.expert_list:Experts",
-        "made by MoE; called with tokens, the numbers of their experts and weights, not with tokens sorted by expert",
+        "created by MoE; takes tokens, their expert indices and weights, not tokens sorted by expert",
     ),
     "deepspeed.moe.sharded_moe.TopKGate": differs(
         "windlass.parallel.experts.top_k_gate:TopKGate",
-        "made by MoE; it answers which experts each token goes to and with which weights, not with a mask of all pairs",
+        "created by MoE; returns each token's experts and weights instead of a dense mask",
     ),
     **{
         f"deepspeed.moe.sharded_moe.{name}": differs(
             f"windlass.compat.mask_gating:{name}",
-            "computes the same routes; MoE has its own router and does not call it",
+            "computes the same routes; MoE has its own router and does not use it",
         )
         for name in ("top1gating", "top2gating", "topkgating")
     },
     "deepspeed.moe.sharded_moe.dist": works("torch.distributed"),
     "deepspeed.moe.sharded_moe.TUTEL_INSTALLED": works("windlass.compat.mask_gating:TUTEL_INSTALLED"),
     "deepspeed.moe.sharded_moe.MOELayer": refused(
-        "gate and experts are put together by MoE; use deepspeed.moe.layer.MoE, whose deepspeed_moe has both"
+        "MoE combines gate and experts; use deepspeed.moe.layer.MoE, whose deepspeed_moe has both"
     ),
     **{
         f"deepspeed.moe.utils.{name}": works(f"{_EXPERTS}:{name}")
@@ -49,7 +49,7 @@ _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 _SEQUENCES = {
     "deepspeed.sequence.layer.DistributedAttention": differs(
         f"{_SEQUENCE}.distributed_attention:DistributedAttention",
-        "heads lie along dimension 2, tokens along 0 or 1, in any numbers; rotary_pos_emb is refused: apply it before",
+        "heads are dimension 2, tokens dimension 0 or 1, in any numbers; rotary_pos_emb is refused: apply it before",
     ),
     "deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": works(
         f"{_SEQUENCE}.distributed_attention:vocab_sequence_parallel_cross_entropy"
@@ -58,11 +58,11 @@ _SEQUENCES = {
         "windlass.compat.sequence_exchange:SequenceAllToAll", "not overlapped; handle and num_kv_heads are refused"
     ),
     "deepspeed.sequence.fpdt_layer.FPDT_Attention": refused(
-        "attention in chunks that wait on the host is not built; set parallel.sp_mode to ring, or parallel.recompute"
+        "attention in chunks offloaded to the host is not built; set parallel.sp_mode to ring, or parallel.recompute"
     ),
     f"{_ULYSSES}.UlyssesSPAttentionHF": differs(
         f"{_SEQUENCE}.ulysses_sp:UlyssesSPAttentionHF",
-        "the model's loss is that of whole sequences, on every rank; any lengths, heads and masks of windows; eager "
+        "every rank returns the loss over full sequences; any lengths, head counts and window masks; eager "
         "attention is refused",
     ),
     f"{_ULYSSES}.UlyssesSPDataLoaderAdapter": works(f"{_SEQUENCE}.ulysses_sp:UlyssesSPDataLoaderAdapter"),
@@ -72,12 +72,12 @@ _SEQUENCES = {
     },
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": differs(
         "windlass.compat.parallel_state_sp",
-        "only of initialize_sequence_parallel; register_with_transformers makes groups of its own, and returns them",
+        "has only the groups of initialize_sequence_parallel; register_with_transformers creates and returns its own",
     ),
 }
 
 _TENSOR = "windlass.compat.tp_model_init"
-_CUT = "initialize cuts the model, over neighbours; a group of other ranks is refused"
+_CUT = "initialize shards the model over neighbouring ranks; a group of other ranks is refused"
 _TENSORS = {
     "deepspeed.tp_model_init": differs(f"{_TENSOR}:tp_model_init", _CUT),
     "deepspeed.record_tp_model_init_args": differs(f"{_TENSOR}:record_tp_model_init_args", _CUT),
@@ -90,25 +90,25 @@ _TENSORS = {
     ),
     **{
         f"deepspeed.{name}": differs(
-            f"{_TENSOR}:set_autotp_mode", "nothing to do: the configuration says whether a model is cut"
+            f"{_TENSOR}:set_autotp_mode", "does nothing: the configuration determines whether a model is sharded"
         )
         for name in ("set_autotp_mode", "module_inject.set_autotp_mode", "module_inject.layers.set_autotp_mode")
     },
     "deepspeed.module_inject.tp_shard.get_shard_size_list": refused(
-        "initialize cuts matrices as evenly as their heads allow; set tensor_parallel.autotp_size"
+        "initialize shards matrices as evenly as their heads allow; set tensor_parallel.autotp_size"
     ),
     "deepspeed.runtime.tensor_parallel.TpTrainingManager": refused(
-        "deepspeed.initialize cuts matrices; set tensor_parallel.autotp_size in the configuration"
+        "deepspeed.initialize shards matrices; set tensor_parallel.autotp_size in the configuration"
     ),
     "deepspeed.resolve_per_head_muon_after_sharding": refused(
-        "Muon of single heads is not built; Muon orthogonalises whole matrices, on ranks that have them whole"
+        "per-head Muon is not built; Muon orthogonalises full matrices, which must not be sharded"
     ),
 }
 
 _MODULE = differs(
     "windlass.compat.deepspeed_pipeline:PipelineModule",
-    "micro-batches may be dicts or tuples of any tensors; every rank of a pipeline reads them, not the first and last "
-    "stage alone; without num_stages and topology `initialize` cuts it by the configuration",
+    "micro-batches may be dicts or tuples of any tensors; every rank of a pipeline reads them, not only the first and "
+    "last stage; without num_stages and topology `initialize` splits it by the configuration",
 )
 _ENGINE = differs(
     "windlass.engine.pipeline_engine:PipelineEngine",
@@ -155,7 +155,7 @@ _STAGES |= {
         for name in ("DualPipeVEngine", "DualPipeVModule")
     },
     "deepspeed.runtime.utils.PartitionedTensor": refused(
-        "what stages of a pipeline send each other is whole; use torch.distributed.tensor for tensors cut over ranks"
+        "pipeline stages send full tensors; use torch.distributed.tensor for sharded tensors"
     ),
 }
 

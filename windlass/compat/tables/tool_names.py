@@ -1,10 +1,10 @@
-"""`deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, the root's small names: tools around training."""
+"""Table of `deepspeed.utils`, `deepspeed.runtime.utils`, timers, constants, monitors and other root names."""
 
 from windlass.compat.stand_in_entry import NameStatus, StandInEntry, differs, works
 
 
 def _rows_for(prefix: str, target_module: str, names: str, note: str = "") -> dict[str, StandInEntry]:
-    """One row for each of `names`, which are called the same in `home`."""
+    """Return an entry for each of `names`; each name is the same in `target_module`."""
     state = NameStatus.DIFFERS if note else NameStatus.WORKS
     return {f"{prefix}.{name}": StandInEntry(state, f"{target_module}:{name}", note) for name in names.split()}
 
@@ -16,14 +16,14 @@ _MOVING = "windlass.compat.runtime_functions"
 _NORMS = "windlass.compat.norm_functions"
 _WORDS = "windlass.compat.runtime_constants"
 _PINNED = "windlass.compat.pinned_memory"
-_PIECES = "a piece is this rank's part of the unit's even cut, not of the parameter's; also below stage 3"
-_AT_ALL = "answers at stage 0 too, where DeepSpeed gives None"
+_PIECES = "a shard is an equal part of the unit, not of the parameter; also below stage 3"
+_AT_ALL = "works at stage 0 too, where DeepSpeed returns None"
 
 _LEAF_NAMES = (
     "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module "
     "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
 )
-_LEAF = "marks only: windlass gathers what runs, and needs no list of leaves"
+_LEAF = "only marks: windlass gathers modules as they run and needs no list of leaves"
 _FULL_NAMES = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
     "safe_set_full_grad safe_set_full_optimizer_state safe_update_full_grad_vectorized"
@@ -57,7 +57,7 @@ _OPTIMIZER_NAMES = (
     "MUADAMW_OPTIMIZER MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER "
     "ZERO_ONE_ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS TENSOR_CORE_ALIGN_SIZE TORCH_ADAM_PARAM MAX_GRAD_NORM"
 )
-_SEE = differs(f"{_MOVING}:see_memory_usage", "one line in windlass' words")
+_SEE = differs(f"{_MOVING}:see_memory_usage", "one line in windlass's format")
 
 _UTILS: dict[str, StandInEntry] = {
     **_rows_for(
@@ -66,7 +66,8 @@ _UTILS: dict[str, StandInEntry] = {
     "deepspeed.utils.logging": works(_MESSAGES),
     "deepspeed.utils.torch.required_torch_version": works(f"{_MESSAGES}:required_torch_version"),
     "deepspeed.utils.groups": works(
-        "windlass.compat.parallel_groups", "of an mpu, or of the engine made last; before it all ranks are data ranks"
+        "windlass.compat.parallel_groups",
+        "of an mpu, or of the engine built last; before that, all ranks are data ranks",
     ),
     **_rows_for("deepspeed.utils", "windlass.compat.parallel_groups", _GROUP_NAMES),
     "deepspeed.utils.exceptions.DeprecatedException": works("windlass.compat.parallel_groups:DeprecatedException"),
@@ -87,9 +88,9 @@ _UTILS: dict[str, StandInEntry] = {
     **_rows_for(
         "deepspeed.utils.module_utils", "windlass.compat.attribute_paths", "recursive_getattr recursive_setattr"
     ),
-    "deepspeed.utils.OnDevice": differs("windlass.compat.on_device:OnDevice", "torch.Tensor(...) is left alone"),
+    "deepspeed.utils.OnDevice": differs("windlass.compat.on_device:OnDevice", "torch.Tensor(...) is not affected"),
     "deepspeed.utils.init_on_device.OnDevice": differs(
-        "windlass.compat.on_device:OnDevice", "torch.Tensor(...) is left alone"
+        "windlass.compat.on_device:OnDevice", "torch.Tensor(...) is not affected"
     ),
     "deepspeed.utils.instrument_w_nvtx": works("windlass.compat.nvtx_ranges:instrument_w_nvtx"),
     "deepspeed.utils.nvtx.instrument_w_nvtx": works("windlass.compat.nvtx_ranges:instrument_w_nvtx"),
@@ -97,7 +98,7 @@ _UTILS: dict[str, StandInEntry] = {
     "deepspeed.utils.get_numactl_cmd": works("windlass.compat.numa_cores:get_numactl_cmd"),
     "deepspeed.utils.numa": works("windlass.compat.numa_cores"),
     "deepspeed.utils.timer": differs(
-        "windlass.compat.wall_clock_timers", "means are in milliseconds, and what is logged is windlass'"
+        "windlass.compat.wall_clock_timers", "means are in milliseconds, and log lines have windlass's format"
     ),
     "deepspeed.utils.is_initialized": works("torch.distributed:is_initialized"),
     **_rows_for("deepspeed.utils.pin_memory_tracker", _PINNED, "track_pinned_memory pinned_memory_summary"),
@@ -112,7 +113,8 @@ _RUNTIME: dict[str, StandInEntry] = {
         "windlass.compat.coalesced_collectives:reduce_scatter_coalesced"
     ),
     "deepspeed.runtime.torch_autocast": differs(
-        "windlass.compat.autocast_comm_dtypes", "no parameter is marked: gradients travel in communication_data_type"
+        "windlass.compat.autocast_comm_dtypes",
+        "no parameter is marked: gradients are communicated in communication_data_type",
     ),
     **_rows_for("deepspeed.runtime.utils", _MOVING, _MOVING_NAMES),
     **_rows_for("deepspeed.runtime.utils", _NORMS, _NORM_NAMES),
@@ -157,7 +159,7 @@ _ROOT: dict[str, StandInEntry] = {
         "windlass.compat.launcher_constants:TORCH_DISTRIBUTED_DEFAULT_PORT"
     ),
     "deepspeed.constants": works("windlass.compat.launcher_constants"),
-    "deepspeed.OnDevice": differs("windlass.compat.on_device:OnDevice", "torch.Tensor(...) is left alone"),
+    "deepspeed.OnDevice": differs("windlass.compat.on_device:OnDevice", "torch.Tensor(...) is not affected"),
     **_rows_for("deepspeed", "windlass.compat.script_config", "load_ds_config set_optimizer_flags"),
     "deepspeed.runtime.tensor_parallel.init_utils.load_ds_config": works(
         "windlass.compat.script_config:load_ds_config"

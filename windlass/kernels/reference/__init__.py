@@ -1,7 +1,8 @@
-"""Every kernel in plain PyTorch: what it means, and what runs where no native code does. In reading order:
+"""Reference implementation of every kernel in plain PyTorch, which also runs where native code is missing.
 
-fused_multiply_add (and roots), narrow_rounding (exact arithmetic), blockwise (8-bit codes), adam, lion, adagrad, sgd,
-lamb (the rules), update (from stored tensors to fp32 and back), keyed_sum (a hash), crc32c (checksums of pages).
+Reading order: fused_multiply_add (with square roots), stochastic_rounding, blockwise (8-bit codes); adam, lion,
+adagrad, sgd, lamb (the rules); reference_update (from stored tensors to fp32 and back); keyed_sum (a hash), crc32c
+(checksums of pages).
 """
 
 from __future__ import annotations

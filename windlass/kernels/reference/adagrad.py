@@ -11,7 +11,7 @@ from windlass.kernels.update_rules import COUPLED, AdagradRule
 def adagrad_update(
     rule: AdagradRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
 ) -> torch.Tensor:
-    """The new parameter; the state sum is replaced in the list. Source: Duchi et al., JMLR 12 (2011)."""
+    """Return the new parameter, and replace the state sum in the list. Source: Duchi et al., JMLR 12 (2011)."""
     decay, eps, size = rule.coefficients
     if rule.flags & COUPLED:
         gradient = fma(parameter, decay, gradient)

@@ -11,7 +11,7 @@ from windlass.kernels.update_rules import AMSGRAD, COUPLED, AdamRule
 def adam_update(
     rule: AdamRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
 ) -> torch.Tensor:
-    """The new parameter; `states` (exp_avg, exp_avg_sq, max_exp_avg_sq with amsgrad) are replaced in the list.
+    """Return the new parameter, and replace `states` (exp_avg, exp_avg_sq, with amsgrad max_exp_avg_sq) in the list.
 
     Source: Kingma & Ba, arXiv:1412.6980, algorithm 1; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al.,
     arXiv:1904.09237.
@@ -21,7 +21,7 @@ def adam_update(
         gradient = fma(parameter, decay, gradient)
     else:
         parameter = parameter * keep
-    # Interpolated from the nearer end, as torch.lerp does; weight - 1 is exact for weights from 0.5 to 1.
+    # Interpolate from the nearer end, as torch.lerp does; weight - 1 is exact for weights from 0.5 to 1.
     if abs(weight) < 0.5:
         states[0] = fma(gradient - states[0], weight, states[0])
     else:

@@ -1,17 +1,17 @@
-"""States in 8 bits an element: small floats under one scale for each block of 256.
+"""8-bit optimizer states: small floats with one scale for each block of 256 elements.
 
-The scale is the power of two that puts the block's largest magnitude, rounded, at 1 to 1.875, the largest code. Signed
-codes have a sign, 4 bits of exponent and 3 of mantissa, unsigned ones 5 and 3; code 0 is 0. Rounding is stochastic: a
-value becomes one of its two neighbours, whose distance is at most an eighth of it, and the mean over the noise is the
-value. So an average that moves by a thousandth a step does move, as it would not if rounded to nearest. Signed
-magnitudes below 2^-15 of the scale become 0 or the smallest code, right on average as well; unsigned values (which
-stand under a square root in a denominator) become the smallest code, unless they are 0.
+The scale is the power of two that brings the block's largest magnitude, rounded, into the range 1 to 1.875; 1.875 is
+the largest code. Signed codes have a sign, 4 bits of exponent and 3 of mantissa; unsigned ones 5 and 3. Code 0 is 0.
+Rounding is stochastic: a value becomes one of its two neighbours, whose distance is at most an eighth of the value, and
+the mean over the noise is the value. So a moving average that changes by a thousandth per step does change, which it
+would not with rounding to nearest. Signed magnitudes below 2^-15 of the scale become 0 or the smallest code, also
+correct on average. Unsigned values (under a square root in a denominator) become the smallest code, unless they are 0.
 
-Scales that are powers of two make codes pieces of fp32 numbers: what was decoded is coded again, by any noise, in the
-same codes and scale.
+The exponent and mantissa bits of a code are those of the fp32 number, since scales are powers of two. Therefore a
+decoded value encodes to the same code and scale again, with any noise.
 
-After Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, with codes that are computed
-instead of looked up.
+After Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, with computed codes instead of
+a lookup table.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import torch
 from windlass.kernels.reference.stochastic_rounding import NOISE_BITS, NOISE_MASK
 from windlass.kernels.update_tensors import SCALE_BLOCK, count_scales
 
-_MIN_SIGNED_VALUE = 1.125 * 2.0**-15  # the value of code 1
-_SIGNED_SPAN, _UNSIGNED_SPAN = 15, 31  # exponents that the codes span below that of the scale
-# Biased exponents of the least scales: under them code 1, and for signed codes its product with a noise, is a normal
-# number. What is smaller is scaled as if its block's largest magnitude were this.
+_MIN_SIGNED_VALUE = 1.125 * 2.0**-15  # value of code 1
+_SIGNED_SPAN, _UNSIGNED_SPAN = 15, 31  # exponents of the codes below that of the scale
+# Biased exponents of the smallest scales. With them code 1, and for signed codes its product with a noise, is a normal
+# number. Blocks of smaller values use these scales.
 _MIN_SIGNED_EXPONENT, _MIN_UNSIGNED_EXPONENT = 64, 32
 _INFINITE_EXPONENT = 255
 
 
 def quantize_blockwise(values: torch.Tensor, noise: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of flat fp32 `values`.
+    """Encode flat fp32 `values` as codes and scales.
 
     Args:
-        noise: int64 of 20 bits for each value; half of 2^20 everywhere rounds to nearest.
-        signed: whether values may be negative.
+        noise: int64 with 20 bits for each value; 2^19 everywhere rounds to nearest.
+        signed: True if values may be negative.
 
     Returns:
-        uint8 `[n]` and fp32 `[scales_of(n)]`. Where a block holds an infinity, a NaN or a value that rounds to an
-        infinity its codes are 0 and its scale is infinite: all of the block is NaN when it is decoded.
+        uint8 `[n]` and fp32 `[count_scales(n)]`. If a block has an infinity, a NaN or a value that rounds to infinity,
+        its codes are 0 and its scale is infinite, and the whole block decodes to NaN.
     """
-    # Rounded to 3 bits of mantissa, as integers of sign, exponent and mantissa that code and number have in common.
+    # Round to 3 bits of mantissa. The integers have sign, exponent and mantissa bits in the order of codes and fp32.
     sizes = (values.abs().view(torch.int32).to(torch.int64) + noise) >> NOISE_BITS
     sizes = torch.where(values.isnan(), _INFINITE_EXPONENT << 3, sizes)
     exponents = _block_maxima(sizes) >> 3
@@ -49,7 +49,7 @@ def quantize_blockwise(values: torch.Tensor, noise: torch.Tensor, signed: bool) 
     scales = torch.where(lost, _INFINITE_EXPONENT, exponents).to(torch.int32).bitwise_left_shift(23).view(torch.float32)
     codes = sizes - (_expand_blocks(exponents - (_SIGNED_SPAN if signed else _UNSIGNED_SPAN), values.numel()) << 3)
     if signed:
-        # Rounded once more, to 0 or to code 1, by a noise that is independent of the first.
+        # Round again, to 0 or to code 1, with a noise that is independent of the first.
         other = (noise * 0x9E3779B1 & NOISE_MASK).float()
         rounded = (sizes.to(torch.int32) << NOISE_BITS).view(torch.float32)
         below = (rounded > other * (2.0**-20 * _MIN_SIGNED_VALUE) * _expand_blocks(scales, values.numel())).to(
@@ -62,7 +62,7 @@ def quantize_blockwise(values: torch.Tensor, noise: torch.Tensor, signed: bool) 
 
 
 def dequantize_blockwise(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The fp32 values of flat uint8 `codes`."""
+    """Decode flat uint8 `codes` to fp32 values."""
     bits = codes.to(torch.int32)
     magnitudes = bits & 127 if signed else bits
     base = (127 - (_SIGNED_SPAN if signed else _UNSIGNED_SPAN)) << 3

@@ -1,8 +1,8 @@
-"""CRC-32C (Castagnoli), bit by bit: what the checksums of pages on disk mean."""
+"""CRC-32C (Castagnoli), bit by bit: the reference of the page checksums on disk."""
 
 from __future__ import annotations
 
-_REVERSED = 0x82F63B78  # the polynomial 0x1EDC6F41 with its bits in the order in which they are shifted out
+_REVERSED = 0x82F63B78  # the polynomial 0x1EDC6F41 with reversed bits, in the order in which they are shifted out
 
 
 def crc32c(data: bytes) -> int:

@@ -1,4 +1,4 @@
-"""a b + c and square roots rounded once, as processors' own instructions round them, on any machine."""
+"""Fused multiply-add and square root with a single rounding, as in processor instructions, on any machine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 
 def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tensor:
-    """fp32 tensors -> fp32. A `b` that is no tensor must be a value of fp32.
+    """Compute `a * b + c` in fp32 with one rounding. A float `b` must be a value of fp32.
 
-    The product of two fp32 numbers is exact in fp64; their sum with c is rounded to odd, after which rounding to fp32
-    gives what rounding the exact sum would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved
-    algorithms using rounding to odd", IEEE Transactions on Computers 57, 2008).
+    The product of two fp32 numbers is exact in fp64. Its sum with c is rounded to odd; rounding that to fp32 equals
+    rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+    rounding to odd", IEEE Transactions on Computers 57, 2008).
     """
     product = a.double() * (b.double() if isinstance(b, torch.Tensor) else b)
     addend = c.double()
@@ -24,8 +24,10 @@ def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tens
 
 
 def rounded_sqrt(values: torch.Tensor) -> torch.Tensor:
-    """The square root of fp32 `values`, rounded to nearest; torch's own may go through a library that rounds less well.
+    """Compute the square root of fp32 `values`, rounded to nearest. torch's own may use a library that rounds less
+    precisely.
 
-    That of fp64 is near enough: no root of an fp32 number comes as close to the middle of two as its error.
+    The fp64 root is precise enough: no root of an fp32 number is closer to the midpoint of two fp32 numbers than its
+    error.
     """
     return values.double().sqrt().float()

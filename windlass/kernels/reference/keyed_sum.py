@@ -1,4 +1,4 @@
-"""Sums of keyed words: a hash of memory that can be taken piece by piece, in any order."""
+"""Keyed sum of words: a hash of memory that can be computed in pieces, in any order."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import cache
 
 import torch
 
-_BLOCK = 4096  # elements that share a factor; the other factor is one of as many
-_ROWS = 16  # blocks at once: what is in memory besides the words is 512 KiB
-_KEY_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbours get far apart
+_BLOCK = 4096  # elements that share a key factor; the other factor depends on the position in the block
+_ROWS = 16  # blocks at a time: bounds the scratch memory at 512 KiB
+_KEY_STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads neighbouring positions
 
 
 def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
-    """Sum of `words[i] * key(start + i, seed)` modulo 2^64, where every key is odd.
+    """Compute the sum of `words[i] * key(start + i, seed)` modulo 2^64, where every key is odd.
 
     Args:
         words: `[n]` int8, int16, int32 or int64, on any device.
-        start: place of the first among all that are summed.
-        seed: of the keys, int64.
+        start: position of the first word in the whole memory.
+        seed: seed of the keys, int64.
 
     Returns:
         int64 `[]` on the device of `words`.
@@ -40,7 +40,7 @@ def keyed_sum(words: torch.Tensor, start: int, seed: int) -> torch.Tensor:
 
 
 def _block_runs(start: int, stop: int) -> Iterable[tuple[int, int]]:
-    """`[start, stop)` in whole blocks, a bounded number of them, and parts of one block before and after those."""
+    """Split `[start, stop)` into runs of whole blocks, of bounded length, and partial blocks at both ends."""
     while start < stop:
         last = min(stop, (start // _BLOCK + 1) * _BLOCK)
         if start % _BLOCK == 0 and stop - start >= _BLOCK:
@@ -55,12 +55,12 @@ def _key_table(device: torch.device) -> torch.Tensor:
 
 
 def _odd_key(values: torch.Tensor) -> torch.Tensor:
-    """Keys: the finalizer of splitmix64 (Steele et al. 2014) of int64 `values`, made odd. All of it wraps around."""
+    """Return odd keys: the finalizer of splitmix64 (Steele et al. 2014) of int64 `values`, modulo 2^64."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * _to_int64(factor)
     return (values ^ ((values >> 31) & ((1 << 33) - 1))) | 1
 
 
 def _to_int64(value: int) -> int:
-    """The int64 with the bits of a number in `[0, 2^64)`."""
+    """Return the int64 with the bits of a number in `[0, 2^64)`."""
     return value - (1 << 64) if value >> 63 else value

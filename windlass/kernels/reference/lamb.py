@@ -11,7 +11,10 @@ from windlass.kernels.update_rules import EPS_INSIDE, LambRule
 def lamb_update(
     rule: LambRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
 ) -> torch.Tensor:
-    """The new parameter; exp_avg and exp_avg_sq are replaced in the list. Source: arXiv:1904.00962, algorithm 2."""
+    """Return the new parameter, and replace exp_avg and exp_avg_sq in the list.
+
+    Source: arXiv:1904.00962, algorithm 2.
+    """
     beta1, rest1, beta2, rest2, eps, decay, size, least, most = rule.coefficients
     states[0] = fma(gradient, rest1, states[0] * beta1)
     states[1] = fma(gradient * rest2, gradient, states[1] * beta2)

@@ -11,7 +11,7 @@ from windlass.kernels.update_rules import LionRule
 def lion_update(
     rule: LionRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
 ) -> torch.Tensor:
-    """The new parameter; the state exp_avg is replaced in the list. Source: arXiv:2302.06675, algorithm 2."""
+    """Return the new parameter, and replace the state exp_avg in the list. Source: arXiv:2302.06675, algorithm 2."""
     keep, beta1, rest1, beta2, rest2, size = rule.coefficients
     direction = fma(gradient, rest1, states[0] * beta1)
     states[0] = fma(gradient, rest2, states[0] * beta2)

@@ -1,4 +1,4 @@
-"""From stored tensors to fp32, through a rule, and back: one update as the kernels define it."""
+"""Reference update: decode stored tensors to fp32, apply the rule, and encode them again."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _APPLY: dict[type, Callable[[Any, torch.Tensor, torch.Tensor, list[torch.Tensor]
     SGDRule: sgd_update,
     LambRule: lamb_update,
 }
-_SPAN_ELEMENTS = 4096 * SCALE_BLOCK  # elements at a time: bounds the temporaries
+_SPAN_ELEMENTS = 4096 * SCALE_BLOCK  # elements at a time, which bounds the temporaries
 
 
 @torch.no_grad()
 def update_with_reference(rule: UpdateRule, tensors: UpdateTensors, divisor: float) -> None:
-    """Update one piece in place; gradients are divided by `divisor`."""
+    """Update one parameter's tensors in place. Gradients are divided by `divisor`."""
     flat = UpdateTensors(
         tensors.parameter.view(-1),
         tensors.gradient.view(-1),
@@ -42,7 +42,7 @@ def update_with_reference(rule: UpdateRule, tensors: UpdateTensors, divisor: flo
         None if tensors.low_precision_copy is None else tensors.low_precision_copy.view(-1),
     )
     count = tensors.parameter.numel()
-    span = count if isinstance(rule, LambRule) else _SPAN_ELEMENTS  # its norms are over the whole
+    span = count if isinstance(rule, LambRule) else _SPAN_ELEMENTS  # its norms are over the whole tensor
     for start in range(0, count, span):
         _update_span(rule, _slice_span(flat, start, min(start + span, count)), divisor)
 

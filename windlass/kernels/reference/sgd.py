@@ -11,7 +11,7 @@ from windlass.kernels.update_rules import COUPLED, FIRST_STEP, MOMENTUM, NESTERO
 def sgd_update(
     rule: SGDRule, parameter: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
 ) -> torch.Tensor:
-    """The new parameter; with a momentum, the state momentum_buffer is replaced in the list."""
+    """Return the new parameter. With a momentum, replace the state momentum_buffer in the list."""
     decay, momentum, rest, size = rule.coefficients
     if rule.flags & COUPLED:
         gradient = fma(parameter, decay, gradient)

@@ -1,7 +1,13 @@
-"""Layers spread over the ranks along pp.
+"""Pipeline parallelism: layers are distributed over the ranks of the mesh axis `pp`.
 
-Reading order. Arithmetic alone: action, schedule, simulation, programs, balance. A rank's stages: stage; here, specs,
-row, module; absent, routers, tracing, timing, cut; leftovers, apply. What runs: parcel, passing, split, run, shared.
+Reading order:
+
+1. Schedules, without tensors: pipeline_action, pipeline_schedules, schedule_simulation, transfer_order,
+   layer_partition.
+2. The stages of a rank: pipeline_stages, local_stage, layer_specs, layer_sequence, pipeline_sequential; for unmodified
+   models stub_modules, pipeline_router_loss, forward_tracing, layer_timing, staged_model; then remote_parameters and
+   apply_pipeline_parallel.
+3. Execution: stage_message, stage_transfers, split_backward, schedule_executor, shared_gradients.
 """
 
 from windlass.parallel.pipeline.apply_pipeline_parallel import apply_pipeline_parallel, get_pipeline_stages

@@ -1,4 +1,4 @@
-"""Leaves a rank its stages of a model, whether that was written as a row of layers or is cut as it is."""
+"""Application of pipeline parallelism to a model, either a `PipelineSequential` or an unmodified model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.parallel.pipeline.pipeline_stages import PipelineStages
 from windlass.parallel.pipeline.staged_model import StagedModel, split_into_stages
 from windlass.parallel.placement import get_placement, set_placement
 
-_STAGES_ATTRIBUTE = "_windlass_stages"  # of the model: what is kept in a table beside it would keep it for ever
+_STAGES_ATTRIBUTE = "_windlass_stages"  # set on the model, since a global table would keep models alive
 
 
 def apply_pipeline_parallel(
@@ -29,21 +29,24 @@ def apply_pipeline_parallel(
     activation_checkpoint_interval: int = 0,
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> PipelineStages:
-    """Keep only this rank's stages, in place, and say of each parameter that other stages have too which these are
-    (`placement_of(parameter).stages`). Not collective, unless layers are to be timed; the first of all cuts.
+    """Keep only this rank's stages of a model, in place, before the model is sharded along any other axis.
+
+    Each parameter that several stages hold is marked with the ranks that hold it
+    (`get_placement(parameter).shared_stages`). The call is not collective.
 
     Args:
-        model: a `PipelineModule`, which was built in stages or whole, or a causal language model, with values or on the
-            meta device.
-        axis: pp.
-        each: stages on each rank.
-        method: how layers weigh, of a model that is cut; a `PipelineModule` has a `partition_method` of its own.
-        interval: so many layers at a time are computed again in the backward; 0: none, or as the module says.
-        sample: keyword arguments of a forward, for a model that takes other things than `input_ids`.
+        model: a `PipelineSequential`, built in stages or whole, or a causal language model, with values or on the meta
+            device.
+        axis: the mesh axis `pp`.
+        virtual_stages: stages on each rank.
+        partition_method: weights of the layers of an unmodified model. A `PipelineSequential` uses its own
+            `partition_method`.
+        activation_checkpoint_interval: number of layers in one checkpointed call. 0: none, or as the module was built.
+        example_kwargs: keyword arguments of a forward, for a model that takes other arguments than `input_ids`.
 
     Raises:
-        ConfigError: there are fewer layers than stages, or the module was built for others.
-        ModelError: the model can't be cut.
+        ConfigError: there are fewer layers than stages, or the module was built for other stages.
+        ModelError: the model can't be split.
     """
     stages: PipelineStages
     if isinstance(model, PipelineSequential):
@@ -54,8 +57,8 @@ def apply_pipeline_parallel(
     else:
         if activation_checkpoint_interval > 1:
             raise ConfigError(
-                f"pipeline.activation_checkpoint_interval = {activation_checkpoint_interval}: a model that is cut keeps the inputs of every "
-                "layer, or all; write 1 or 0, or write the model as a PipelineModule"
+                f"pipeline.activation_checkpoint_interval = {activation_checkpoint_interval}: a model that is not a "
+                "PipelineModule checkpoints each layer or none; write 1 or 0, or write the model as a PipelineModule"
             )
         found = split_into_stages(
             model,
@@ -76,7 +79,7 @@ def apply_pipeline_parallel(
 
 
 def get_pipeline_stages(model: nn.Module) -> PipelineStages | None:
-    """The stages that this rank has of a model; None of one that is no part of a pipeline."""
+    """Return this rank's stages of a model, or None if the model is not part of a pipeline."""
     if isinstance(model, PipelineSequential):
         return model
     found = getattr(model, _STAGES_ATTRIBUTE, None)

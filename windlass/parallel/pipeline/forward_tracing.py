@@ -1,10 +1,10 @@
-"""How a model's own forward uses its layers: which list they are in, what comes before, what behind.
+"""Tracing of a model's forward: the list of its layers, and the modules called before and after them.
 
-[Note: tracing by absence] The forward runs once, on two rows of three tokens, with nothing in place of each layer. So
-it costs no more than an embedding and a head, works on the meta device, and tells apart what lies before the layers and
-behind them whatever order modules were registered in. It shows three things that a cut relies on: layers are called one
-after the other, each gets as hidden states exactly what the one before returned, and nothing else that they get depends
-on parameters.
+[Note: tracing by absence] The forward runs once, on two rows of three tokens, with an empty probe in place of each
+layer. The run costs no more than an embedding and a head and works on the meta device. It separates the modules called
+before the layers from those called after them, in whatever order the modules were registered. It also checks three
+properties that a split relies on: the layers are called one after the other; the hidden states that a layer receives
+are exactly those that the previous layer returned; no other argument of a layer depends on parameters.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ _ROWS, _TOKENS = 2, 3
 
 @dataclass
 class ForwardTrace:
-    """What a model's forward does.
+    """Structure of a model's forward.
 
     Attributes:
-        path: of the list of layers, in the model.
-        layers: how many are in it.
-        form: what a layer returns.
-        before: modules with parameters of their own that are called before the layers, and the shapes they return.
-        behind: those called behind them.
-        everywhere: those that are not called; whoever wants their parameters may want them on any stage.
-        arguments: with which the forward was looked at.
-        hidden: what the first layer was given then.
-        routers: whose logits a loss may be over.
+        layers_path: path of the list of layers in the model.
+        num_layers: number of layers in that list.
+        output_form: form of a layer's return value.
+        input_modules: modules with parameters of their own that are called before the layers, with the shapes that they
+            return.
+        output_modules: modules with parameters of their own that are called after the layers.
+        uncalled_modules: modules that the forward does not call. Any stage may use their parameters.
+        example_kwargs: arguments of the traced forward.
+        example_hidden: hidden states that the first layer received in the traced forward.
+        num_routers: number of routers whose logits may enter a loss.
     """
 
     layers_path: str
@@ -62,11 +63,11 @@ class ForwardTrace:
 
 
 class _CannotSplit(Exception):
-    """Why a list can't be cut; the text is part of a sentence."""
+    """The reason why a list of layers can't be split. The text completes a sentence of an error message."""
 
 
 class _ProbeLayer(nn.Module):
-    """In a layer's place: notes down how it is called."""
+    """Replacement of a layer during tracing. It records its calls."""
 
     def __init__(self, index: int, calls: list[_LayerCall], output_form: OutputForm, layer: nn.Module) -> None:
         super().__init__()
@@ -93,24 +94,25 @@ class _LayerCall:
 
 
 def trace_forward(model: nn.Module, example_kwargs: Mapping[str, Any] | None = None) -> ForwardTrace:
-    """Find the layers of `model` and what lies around them.
+    """Find the layers of `model` and the modules around them.
 
     Args:
-        model: with values or on the meta device; it is as it was afterwards.
-        sample: keyword arguments of a forward; by default `input_ids` alone.
+        model: has values or is on the meta device; it is unchanged afterwards.
+        example_kwargs: keyword arguments of a forward; by default `input_ids` alone.
 
     Raises:
-        ModelError: no list of layers can be cut; the text names those that were looked at, and why not.
+        ModelError: no list of layers can be split. The text names each list that was tried and the reason it was
+            rejected.
     """
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(_cannot_split_text(model, {}, "it has an encoder and a decoder, which are two rows of layers"))
+        raise ModelError(_cannot_split_text(model, {}, "it has an encoder and a decoder, hence two lists of layers"))
     for name in ("layerdrop", "layer_drop"):
         if getattr(config, name, 0):
-            raise ModelError(_cannot_split_text(model, {}, f"config.{name} leaves layers out by chance; set it 0"))
+            raise ModelError(_cannot_split_text(model, {}, f"config.{name} skips layers at random; set it to 0"))
     for path, module in model.named_modules():
         if getattr(module, "is_kv_shared_layer", False):
-            reason = f"{path} computes with keys and values that an earlier layer left, which may be on another stage"
+            reason = f"{path} uses keys and values of an earlier layer, which may be on another stage"
             raise ModelError(_cannot_split_text(model, {}, reason))
     routers = record_router_logits(model)
     reasons: dict[str, str] = {}
@@ -126,13 +128,13 @@ def _cannot_split_text(model: nn.Module, reasons: dict[str, str], more: str) -> 
     looked = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
     return (
         f"{type(model).__name__} can't be cut into stages: looked for a list of layers (nn.ModuleList) that its "
-        f"forward calls one after the other, each with the hidden states that the one before returned: {looked or more}"
-        ". Write it as a PipelineModule, or train it without pp"
+        f"forward calls one after the other, each with the previous one's hidden states: {looked or more}. "
+        "Write it as a PipelineModule, or train it without pp"
     )
 
 
 def _candidate_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Lists of modules that lie in no other such list, those with the most parameters first."""
+    """Yield the outermost module lists of the model with their paths, those with the most parameters first."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         rows = path and isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
@@ -147,7 +149,11 @@ def _candidate_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _trace_list(
     model: nn.Module, path: str, layers: nn.Module, example_kwargs: Mapping[str, Any] | None
 ) -> ForwardTrace:
-    """The first way of calling the model that works tells; else the first reason why none does."""
+    """Trace with each output form and each set of arguments, and return the first trace that succeeds.
+
+    Raises:
+        _CannotSplit: no trial succeeded. The text is the first reason, preferably one other than a failing forward.
+    """
     reasons: list[str] = []
     for form in ("tensor", "tuple"):
         for arguments in make_trial_kwargs(model, example_kwargs):
@@ -159,8 +165,11 @@ def _trace_list(
 
 
 def make_trial_kwargs(model: nn.Module, example_kwargs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Keyword arguments for a trial. On the meta device models can't look at values of masks, so one of them is given
-    as models take it without looking, or made from ones."""
+    """Yield sets of keyword arguments for a trial forward.
+
+    On the meta device a model can't read the values of a mask. So one set has a 4-dimensional mask, which models use
+    unread, and another has a mask of ones.
+    """
     if example_kwargs is not None:
         yield dict(example_kwargs)
         return
@@ -181,7 +190,7 @@ def _trace_once(
     calls: list[_LayerCall] = []
     order: dict[
         str, tuple[set[int], OutputShapeRule | None]
-    ] = {}  # how many layers were called before each call of a module
+    ] = {}  # for each module, the number of layers that were called before each of its calls
     outer = _outer_modules(model, path)
     handles = [
         module.register_forward_hook(_make_call_recorder(name, calls, order), with_kwargs=True)
@@ -210,7 +219,10 @@ def _trace_once(
 
 
 def _outer_modules(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    """Modules with parameters of their own outside the layers, and what lies in them; not what the layers lie in."""
+    """Return the outermost modules outside the layers that have parameters of their own.
+
+    Containers of the layers are excluded.
+    """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         around = not name or path.startswith(f"{name}.")
@@ -230,8 +242,8 @@ def _check_calls(calls: list[_LayerCall], num_layers: int) -> None:
     for call in calls:
         if call.differentiable_arguments:
             raise _CannotSplit(
-                f"layer {call.index} gets {', '.join(call.differentiable_arguments)} besides hidden states, which depends on "
-                "parameters of another stage"
+                f"layer {call.index} gets {', '.join(call.differentiable_arguments)} besides hidden states, which "
+                "depends on parameters of another stage"
             )
 
 
@@ -240,7 +252,7 @@ def _classify_module(trace: ForwardTrace, name: str, when: set[int], shape_rule:
         trace.uncalled_modules.append(name)
     if 0 in when:
         if shape_rule is None:
-            raise _CannotSplit(f"{name} returns what no shape can be told of beforehand")
+            raise _CannotSplit(f"{name} returns a value whose shape does not follow from its input")
         trace.input_modules[name] = shape_rule
     if trace.num_layers in when:
         trace.output_modules.append(name)
@@ -269,8 +281,11 @@ def _infer_shape_rule(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 
 @contextmanager
 def trial_mode(model: nn.Module, trainable_modules: list[nn.Module]) -> Iterator[None]:
-    """For a forward that leaves no traces: in evaluation mode, with random numbers put back and no loss over routers.
-    Parameters of `learning` need gradients meanwhile, so that it shows what depends on them."""
+    """Run a forward without side effects: in evaluation mode, with restored random state and without router loss.
+
+    The own parameters of `trainable_modules` require gradients meanwhile, so that the trace shows which values depend
+    on them.
+    """
     modes = [(module, module.training) for module in model.modules()]
     own = [p for module in trainable_modules for p in module.parameters(recurse=False)]
     frozen = [p for p in own if p.is_floating_point() and not p.requires_grad]

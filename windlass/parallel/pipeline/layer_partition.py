@@ -1,4 +1,4 @@
-"""Where a row of layers is cut into stages: contiguous parts, the heaviest as light as can be."""
+"""Partition of a sequence of layers into contiguous stages whose heaviest is as light as possible."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from windlass.base.tensor_tree import iterate_tensors, replace_tensors
 
 
 def partition_layers(weights: Sequence[float], num_stages: int) -> list[int]:
-    """The bounds of contiguous parts: part `i` is `[bounds[i], bounds[i + 1])`.
+    """Return the bounds of contiguous stages: stage `i` has the layers `[bounds[i], bounds[i + 1])`.
 
-    The heaviest part is as light as any cut can make it; of all such cuts this is the one with the least sum of
-    squares. No part is without weight, if there are enough layers that have some.
+    The heaviest stage is as light as any partition can make it. Among those partitions the result has the least sum of
+    squared weights. No stage has weight 0 if at least `num_stages` layers have a positive weight.
 
     Args:
-        weights: of each layer; 0 or more.
-        parts: how many.
+        weights: weight of each layer, at least 0.
+        num_stages: number of stages.
 
     Raises:
-        ConfigError: there are fewer layers than parts.
+        ConfigError: there are fewer layers than stages.
     """
     if len(weights) < num_stages or num_stages < 1:
         raise ConfigError(f"{len(weights)} layers can't be cut into {num_stages} parts, of at least one layer each")
@@ -39,7 +39,7 @@ def partition_layers(weights: Sequence[float], num_stages: int) -> list[int]:
         return weight if weight > 0 or not loaded else float("inf")
 
     heaviest, _ = _cheapest_partition(len(weights), num_stages, of, max)
-    slack = heaviest * (1 + 1e-12)  # sums of the same weights in another order
+    slack = heaviest * (1 + 1e-12)  # tolerance: the same weights may be summed in another order
     squares = lambda start, stop: w * w if (w := of(start, stop)) <= slack else float("inf")  # noqa: E731
     return _cheapest_partition(len(weights), num_stages, squares, lambda a, b: a + b)[1]
 
@@ -47,7 +47,7 @@ def partition_layers(weights: Sequence[float], num_stages: int) -> list[int]:
 def _cheapest_partition(
     layers: int, num_stages: int, cost: Callable[[int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The cheapest cut, by dynamic programming: `layers^2 parts` steps."""
+    """Return cost and bounds of the cheapest partition, by dynamic programming in `layers^2 num_stages` steps."""
     best = [0.0] + [float("inf")] * layers
     chosen: list[list[int]] = []
     for part in range(num_stages):
@@ -68,17 +68,18 @@ def _cheapest_partition(
 def compute_layer_weights(
     partition_method: str | Sequence[float], class_names: Sequence[str], parameter_counts: Callable[[], list[int]]
 ) -> list[float]:
-    """What each layer weighs.
+    """Return the weight of each layer.
 
     Args:
-        method: `"uniform"`: all the same; `"parameters"` (or `"best"`): elements of parameters; `"type:REGEX"`: 1 where
-            the expression is found in the name of the layer's class, whatever its case, else 0; or numbers, one a layer
-            (`measured`).
-        names: of the layers' classes.
-        parameters: elements of each layer's parameters; only asked for where they count.
+        partition_method: `"uniform"`: all weights are equal; `"parameters"` (or `"best"`): the number of parameter
+            elements; `"type:REGEX"`: 1 if the expression matches in the layer's class name, case-insensitively, else 0;
+            or a sequence of numbers, one for each layer (`measure_layer_times`).
+        class_names: class name of each layer.
+        parameter_counts: returns the number of parameter elements of each layer. Called only if the method needs them.
 
     Raises:
-        ConfigError: there is no such method, no layer matches, or there are more or fewer numbers than layers.
+        ConfigError: the method is unknown, no layer matches, or the number of weights differs from the number of
+            layers.
     """
     if not isinstance(partition_method, str):
         if len(partition_method) != len(class_names):
@@ -100,17 +101,18 @@ def compute_layer_weights(
             )
         return found
     raise ConfigError(
-        f'there is no partition {partition_method!r}; write "uniform", "parameters", "type:REGEX", or one number a layer'
+        f'there is no partition {partition_method!r}; write "uniform", "parameters", "type:REGEX", or one number per '
+        "layer"
     )
 
 
 def measure_layer_times(layers: Iterable[Callable[[Any], Any]], sample: Any, repeats: int = 3) -> list[float]:
-    """Seconds that each layer takes for a forward and a backward: weights for `partition_method`.
+    """Measure the seconds of a forward and a backward of each layer, as weights for `partition_method`.
 
     Args:
-        layers: called one after the other, each with what the one before returned.
-        sample: what the first takes.
-        repeats: the shortest of so many counts, after one that does not.
+        layers: called one after the other, each with the previous layer's output.
+        sample: input of the first layer.
+        repeats: number of measurements, of which the shortest counts, after one warm-up run.
     """
     found = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Runs layers one after the other, and, where that is asked for, so many at a time again in the backward."""
+"""Execution of layers one after the other, optionally with activation checkpointing of every few layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LayerFunction = Callable[[Any], Any]
 
 
 def run_layers(functions: Sequence[LayerFunction], inputs: Any) -> Any:
-    """The last one's result; each takes what the one before returned."""
+    """Call each function with the previous function's result. Return the last result."""
     for function in functions:
         inputs = function(inputs)
     return inputs
@@ -26,11 +26,12 @@ def run_layers_checkpointed(
     *,
     class_names: Sequence[str] | None = None,
 ) -> Any:
-    """As `in_a_row`, with every `interval` of them in one checkpointed call.
+    """Run layers as `run_layers` does, with every `interval` of them in one checkpointed call.
 
     Args:
-        checkpoint: called with a function and its arguments; a tuple's items are arguments of their own.
-        names: of classes: only segments of these alone are checkpointed. None: those that have parameters.
+        checkpoint: called with a function and its arguments. The items of a tuple are passed as separate arguments.
+        class_names: only segments whose modules all have one of these class names are checkpointed. None: segments with
+            parameters.
     """
     for start in range(0, len(functions), interval):
         segment = functions[start : start + interval]
@@ -48,7 +49,9 @@ def _run_layers_on(functions: Sequence[LayerFunction], *inputs: Any) -> Any:
 
 
 def worth_it(segment: Sequence[LayerFunction], names: Sequence[str] | None) -> bool:
-    """Return whether a segment is checkpointed: its classes are all among `names`, or it has parameters."""
+    """Return True if a segment is checkpointed: its classes are all in `names`, or `names` is None and it has
+    parameters.
+    """
     modules = [_unwrap_module(function) for function in segment]
     if names is not None:
         return all(type(module).__name__ in names for module in modules)
@@ -56,5 +59,5 @@ def worth_it(segment: Sequence[LayerFunction], names: Sequence[str] | None) -> b
 
 
 def _unwrap_module(function: LayerFunction) -> Any:
-    """The module behind a tied layer's own forward."""
+    """Return the module of a tied layer whose forward is a `partial`, or the function itself."""
     return function.args[0] if isinstance(function, partial) and function.args else function

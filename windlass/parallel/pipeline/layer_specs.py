@@ -1,4 +1,4 @@
-"""Layers that are described before they are built, so that a rank builds those of its stage alone."""
+"""Layer specifications, from which a rank builds only the layers of its own stages."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from windlass.base.errors import ModelError
 
 
 class LayerSpec:
-    """A layer that is built later: `typename(*module_args, **module_kwargs)`.
+    """Layer that is built later, as `typename(*module_args, **module_kwargs)`.
 
     Args:
         typename: a subclass of `torch.nn.Module`.
-        module_args, module_kwargs: what it is made from.
+        module_args, module_kwargs: arguments of its constructor.
 
     Raises:
-        ModelError: `typename` makes no module.
+        ModelError: `typename` is no subclass of `torch.nn.Module`.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise ModelError(f"LayerSpec({typename!r}, ...): a layer is made by a subclass of torch.nn.Module")
+            raise ModelError(f"LayerSpec({typename!r}, ...): typename must be a subclass of torch.nn.Module")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """The layer. `log` is accepted for DeepSpeed's sake."""
+        """Build and return the layer. `log` is accepted for compatibility with DeepSpeed and ignored."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -37,14 +37,14 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is the same module wherever its key occurs: in one stage, or in several that then share it.
+    """Layer whose module is shared by all layers with the same key, in one stage or in several.
 
     Args:
-        key: its name; the first spec of a key says how the module is made.
-        typename, module_args, module_kwargs: as of `LayerSpec`.
+        key: name of the shared module. The first spec with this key builds the module.
+        typename, module_args, module_kwargs: as for `LayerSpec`.
         forward_fn: called as `forward_fn(module, inputs)` in place of the module.
-        tied_weight_attr: names of its parameters that stages share. All of the module's parameters are shared, as they
-            are where one process has them all; these have to be there.
+        tied_weight_attr: names of parameters that the module must have. All its parameters are shared, not only these,
+            as they are in a single process.
     """
 
     def __init__(
@@ -77,15 +77,17 @@ LayerLike = LayerSpec | nn.Module | Callable[[Any], Any]
 
 
 def get_layer_name(layer: LayerLike) -> str:
-    """The name of a layer's class, or function."""
+    """Return the name of a layer's class, or of the function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def count_layer_parameters(layers: Iterable[LayerLike]) -> list[int]:
-    """Elements of each layer's parameters. What is not built yet is built without memory for that, and no random number
-    is drawn."""
+    """Return the number of parameter elements of each layer.
+
+    Layers that are not built yet are built on the meta device, without memory, and the random state is restored.
+    """
     with torch.random.fork_rng():
         return [sum(p.numel() for p in _build_for_size(layer).parameters()) for layer in layers]
 
@@ -95,6 +97,6 @@ def _build_for_size(layer: LayerLike) -> nn.Module:
         try:
             with torch.device("meta"):
                 return layer.build()
-        except (NotImplementedError, RuntimeError):  # its constructor looks at values
+        except (NotImplementedError, RuntimeError):  # the constructor reads values, which meta tensors do not have
             return layer.build()
     return layer if isinstance(layer, nn.Module) else nn.Identity()

@@ -1,4 +1,4 @@
-"""How long the layers of a model take that is about to be cut."""
+"""Measurement of the layer times of a model that is about to be split."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ _TOKENS = 128
 
 
 def measure_model_layer_times(model: nn.Module, *, repeats: int = 3) -> list[float]:
-    """Seconds of the forward of each layer, to which a backward is in proportion: weights for `cut_model`. Ranks take
-    the numbers of one of them.
+    """Measure the forward seconds of each layer, as weights for `split_into_stages`.
 
-    What comes before the layers counts with the first one, what comes behind them with the last one.
+    The backward is assumed proportional.
+
+    All ranks must use the numbers of one rank, since measurements differ. The time before the layers counts for the
+    first layer, the time after them for the last.
 
     Args:
-        model: that can be cut; whole, with values.
-        repeats: the shortest of so many counts, after one that does not.
+        model: a whole model with values that can be split.
+        repeats: number of measurements, of which the shortest counts, after one warm-up run.
 
     Raises:
         ConfigError: the model is on the meta device.
-        ModelError: the model can't be cut.
+        ModelError: the model can't be split.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
@@ -62,7 +64,7 @@ def _time_layers(model: nn.Module, trace: ForwardTrace) -> list[float]:
 
 
 def _lengthen_input_ids(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same with more tokens, where it has tokens alone: layers take as long as they do in training."""
+    """Lengthen `input_ids`, if it is the only tensor, so that the layers' relative times are those of training."""
     ids = arguments.get("input_ids")
     if not isinstance(ids, torch.Tensor) or any(
         isinstance(v, torch.Tensor) and v is not ids for v in arguments.values()

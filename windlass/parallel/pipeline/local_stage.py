@@ -1,4 +1,4 @@
-"""Which place along the pipeline this rank has, before there is a mesh."""
+"""Position of this rank along the pipeline, before a mesh exists."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from windlass.base.errors import ConfigError
 
 
 def find_local_stage(num_stages: int | None, topology: Any) -> tuple[int, int]:
-    """This rank's place along the pipeline, and how many there are: the outermost axis, unless a topology says.
+    """Return this rank's position along the pipeline and the number of ranks along it.
+
+    The pipeline is the outermost axis of the ranks, unless `topology` defines it.
 
     Raises:
-        ConfigError: they don't divide the ranks, or the two say different numbers.
+        ConfigError: the number of stages does not divide the number of ranks, or `num_stages` and `topology` differ.
     """
     rank, world = _rank_and_world_size()
     if topology is not None:

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does, one entry after another: computing for a micro-batch, sending, receiving."""
+"""Actions of a pipeline rank: computation for a micro-batch, sends and receives."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from enum import Enum
 
 
 class ActionKind(Enum):
-    """Kinds of actions; the value is how one prints."""
+    """Kind of an action. The value is its abbreviation in text."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # of inputs and weights at once
-    BACKWARD_INPUT = "I"  # the backward of a stage's inputs alone, which is all that the stage before waits for
-    BACKWARD_WEIGHT = "W"  # the rest of it
+    BACKWARD = "B"  # gradients of inputs and weights at once
+    BACKWARD_INPUT = "I"  # gradients of the stage's inputs, the only ones that the previous stage waits for
+    BACKWARD_WEIGHT = "W"  # gradients of the weights
     SEND_ACTIVATION = "sa"
     RECEIVE_ACTIVATION = "ra"
     SEND_GRADIENT = "sg"
@@ -20,23 +20,23 @@ class ActionKind(Enum):
 
     @property
     def is_compute(self) -> bool:
-        """It is no transfer."""
+        """True if the action computes, False if it is a transfer."""
         return self in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
     @property
     def is_send(self) -> bool:
-        """It is the sender's half of a transfer."""
+        """True if the action is the sender's half of a transfer."""
         return self in (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something that one rank does for one micro-batch.
+    """One computation or transfer of one rank for one micro-batch.
 
     Attributes:
-        kind: what.
-        stage: the stage for which, of all stages of the pipeline; stage `s` lies on rank `s % ranks`.
-        micro: the micro-batch.
+        kind: kind of the action.
+        stage: number of the stage among all stages of the pipeline. Stage `s` is on rank `s % ranks`.
+        micro_batch: number of the micro-batch.
     """
 
     kind: ActionKind
@@ -48,4 +48,4 @@ class Action:
 
 
 RankActions = list[Action]
-"""What one rank does, in this order."""
+"""The actions of one rank, in order."""

@@ -1,9 +1,9 @@
-"""The loss with which transformers' routers are balanced, where their layers lie on several stages.
+"""Load-balancing loss of transformers' routers, for a model whose layers are on several stages.
 
-[Note: routers of all layers] That loss is a product of two means over all layers, so no stage can compute its part of
-it. The logits of a stage's routers, `[tokens, experts]` of each, go to the next stage together with its hidden states,
-and on from there: the last stage hands those of all layers to the model's own function, and their gradients come back
-the same way.
+[Note: routers of all layers] The loss is a product of two means over all layers, so no stage can compute its part of
+it. Each stage sends the logits of its routers, `[tokens, experts]` each, to the next stage together with its hidden
+states and the logits that it received. The last stage passes the logits of all layers to the model's own loss function.
+Their gradients return on the same way.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from windlass.base.errors import ModelError
 from windlass.parallel.router_loss import FUNCTION_NAME, RouterLogits, install_router_loss
 
 _KEY = "router_logits"
-_RECORDS = "_can_record_outputs"  # what a class of transformers says of itself
+_RECORDS = "_can_record_outputs"  # class attribute of a transformers model that lists the outputs it records
 
 
 @dataclass
 class RouterLogitsCollector:
-    """The forward of one stage.
+    """Router logits in the forward of one stage.
 
     Attributes:
-        before: logits that came with its hidden states.
-        routers: of the whole model, on the last stage; 0: the loss is computed elsewhere.
-        logits: those of this stage and of all before, once its forward asked for the loss.
+        previous_logits: logits that the stage received with its hidden states.
+        num_routers: number of routers in the whole model, on the last stage; 0 on other stages, which compute no loss.
+        logits: logits of this stage and all previous ones, set when the stage's forward computes the loss.
     """
 
     previous_logits: RouterLogits = ()
@@ -38,18 +38,20 @@ class RouterLogitsCollector:
     logits: RouterLogits = ()
 
     def collect(self, local_logits: RouterLogits) -> RouterLogits | None:
-        """See `router_loss.Collected`.
+        """Add this stage's logits. Return the logits of all layers on the last stage, None on others.
+
+        This method has the signature of `RouterLoss.collect_logits`.
 
         Raises:
-            ModelError: of some layers there are none.
+            ModelError: the logits of some layers are missing.
         """
         self.logits = (*self.previous_logits, *local_logits)
         if not self.num_routers:
             return None
         if len(self.logits) != self.num_routers:
             raise ModelError(
-                f"the loss that balances routers is over {self.num_routers} of them, and the logits of {len(self.logits)} "
-                "came to the last stage; set output_router_logits to False"
+                f"the router loss needs the logits of {self.num_routers} routers, and the last stage received those of "
+                f"{len(self.logits)}; set output_router_logits to False"
             )
         return self.logits
 
@@ -59,7 +61,7 @@ _current_collector: ContextVar[RouterLogitsCollector | None] = ContextVar("windl
 
 @contextmanager
 def collecting_router_logits(collector: RouterLogitsCollector) -> Iterator[RouterLogitsCollector]:
-    """While one stage's forward runs."""
+    """Use `collector` for the logits of the forward inside the context."""
     token = _current_collector.set(collector)
     try:
         yield collector
@@ -73,16 +75,16 @@ def _collect(local_logits: RouterLogits) -> RouterLogits | None:
 
 
 def record_router_logits(model: nn.Module) -> int:
-    """Have the model's logits noted down, and its loss over them computed from those that were collected.
+    """Make the model record its router logits, and compute its loss over the logits that the stages collected.
 
-    transformers records what modules return by hooks that it puts in place when they are first wanted, which would be
-    when other stages' layers are gone: they are put in place now.
+    transformers installs the recording hooks at first use, when the layers of other stages are already gone. So this
+    function installs them before the split.
 
     Returns:
-        How many routers are recorded; 0 where the model has no loss over them.
+        The number of recorded routers; 0 if the model has no loss over them.
 
     Raises:
-        ModelError: its configuration asks for that loss, and how it is computed is not known.
+        ModelError: the model's configuration asks for that loss, but the model computes it in no supported way.
     """
     inner = _find_transformers_model(model)
     loss = None if inner is None else install_router_loss(inner)
@@ -91,13 +93,14 @@ def record_router_logits(model: nn.Module) -> int:
         if _wants_router_loss(model):
             raise ModelError(
                 f"{type(model).__name__} can't be cut into stages: config.output_router_logits asks for a loss over "
-                f"the routers of all layers, and it has no {FUNCTION_NAME} over {_KEY} that transformers records; set it False"
+                f"the routers of all layers, and it has no {FUNCTION_NAME} over {_KEY} that transformers records; set "
+                "it to False"
             )
         return 0
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
     if not any(getattr(module, "_output_capturing_hooks_installed", False) for module in inner.modules()):
-        maybe_install_capturing_hooks(inner)  # once: it does not look whether those of models within are there
+        maybe_install_capturing_hooks(inner)  # once: a second call would install the hooks of nested models again
     loss.collect_logits = _collect
     return routers
 
@@ -109,12 +112,12 @@ def _wants_router_loss(model: nn.Module) -> bool:
 
 
 def _find_transformers_model(model: nn.Module) -> Any:
-    """The outermost model of transformers in it."""
+    """Return the outermost transformers model inside `model`, or None."""
     return next((module for module in model.modules() if hasattr(type(module), _RECORDS)), None)
 
 
 def _count_recorded_routers(model: nn.Module) -> int:
-    """How many modules transformers records logits of; each belongs to the innermost model of its own around it."""
+    """Count the modules whose logits transformers records. The innermost transformers model owns each module."""
     found = 0
     owners = {path: module for path, module in model.named_modules() if hasattr(type(module), _RECORDS)}
     for path, module in model.named_modules():
@@ -126,7 +129,10 @@ def _count_recorded_routers(model: nn.Module) -> int:
 
 
 def _is_recorded_by(recorder: Any, path: str, module: nn.Module) -> bool:
-    """As transformers' OutputRecorder means it; a class or its name may stand for one."""
+    """Return True if a recorder of transformers records this module.
+
+    A recorder is an OutputRecorder, a class or a class name.
+    """
     kind = getattr(recorder, "target_class", recorder if isinstance(recorder, type) else None)
     name = getattr(recorder, "class_name", recorder if isinstance(recorder, str) else None)
     layer = getattr(recorder, "layer_name", None)

@@ -1,11 +1,11 @@
-"""In which order each rank of a pipeline computes: GPipe, 1F1B, interleaved 1F1B and ZB-H1; arithmetic alone.
+"""Compute order of each pipeline rank for GPipe, 1F1B, interleaved 1F1B and ZB-H1.
 
-[Note: torch's schedules] `torch.distributed.pipelining` has tables of the same schedules, and a test holds ours against
-them where they can be had. They are not run by it, since its stages fix the shapes of activations before the first
-step, take tensors and no dicts, know neither tied weights nor layers that need no gradient, wrap modules of their own,
-and gather and reduce parameters around every action where we do it once a schedule. Its tables, and its split of a
-backward, can only be had through private names of its runtime, and refuse most numbers of micro-batches where stages
-are interleaved.
+[Note: torch's schedules] `torch.distributed.pipelining` has tables of the same schedules, and a test compares ours with
+them where torch provides them. windlass does not execute its pipelines with torch's runtime, because torch's stages fix
+the shapes of activations before the first step, accept tensors but no dicts, support neither tied weights nor layers
+that need no gradient, wrap modules in modules of their own, and gather and reduce parameters around every action, where
+windlass does so once a schedule. torch's tables and its split backward are private, and its interleaved schedules
+refuse most numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 def build_schedule(
     name: ScheduleName, ranks: int, num_micro_batches: int, virtual_stages: int = 1
 ) -> list[RankActions]:
-    """What each rank computes, in order.
+    """Return the computations of each rank, in order.
 
     Args:
-        name: which schedule. `"gpipe"` (Huang et al. 2019): all forwards, then all backwards. `"1f1b"` (PipeDream's,
-            Narayanan et al. 2021a): one forward, one backward, so that a rank holds at most as many micro-batches as
-            there are ranks from it on. `"interleaved"` (Narayanan et al. 2021b): the same with several stages a rank.
-            `"zero-bubble"` (ZB-H1, Qi et al. 2024): backwards of weights wait until there is nothing else to do.
-        ranks: of the pipeline.
-        micros: micro-batches in a step.
-        each: stages that each rank holds.
+        name: the schedule. `"gpipe"` (Huang et al. 2019): all forwards, then all backwards. `"1f1b"` (PipeDream,
+            Narayanan et al. 2021a): forwards and backwards alternate, so that a rank holds at most as many
+            micro-batches as there are ranks from it to the last. `"interleaved"` (Narayanan et al. 2021b): 1F1B with
+            several stages on each rank. `"zero-bubble"` (ZB-H1, Qi et al. 2024): backwards of weights fill the time in
+            which a rank would be idle.
+        ranks: ranks of the pipeline.
+        num_micro_batches: micro-batches in a step.
+        virtual_stages: stages on each rank.
 
     Raises:
-        ConfigError: there is no such schedule, it can't have so many stages a rank, or a number is below 1.
+        ConfigError: the schedule is unknown, does not support this number of stages on a rank, or a number is below 1.
     """
     _check_schedule(name, ranks, num_micro_batches, virtual_stages)
     if name == "zero-bubble":
@@ -52,7 +53,7 @@ def build_schedule(
 
 
 def build_forward_schedule(ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> list[RankActions]:
-    """What each rank computes where nothing is trained: all forwards."""
+    """Return the computations of each rank without training: all forwards, in order."""
     _check_schedule("interleaved", ranks, num_micro_batches, virtual_stages)
     return [
         _drop_padding_micro_batches(_forward_actions(rank, ranks, num_micro_batches, virtual_stages), num_micro_batches)
@@ -77,7 +78,7 @@ def _check_schedule(name: str, ranks: int, num_micro_batches: int, virtual_stage
 
 
 def _forward_actions(rank: int, ranks: int, num_micro_batches: int, virtual_stages: int) -> RankActions:
-    """Micro-batches pass a rank's stages in groups of as many as there are ranks."""
+    """Return a rank's forwards. Micro-batches pass the rank's stages in groups of `ranks` micro-batches."""
     stages = [part * ranks + rank for part in range(virtual_stages)]
     groups = [range(start, start + ranks) for start in range(0, num_micro_batches, ranks)]
     return [Action(ActionKind.FORWARD, s, m) for group in groups for s in stages for m in group]
@@ -92,9 +93,12 @@ def _backward_actions(rank: int, ranks: int, num_micro_batches: int, virtual_sta
 
 
 def _drop_padding_micro_batches(actions: RankActions, num_micro_batches: int) -> RankActions:
-    """[Note: micro-batches that are not there] Groups are always full: of what does not divide by the ranks the last
-    ones are planned and left out. No other micro-batch waits for them, so what remains runs if the whole plan does; the
-    published order alone does not, with a last group that is not full."""
+    """Drop the actions of micro-batches that only complete the last group.
+
+    [Note: micro-batches that are not there] Groups are always full: if `ranks` does not divide the number of
+    micro-batches, extra ones are scheduled and then dropped. No other micro-batch waits for them, so the remaining
+    actions can run if the whole schedule can. The published order, with a last group that is not full, can deadlock.
+    """
     return [action for action in actions if action.micro_batch < num_micro_batches]
 
 
@@ -106,7 +110,9 @@ def _gpipe(rank: int, ranks: int, num_micro_batches: int, virtual_stages: int) -
 
 
 def _one_forward_one_backward(rank: int, ranks: int, num_micro_batches: int, virtual_stages: int) -> RankActions:
-    """Forwards until the first backward can begin, then one of each, then the backwards that are left."""
+    """Return a rank's forwards until its first backward, then one forward and one backward in turn, then the last
+    backwards.
+    """
     forwards, backwards = (
         _forward_actions(rank, ranks, num_micro_batches, virtual_stages),
         _backward_actions(rank, ranks, num_micro_batches, virtual_stages),
@@ -120,8 +126,11 @@ def _one_forward_one_backward(rank: int, ranks: int, num_micro_batches: int, vir
 
 
 def _zero_bubble(ranks: int, num_micro_batches: int) -> list[RankActions]:
-    """ZB-H1: as 1F1B, with the backward of weights put off by as many micro-batches as the rank's place, which is what
-    it holds less of than the first rank; so none holds more than that one does under 1F1B."""
+    """Return the ZB-H1 schedule: 1F1B with delayed backwards of weights.
+
+    Rank `r` delays the backward of weights by `r` micro-batches. Under 1F1B it holds `r` micro-batches fewer than the
+    first rank, so no rank holds more than the first rank does under 1F1B.
+    """
     found = []
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, num_micro_batches)

@@ -1,4 +1,4 @@
-"""A model written as a row of layers, of which each rank of a pipeline builds its stages."""
+"""Sequential model for pipelines, of which each rank builds only its own stages."""
 
 from __future__ import annotations
 
@@ -26,32 +26,36 @@ from windlass.parallel.pipeline.pipeline_stages import MicroBatchResult
 
 
 class PipelineSequential(nn.Module):
-    """A row of layers, cut into stages. Each layer takes what the one before returned, as one argument.
+    """Sequence of layers that is partitioned into stages.
 
-    A rank builds the layers of its own stages. Parameters are named as in the whole model: by the layer's number, or
+    Each layer receives the previous layer's output as one argument.
+
+    A rank builds the layers of its own stages. Parameters have the names of the whole model: the layer's number, or
     `tied_modules.KEY`.
 
-    [Note: values of layers built apart] Every rank ends up with the values that a plain `nn.Sequential` of the same
-    layers has, built under the same seed. With `seed_layers` each layer draws from a seed of its own, and nobody builds
-    another's. Without, the random numbers of a layer begin where those of the layer before ended, so every rank builds
-    all layers, one at a time, and lets go of those that are not its own.
+    [Note: values of layers built apart] Every rank gets the initial values that a plain `nn.Sequential` of the same
+    layers gets under the same seed. With `seed_layers` each layer draws from its own seed, so a rank skips the layers
+    of other ranks. Without it, the random numbers of a layer begin where those of the previous layer end. So every rank
+    builds all layers, one at a time, and frees those of other ranks.
 
     Args:
         layers: specs, modules, or functions.
-        num_stages: ranks of the pipeline. None, and no topology: all layers are built, and `take` cuts them later.
-        topology: tells the number of stages, and of this rank which (`get_dim("pipe")`, `get_coord(rank).pipe`).
-        loss_fn: called with the last layer's output and the labels; without one the last layer returns the loss.
-        seed_layers, base_seed, seed_fn: layer `i` is built after `seed_fn(base_seed + i)`, `torch.manual_seed` by
-            default.
-        partition_method: "parameters", "uniform", "type:REGEX", or one number a layer: see `balance.weights_of`.
-        activation_checkpoint_interval: so many layers at a time are computed again in the backward; 0: none.
+        num_stages: ranks of the pipeline. If this and `topology` are None, all layers are built, and `keep_stages`
+            partitions them later.
+        topology: gives the number of ranks and this rank's position (`get_dim("pipe")`, `get_coord(rank).pipe`).
+        loss_fn: called with the last layer's output and the labels. Without it the last layer returns the loss.
+        seed_layers, base_seed, seed_fn: layer `i` is built after `seed_fn(base_seed + i)`; `seed_fn` is
+            `torch.manual_seed` by default.
+        partition_method: "parameters", "uniform", "type:REGEX", or one number for each layer: see
+            `layer_partition.compute_layer_weights`.
+        activation_checkpoint_interval: number of layers in one checkpointed call; 0: no activation checkpointing.
         activation_checkpoint_func: called with a function and its arguments.
-        checkpointable_layers: names of the classes that may be; by default whatever has parameters.
-        dynamic_shape: the shapes of activations don't follow from those of the micro-batch.
+        checkpointable_layers: names of the classes that may be checkpointed; by default all layers with parameters.
+        dynamic_shape: True if the shapes of activations do not follow from those of the micro-batch.
         virtual_stages: stages on each rank, for interleaved schedules.
 
     Raises:
-        ConfigError: ranks or layers can't be cut into so many stages.
+        ConfigError: the ranks or layers can't be divided into this number of stages.
         ModelError: a stage has no parameters, or two stages share some without a `TiedLayerSpec`.
     """
 
@@ -80,7 +84,8 @@ class PipelineSequential(nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         self.has_dynamic_shapes = dynamic_shape
-        self.__dict__["loss_fn"] = loss_fn  # a module only becomes part of this one on the last stage
+        # not registered as a submodule: a module is registered on the last stage only
+        self.__dict__["loss_fn"] = loss_fn
         self.tied_modules = nn.ModuleDict()
         self.shared_parameters: dict[str, tuple[int, ...]] = {}
         for layer in self._layer_specs:
@@ -91,10 +96,10 @@ class PipelineSequential(nn.Module):
         self._build()
 
     def keep_stages(self, stage: int, stages: int, virtual_stages: int = 1) -> None:
-        """Keep only what rank `stage` of `stages` needs; for a module that was built whole.
+        """Keep only the layers of rank `stage` among `stages` ranks, for a module that was built whole.
 
         Raises:
-            ConfigError: it was built for other stages already, or there are too few layers.
+            ConfigError: the module was already built for other stages, or there are too few layers.
             ModelError: a stage has no parameters.
         """
         if (stage, stages, virtual_stages) == (self.stage_id, self.num_stages, self.virtual_stages):
@@ -103,7 +108,8 @@ class PipelineSequential(nn.Module):
             raise ConfigError(
                 f"this PipelineModule was built as stage {self.stage_id} of {self.num_stages} with "
                 f"{self.virtual_stages} parts on each rank; the configuration asks for stage {stage} of {stages} with "
-                f"{virtual_stages}: write the same numbers there and in PipelineModule(num_stages=..., virtual_stages=...)"
+                f"{virtual_stages}: write the same numbers there and in PipelineModule(num_stages=..., "
+                "virtual_stages=...)"
             )
         self._partition(stage, stages, virtual_stages)
         mine = self._local_layer_numbers()
@@ -114,32 +120,32 @@ class PipelineSequential(nn.Module):
             del self.tied_modules[key]
         self._bind_stages()
 
-    # what is where
+    # Partition
 
     @property
     def total_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.num_stages * self.virtual_stages
 
     @property
     def stages(self) -> list[int]:
-        """The stages of this rank."""
+        """Numbers of this rank's stages."""
         return list(range(self.stage_id, self.total_stages, self.num_stages))
 
     def topology(self) -> Any:
-        """As it was given."""
+        """Return the `topology` that the constructor received."""
         return self._topology
 
     def set_activation_checkpoint_interval(self, interval: int) -> None:
-        """Compute so many layers at a time again in the backward; 0: none."""
+        """Set the number of layers in one checkpointed call; 0: no activation checkpointing."""
         self.activation_checkpoint_interval = interval
 
     def _partition(self, stage: int, stages: int, virtual_stages: int) -> None:
         names = [get_layer_name(layer) for layer in self._layer_specs]
         if len(names) < stages * virtual_stages:
             raise ConfigError(
-                f"{len(names)} layers can't be cut into {stages * virtual_stages} stages ({stages} ranks, {virtual_stages} on each), of at "
-                "least one layer"
+                f"{len(names)} layers can't be cut into {stages * virtual_stages} stages ({stages} ranks, "
+                f"{virtual_stages} on each), of at least one layer"
             )
         sizes = count_layer_parameters(self._layer_specs)
         bounds = partition_layers(
@@ -149,7 +155,7 @@ class PipelineSequential(nn.Module):
             if not sum(sizes[start:stop]):
                 raise ModelError(
                     f"stage {number} of {stages * virtual_stages} has no parameters: layers {start} to {stop - 1} "
-                    f"({', '.join(names[start:stop])}), cut by {self.partition_method!r}; have fewer stages, or "
+                    f"({', '.join(names[start:stop])}), cut by {self.partition_method!r}; use fewer stages or "
                     "another partition_method"
                 )
         self.stage_id, self.num_stages, self.virtual_stages, self.parts = stage, stages, virtual_stages, bounds
@@ -159,7 +165,7 @@ class PipelineSequential(nn.Module):
         return next(stage for stage, stop in enumerate(self.parts[1:]) if number < stop)
 
     def _local_layer_numbers(self) -> list[int]:
-        """Numbers of the layers of this rank."""
+        """Return the numbers of this rank's layers."""
         return [number for stage in self.stages for number in range(self.parts[stage], self.parts[stage + 1])]
 
     def _tied_key(self, number: int) -> str | None:
@@ -167,18 +173,18 @@ class PipelineSequential(nn.Module):
         return layer.key if isinstance(layer, TiedLayerSpec) else None
 
     def _check_shared_parameters(self) -> None:
-        """A parameter that two ranks have without knowing would be trained apart."""
+        """Raise if two ranks share a parameter without a `TiedLayerSpec`: their copies would be trained separately."""
         seen: dict[int, int] = {}
         for number, layer in enumerate(self._layer_specs):
             for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
                 first = seen.setdefault(id(parameter), number)
                 if self._stage_of(first) % self.num_stages != self._stage_of(number) % self.num_stages:
                     raise ModelError(
-                        f"layers {first} and {number} ({get_layer_name(layer)}) share a parameter and lie on different ranks; "
-                        "write both as TiedLayerSpec with one key"
+                        f"layers {first} and {number} ({get_layer_name(layer)}) share a parameter and lie on different "
+                        "ranks; write both as TiedLayerSpec with one key"
                     )
 
-    # building
+    # Construction
 
     def _build(self) -> None:
         mine = set(self._local_layer_numbers())
@@ -208,7 +214,7 @@ class PipelineSequential(nn.Module):
                     (self if key is None else self.tied_modules).add_module(str(number) if key is None else key, module)
 
     def _bind_stages(self) -> None:
-        """What each stage of this rank runs, and what it shares with others; modules of other ranks go."""
+        """Collect the functions of this rank's stages and its shared parameters, and drop modules of other ranks."""
         mine = set(self._local_layer_numbers())
         for number, layer in enumerate(self._layer_specs):
             if number not in mine and isinstance(layer, nn.Module):
@@ -243,7 +249,7 @@ class PipelineSequential(nn.Module):
             return self.get_submodule(str(number))
         return layer
 
-    # running
+    # Execution
 
     loss_fn: Callable[..., Any] | None
 
@@ -251,10 +257,10 @@ class PipelineSequential(nn.Module):
         """Run the layers of one stage.
 
         Args:
-            inputs: what the first of them takes.
-            stage: which; by default all of this rank's, one after the other.
-            labels: for the loss.
-            loss: come to a loss, and return an `Ended`.
+            inputs: input of the first layer.
+            stage: number of the stage; by default all stages of this rank, one after the other.
+            labels: second argument of `loss_fn`.
+            compute_loss: compute the loss and return a `MicroBatchResult`.
         """
         for number in self.stages if stage is None else [stage]:
             inputs = self._run_layers(self._stage_functions[number], inputs)
@@ -263,17 +269,20 @@ class PipelineSequential(nn.Module):
         return MicroBatchResult(inputs if self.loss_fn is None else self.loss_fn(inputs, labels), inputs)
 
     def check_batch(self, batch: Any, *, compute_loss: bool = True) -> None:
-        """See `stage.Stages`."""
+        """Check a micro-batch; see `PipelineStages.check_batch`."""
         if self.loss_fn is not None and not _is_pair(batch):
             raise ModelError(
-                f"a micro-batch of a PipelineModule with loss_fn is a pair (inputs, labels), not {_describe_batch(batch)}; make "
-                "one by engine.set_batch_fn(lambda batch: (inputs, labels))"
+                "a micro-batch of a PipelineModule with loss_fn is a pair (inputs, labels), not "
+                f"{_describe_batch(batch)}; make one with engine.set_batch_fn(lambda batch: (inputs, labels))"
             )
 
     def run_stage(
         self, call_module: Callable[..., Any], stage: int, stage_input: Any, batch: Any, *, compute_loss: bool = True
     ) -> Any:
-        """See `stage.Stages`. A batch is a pair of inputs and labels; without `loss_fn` it may be inputs alone."""
+        """Run one stage; see `PipelineStages.run_stage`.
+
+        A batch is a pair of inputs and labels; without `loss_fn` it may be inputs alone.
+        """
         inputs, labels = batch if _is_pair(batch) else (batch, None)
         inputs = stage_input if stage else inputs
         if stage < self.total_stages - 1:

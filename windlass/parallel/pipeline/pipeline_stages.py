@@ -1,4 +1,4 @@
-"""The part of a model that a rank of a pipeline has: what the schedule's executor asks of it."""
+"""Interface between the schedule executor and the stages of a rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """What the last stage came to for one micro-batch.
+    """Result of the last stage for one micro-batch.
 
     Attributes:
-        loss: a scalar; None where none was asked for.
-        output: what the model returned.
+        loss: a scalar; None if no loss was requested.
+        output: return value of the model.
     """
 
     loss: torch.Tensor | None
@@ -23,13 +23,13 @@ class MicroBatchResult:
 
 
 class PipelineStages(Protocol):
-    """The stages of one rank.
+    """Stages of one rank.
 
     Attributes:
-        count: stages of the whole pipeline, over all ranks.
-        dynamic: shapes of what stages return don't follow from the shapes in a micro-batch.
-        tied: parameters that several ranks of the pipeline hold, this one among them, by name, with the places of these
-            ranks along the axis. Their gradients have to be added up.
+        total_stages: number of stages of the whole pipeline, over all ranks.
+        has_dynamic_shapes: True if the shapes of stage outputs do not follow from the shapes in a micro-batch.
+        shared_parameters: names of this rank's parameters that other ranks of the pipeline also hold, with the
+            positions of all these ranks along the axis. Their gradients must be summed.
     """
 
     has_dynamic_shapes: bool
@@ -39,10 +39,10 @@ class PipelineStages(Protocol):
     def total_stages(self) -> int: ...
 
     def check_batch(self, batch: Any, *, compute_loss: bool = True) -> None:
-        """Look at a micro-batch before anything is run, on every rank alike.
+        """Check a micro-batch before anything runs. All ranks get the same result.
 
         Raises:
-            ModelError: it can't be run.
+            ModelError: the micro-batch can't be run.
         """
         ...
 
@@ -52,13 +52,13 @@ class PipelineStages(Protocol):
         """Run one stage for one micro-batch.
 
         Args:
-            call: calls the module, hooks and all.
-            stage: which.
-            given: what the stage before returned; None of the first.
-            batch: the micro-batch, as the loader gave it.
-            loss: the last stage shall come to a loss.
+            call_module: calls the module, including its hooks.
+            stage: number of the stage.
+            stage_input: output of the previous stage; None for the first stage.
+            batch: the micro-batch, as the loader returned it.
+            compute_loss: the last stage computes a loss.
 
         Returns:
-            What goes to the next stage; of the last one an `Ended`.
+            The input of the next stage; on the last stage a `MicroBatchResult`.
         """
         ...

@@ -1,4 +1,4 @@
-"""Takes out of an optimizer, and out of lists of parameters, those that other ranks of a pipeline have."""
+"""Removal of parameters of other pipeline ranks from optimizers and parameter lists."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 def drop_remote_parameters(
     optimizer: Any, parameters: Iterable[Any] | None, remote_ids: Collection[int]
 ) -> tuple[Any, list[Any] | None]:
-    """An optimizer (in place) and what it is to be made from, as `initialize` is given them, without parameters that
-    lie on other ranks.
+    """Remove parameters of other ranks from the `optimizer` and `parameters` arguments of `initialize`.
 
     Args:
-        optimizer: an instance, or anything else, which is left as it is.
-        parameters: parameters, pairs of a name and one, or groups.
-        gone: ids of the parameters.
+        optimizer: an instance, which is changed in place; any other object is returned unchanged.
+        parameters: parameters, pairs of a name and a parameter, or parameter groups.
+        remote_ids: ids of the parameters to remove.
+
+    Returns:
+        The optimizer and the remaining parameters.
     """
     kept = (
         None

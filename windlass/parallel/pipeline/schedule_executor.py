@@ -1,4 +1,4 @@
-"""Executes a schedule: the forwards, backwards and transfers of one rank of a pipeline."""
+"""Execution of a schedule: the forwards, backwards and transfers of one pipeline rank."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def _run_backward(backward: Callable[[], None], is_last: bool) -> None:
 
 @dataclass(frozen=True)
 class ExecutorCallbacks:
-    """What happens around the actions; an engine puts its own here.
+    """Callbacks around the actions, set by the engine.
 
     Attributes:
-        hold: entered for the whole schedule, so that parameters are gathered once.
-        call: calls the module for a forward.
-        backward: runs what it is given, a backward; it is told whether that is the last one in the schedule, after
-            which all gradients are complete.
-        began: called in a backward of parameters alone, before anything else.
-        scale: what each micro-batch's loss is multiplied by before its backward.
-        moved: a micro-batch as it comes from the loader, on the device.
+        call_module: calls the module for a forward.
+        keep_unsharded: context of the whole schedule, in which parameters stay unsharded, so that they are all-gathered
+            once.
+        run_backward: called with a function that runs a backward, and with True if it is the last backward of the
+            schedule, after which all gradients are complete.
+        on_weight_backward: called inside a backward of weights alone, before any computation.
+        loss_factor: returns the factor of each micro-batch's loss before its backward.
+        to_device: moves a micro-batch from the loader to the device.
     """
 
     call_module: Callable[..., Any]
@@ -49,13 +50,13 @@ class ExecutorCallbacks:
 
 
 class ScheduleFailed(Exception):
-    """A schedule that failed on this rank, or on a rank that sends to it.
+    """Failure of a schedule on this rank, or on a rank that sends to it.
 
     Attributes:
-        error: what was raised here; None if another rank raised first.
-        action: what this rank was doing.
-        drain: makes the transfers that are left of the schedule, without values, so that other ranks do not wait. Other
-            ranks may need collectives of this one meanwhile: run it on a thread and serve those.
+        error: exception raised on this rank; None if another rank raised first.
+        action: action that this rank was running.
+        drain: completes the remaining transfers of the schedule without values, so that other ranks do not wait. Other
+            ranks may meanwhile need collectives of this rank: run `drain` on a thread and serve these collectives.
     """
 
     def __init__(self, error: Exception | None, action: Action | None, drain: Callable[[], None]) -> None:
@@ -65,12 +66,14 @@ class ScheduleFailed(Exception):
 
 @dataclass
 class _BackwardState:
-    """What a stage's backward of one micro-batch needs. Outputs are kept by their edges, so that memory goes back.
+    """Inputs of a stage's backward of one micro-batch.
+
+    Outputs are kept as gradient edges, so that their memory is freed.
 
     Attributes:
-        leaves: what the stage was given, whose gradients go back.
-        edges: where gradients enter.
-        seeds: the gradients that do; None: they come from the next stage.
+        input_leaves: inputs of the stage, whose gradients are sent back.
+        edges: outputs of the stage, where gradients enter its graph.
+        output_gradients: gradients of these outputs; None: the next stage sends them.
     """
 
     input_leaves: list[torch.Tensor]
@@ -90,52 +93,58 @@ def execute_schedule(
 ) -> list[MicroBatchResult]:
     """Run one rank's part of a schedule.
 
-    Gradients add up in `.grad`, as in plain accumulation: each micro-batch counts as much as any other, whatever its
-    size, and the caller divides (`around.scale`).
+    Gradients accumulate in `.grad`. Every micro-batch has the same weight, whatever its size; the caller scales the
+    losses (`callbacks.loss_factor`).
 
     Args:
-        program: from `programs`.
-        stages: the rank's.
-        passing: its transfers.
-        batches: the micro-batches of this step; every rank of the pipeline has the same ones.
-        loss: the last stage comes to losses.
-        outputs: what the model returned is kept; for runs without gradients.
+        actions: actions of this rank, from `transfer_order.add_transfers`.
+        stages: stages of this rank.
+        transfers: transfers of this rank.
+        batches: micro-batches of this step, the same on every rank of the pipeline.
+        compute_loss: the last stage computes losses.
+        keep_outputs: keep the model's outputs; for runs without gradients.
 
     Returns:
-        What the last stage came to, by micro-batch; empty on all other ranks.
+        Results of the last stage in order of micro-batches; empty on all other ranks.
 
     Raises:
-        Halted: a stage raised (its module, its loss function, what it returned can't be passed on), here or on another
-            rank of the pipeline. An error of a transfer or collective itself is raised as it is: connections that broke
-            can't be kept in step.
+        ScheduleFailed: a stage raised on this rank or on another rank of the pipeline: in its module, in its loss
+            function, or because its output can't be sent. Errors of a transfer or collective are raised unchanged,
+            because ranks can't continue in step over a broken connection.
     """
     runner = _ScheduleRunner(actions, stages, transfers, batches, callbacks, compute_loss, keep_outputs)
+    # The last backward that touches parameters completes all gradients. A BACKWARD_INPUT after it adds none.
     final = next(
         (one for one in reversed(actions) if one.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)), None
     )
     at = 0
     try:
+        # One all-gather for all micro-batches of the step.
         with callbacks.keep_unsharded():
             for action in actions:
                 runner.run_action(action, action == final)
                 at += 1
+            # Send buffers must stay in memory until the peers have received them.
             transfers.wait_all_sent()
     except Exception as error:
+        # A finished schedule or a broken connection leaves no transfers to drain: raise the error itself.
         if at == len(actions) or (activity.failed_wait is not None and activity.failed_wait[0] == id(error)):
             raise
+        # Free activations first: the drain allocates buffers, and the failure may be an out-of-memory error.
         runner.release_all()
+        # An error of a peer is reported by that peer.
         mine = None if isinstance(error, PeerStageFailed) else error
         raise ScheduleFailed(mine, actions[at], partial(runner.drain, actions, at)) from mine
     return [runner.results[micro] for micro in sorted(runner.results)]
 
 
 def make_shape_key(batch: Any) -> Hashable:
-    """What all ranks of a pipeline know of a micro-batch: the shapes and dtypes of its tensors, in order."""
+    """Return the shapes and dtypes of a micro-batch's tensors, in order. They are equal on all ranks of a pipeline."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in iterate_tensors(batch))
 
 
 class _ScheduleRunner:
-    """Of one schedule."""
+    """Execution state of one schedule."""
 
     def __init__(
         self,
@@ -150,18 +159,19 @@ class _ScheduleRunner:
         self._stages, self._transfers, self._callbacks = stages, transfers, callbacks
         self._compute_loss, self._keep_outputs = compute_loss, keep_outputs
         self._batches = batches
+        # Shapes of stage outputs may also depend on the grad mode, so it is part of the key.
         self._shape_keys = [(make_shape_key(batch), torch.is_grad_enabled()) for batch in batches]
         self._device_batches: dict[int, Any] = {}  # micro-batches on the device
         self._remaining_uses = Counter(one.micro_batch for one in actions if one.kind is ActionKind.FORWARD)
         self._backward_states: dict[tuple[int, int], _BackwardState] = {}
         self._unsent_outputs: dict[
             tuple[int, int], tuple[MessageLayout, list[torch.Tensor]]
-        ] = {}  # returned, not sent yet
+        ] = {}  # outputs of forwards that are not sent yet
         self._weight_backwards: dict[tuple[int, int], SplitBackward] = {}
         self.results: dict[int, MicroBatchResult] = {}
 
     def run_action(self, action: Action, is_last_backward: bool) -> None:
-        """One action of the program; `last`: no backward follows it."""
+        """Run one action. `is_last_backward`: no later action computes gradients of parameters."""
         stage, micro, passing = action.stage, action.micro_batch, self._transfers
         match action.kind:
             case ActionKind.RECEIVE_ACTIVATION:
@@ -171,6 +181,7 @@ class _ScheduleRunner:
             case ActionKind.RECEIVE_GRADIENT:
                 passing.receive_gradient(stage, micro)
             case ActionKind.SEND_GRADIENT:
+                # Last use of the state: this stage's backward has run, and its gradients are in the leaves.
                 passing.send_gradient(stage, micro, self._backward_states.pop((stage, micro)).input_leaves)
             case ActionKind.FORWARD:
                 self._forward(stage, micro)
@@ -178,6 +189,7 @@ class _ScheduleRunner:
                 self._backward(stage, micro, is_last_backward, split=action.kind is ActionKind.BACKWARD_INPUT)
             case ActionKind.BACKWARD_WEIGHT:
                 later = self._weight_backwards.pop((stage, micro))
+                # False if the stage has no trainable parameters: nothing is left to do.
                 if later:
                     self._callbacks.run_backward(
                         partial(later.backward_weights, self._callbacks.on_weight_backward), is_last_backward
@@ -192,7 +204,11 @@ class _ScheduleRunner:
         self.results.clear()
 
     def drain(self, actions: RankActions, at: int) -> None:
-        """Make the transfers of `program[at:]` without values; that of `program[at]` itself unless it was made."""
+        """Complete the transfers of `actions[at:]` without values.
+
+        A transfer that `actions[at]` already started is not repeated.
+        """
+        # On a single rank stages exchange values directly, so there is nothing to complete.
         for action in actions[at:] if not self._transfers.is_single_rank else ():
             self._drain_action(action.kind, action.stage, action.micro_batch)
         self._transfers.wait_all_sent()
@@ -226,16 +242,20 @@ class _ScheduleRunner:
         )
         learns = torch.is_grad_enabled()
         if isinstance(result, MicroBatchResult):
+            # Without gradients (evaluation) there is no backward that would free the state.
             if learns and result.loss is not None:
                 self._backward_states[stage, micro_batch] = self._backward_state_of_loss(arrived.leaves, result.loss)
+            # Detached, so that the result does not keep the graph alive.
             loss = None if result.loss is None else result.loss.detach()
             self.results[micro_batch] = MicroBatchResult(loss, result.output if self._keep_outputs else None)
             return
         form, out = pack_message(result)
         if learns:
+            # Edges instead of tensors: the graph stays, and the outputs are freed once they are sent.
             edges = [get_gradient_edge(tensor) for tensor in out if tensor.requires_grad]
             self._backward_states[stage, micro_batch] = _BackwardState(arrived.leaves, edges)
         self._unsent_outputs[stage, micro_batch] = form, [tensor.detach() for tensor in out]
+        # The schedule of a single rank has no transfers, so hand the output over here.
         if self._transfers.is_single_rank:
             self._send(stage, micro_batch)
 
@@ -243,15 +263,18 @@ class _ScheduleRunner:
         self._transfers.send_activation(
             stage, micro_batch, self._shape_keys[micro_batch], *self._unsent_outputs.pop((stage, micro_batch))
         )
+        # In training the returning gradient shows that a send has ended. Without gradients, limit the sends in flight.
         if not torch.is_grad_enabled():
             self._transfers.limit_activation_sends(stage)
 
     def _backward_state_of_loss(self, input_leaves: list[torch.Tensor], loss: torch.Tensor) -> _BackwardState:
         if loss.numel() != 1:
             raise ModelError(f"the last stage returned a loss of shape {list(loss.shape)}; it has to be a scalar")
+        # A loss without graph, e.g. of a model without trainable parameters: the backward has nothing to do.
         if not loss.requires_grad:
             return _BackwardState(input_leaves, [], [])
         scale = self._callbacks.loss_factor()
+        # In float32, so that a 16-bit loss does not overflow.
         root = loss if scale == 1.0 else loss.float() * scale
         return _BackwardState(input_leaves, [get_gradient_edge(root)], [torch.ones_like(root)])
 
@@ -260,7 +283,9 @@ class _ScheduleRunner:
         seeds = kept.output_gradients
         if seeds is None:
             seeds = self._transfers.take_gradients(stage, micro_batch)
+            # The gradient has arrived, so the peer has received the activation: free its send buffer now.
             self._transfers.wait_activation_sent(stage, micro_batch)
+        # Drop the edges from the state before the backward, so that it frees the graph as it runs.
         edges, kept.edges, kept.output_gradients = kept.edges, [], None
         if not split:
             if edges:
@@ -268,16 +293,19 @@ class _ScheduleRunner:
         else:
             later = self._weight_backwards[stage, micro_batch] = SplitBackward(edges, seeds, kept.input_leaves)
             if later and kept.input_leaves:
+                # Never the last backward: the gradients of weights follow.
                 self._callbacks.run_backward(later.backward_inputs, False)
         if stage == 0:
+            # No previous stage, hence no SEND_GRADIENT that would remove the state.
             del self._backward_states[stage, micro_batch]
         elif self._transfers.is_single_rank:
+            # The schedule of a single rank has no transfers, so hand the gradients over here.
             self._transfers.send_gradient(
                 stage, micro_batch, self._backward_states.pop((stage, micro_batch)).input_leaves
             )
 
     def _take_batch(self, micro_batch: int) -> Any:
-        """The micro-batch on the device, for as long as forwards need it."""
+        """Return the micro-batch on the device. It is freed with its last forward on this rank."""
         if micro_batch not in self._device_batches:
             self._device_batches[micro_batch] = self._callbacks.to_device(self._batches[micro_batch])
         self._remaining_uses[micro_batch] -= 1

@@ -1,4 +1,4 @@
-"""A schedule played through with given costs: when each action runs, how long ranks are idle, how much they hold."""
+"""Simulation of a schedule with given costs: start times, idle time and memory of each rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from windlass.parallel.pipeline.pipeline_action import Action, ActionKind, RankA
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Seconds (or any unit) of each kind of action, of one stage.
+    """Cost of each kind of action of one stage, in seconds or any other unit.
 
     Attributes:
-        forward, input, weight: of a micro-batch; a whole backward costs what its two parts do.
-        transfer: from the end of an action to where its result is on the next rank.
+        forward, backward_input, backward_weight: cost for one micro-batch. A whole backward costs the sum of its two
+            parts.
+        transfer: time from the end of an action until its result is on the next rank.
     """
 
     forward: float = 1.0
@@ -24,7 +25,7 @@ class ActionCosts:
     transfer: float = 0.0
 
     def of_kind(self, kind: ActionKind) -> float:
-        """Of one action that computes."""
+        """Return the cost of a compute action."""
         return {
             ActionKind.FORWARD: self.forward,
             ActionKind.BACKWARD: self.backward_input + self.backward_weight,
@@ -35,13 +36,14 @@ class ActionCosts:
 
 @dataclass
 class SimulatedSchedule:
-    """What came of it.
+    """Result of a simulation.
 
     Attributes:
-        spans: `(start, stop)` of each action that computes.
-        ended: when the last one stopped.
-        busy: seconds in which each rank computed.
-        held: the most forwards of which each rank held what their backward needs, at once.
+        spans: `(start, stop)` of each compute action.
+        end_time: time at which the last action stops.
+        busy_times: compute time of each rank.
+        peak_micro_batches: largest number of micro-batches whose activations each rank holds at once for their
+            backward.
     """
 
     spans: dict[Action, tuple[float, float]] = field(default_factory=dict)
@@ -51,16 +53,16 @@ class SimulatedSchedule:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they are idle."""
+        """Fraction of all ranks' time in which they are idle."""
         return 1.0 - sum(self.busy_times) / (self.end_time * len(self.busy_times)) if self.end_time else 0.0
 
 
 def list_dependencies(action: Action, stages: int, has_split_backward: bool) -> list[Action]:
-    """What has to be done before `action`, on any rank.
+    """Return the compute actions that must end before `action` can begin, on any rank.
 
     Args:
-        stages: of the pipeline.
-        split: backwards come in two parts.
+        stages: number of stages of the pipeline.
+        has_split_backward: backwards have two parts.
     """
     stage, micro = action.stage, action.micro_batch
     back = ActionKind.BACKWARD_INPUT if has_split_backward else ActionKind.BACKWARD
@@ -75,14 +77,14 @@ def list_dependencies(action: Action, stages: int, has_split_backward: bool) -> 
 def simulate_schedule(
     schedule: Sequence[RankActions], costs: ActionCosts | Sequence[ActionCosts] = ActionCosts()
 ) -> SimulatedSchedule:  # noqa: B008  (it is frozen)
-    """Play a schedule through; each action begins once its rank is free and what it needs has arrived.
+    """Simulate a schedule. Each action begins once its rank is free and its inputs have arrived.
 
     Args:
-        found: what each rank computes, in order.
-        costs: of every stage, or of each.
+        schedule: compute actions of each rank, in order.
+        costs: costs of every stage, or a sequence with the costs of each stage.
 
     Raises:
-        ModelError: ranks wait for each other; the text says where each of them is.
+        ModelError: the ranks wait for each other. The text gives the position of each rank.
     """
     stages = 1 + max(action.stage for order in schedule for action in order)
     split = any(action.kind is ActionKind.BACKWARD_INPUT for order in schedule for action in order)
@@ -118,7 +120,7 @@ def _arrival(simulated: SimulatedSchedule, done: Action, wanted: Action, costs: 
 
 
 def _peak_micro_batches(actions: RankActions) -> int:
-    """Between a forward and the end of its backward a rank holds its micro-batch."""
+    """Return the peak number of micro-batches between their forward and the end of their backward."""
     most = now = 0
     for action in actions:
         now += action.kind is ActionKind.FORWARD
@@ -130,11 +132,11 @@ def _peak_micro_batches(actions: RankActions) -> int:
 def compute_bubble_fraction(
     name: str, ranks: int, num_micro_batches: int, virtual_stages: int = 1, costs: ActionCosts = ActionCosts()
 ) -> float:  # noqa: B008
-    """The part of all ranks' time in which they are idle, by the papers' formulas, for equal stages.
+    """Return the fraction of all ranks' time in which they are idle, by the papers' formulas, for equal stages.
 
-    `(p-1)/(m+p-1)` for GPipe and 1F1B; with `v` stages on each rank (p-1)/(vm+p-1), if they divide the micro-batches
-    (Narayanan et al. 2021b, section 2.2); of ZB-H1 only `(p-1)(F+I-W)` is idle, from p micro-batches on (Qi et al.
-    2024, table 1). Transfers cost nothing here.
+    It is `(p-1)/(m+p-1)` for GPipe and 1F1B. With `v` stages on each rank it is `(p-1)/(vm+p-1)`, if `p` divides the
+    number of micro-batches `m` (Narayanan et al. 2021b, section 2.2). In ZB-H1 only `(p-1)(F+I-W)` is idle, from `p`
+    micro-batches on (Qi et al. 2024, table 1). Transfers cost nothing here.
     """
     whole = costs.forward + costs.backward_input + costs.backward_weight
     idle = (ranks - 1) * (

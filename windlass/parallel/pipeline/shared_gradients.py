@@ -1,4 +1,4 @@
-"""Adds up gradients of parameters that lie on several ranks of a pipeline: an embedding that is the head too."""
+"""Sum of gradients of parameters that several pipeline ranks hold, e.g. an embedding tied to the head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from windlass.comm.point_to_point import exchange_tensors
 
 
 def sum_shared_gradients(model: nn.Module, shared_parameters: Mapping[str, tuple[int, ...]], axis: MeshAxis) -> int:
-    """Replace the gradient of each shared parameter by the sum over the ranks that hold it, in the order of ranks, so
-    that all of them get the same bits. For whole gradients in `.grad`; of all ranks that hold one.
+    """Replace the gradient of each shared parameter by the sum over the ranks that hold it.
+
+    The sum is taken in rank order, so all ranks get identical bits. Gradients are full (unsharded) and in `.grad`. All
+    ranks that hold a shared parameter must call this.
 
     Returns:
         Bytes that this rank received.

@@ -1,12 +1,12 @@
-"""A backward in two parts: first the gradients of a stage's inputs, later those of its parameters.
+"""Backward in two parts: the gradients of a stage's inputs first, those of its parameters later.
 
-[Note: the split] The nodes of a graph from which an input of the stage can be reached run in the first part. Where an
-edge leaves them for parameters, the gradient at its node is noted down; the second part enters the graph there again
-and goes on to the parameters alone, of a matrix product that is its other half. (Qi et al. 2024, Zero Bubble Pipeline
-Parallelism.) `torch.distributed.pipelining` has the same for itself, under private names; it sets `.grad` by hand, so
-that nobody who waits for gradients hears of them. Here they arrive as in any backward.
+[Note: the split] The first part runs the autograd nodes that lead to an input of the stage. Where such a node also has
+an edge towards parameters, the first part records the gradient at that node. The second part enters the graph at these
+nodes again and runs only towards the parameters; of a matrix product this is the other half of its backward. (Qi et al.
+2024, Zero Bubble Pipeline Parallelism.) `torch.distributed.pipelining` has a private implementation that sets `.grad`
+by hand, so gradient hooks do not run. Here hooks run as in any backward.
 
-The graph is kept between the parts, with what it saved. Checkpointed layers are recomputed in both.
+The graph and its saved tensors are kept between the parts. Checkpointed layers are recomputed in both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(eq=False)
 class _EntryNode:
-    """A node at which the second part enters, and the gradients that the first brought there."""
+    """Autograd node at which the second part enters the graph, and the gradients that the first part recorded there."""
 
     node: Node
     gradients: tuple[torch.Tensor | None, ...] = ()
@@ -30,14 +30,14 @@ class _EntryNode:
 
 @dataclass(eq=False)
 class _ParameterGroup:
-    """Parameters that are reached from the same entries."""
+    """Parameters that are reached from the same entry nodes."""
 
     entries: list[_EntryNode] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
 
 
 class _SingleBackward(torch.autograd.Function):
-    """One backward around several, so that whoever looks for its end sees one."""
+    """Outer backward around several inner ones, so that end-of-backward callbacks run once."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, anchor: torch.Tensor) -> torch.Tensor:
@@ -51,13 +51,13 @@ class _SingleBackward(torch.autograd.Function):
 
 
 class SplitBackward:
-    """The backward of one stage for one micro-batch, in two parts: `inputs`, then `run`.
+    """Backward of one stage for one micro-batch in two parts: `backward_inputs`, then `backward_weights`.
 
     Args:
-        edges: where gradients enter the stage's graph.
-        seeds: the gradients.
-        leaves: what the stage was given and needs gradients of; `inputs` puts these into their `.grad`. Where there
-            are none, everything is left to the second part.
+        edges: outputs of the stage, where gradients enter its graph.
+        output_gradients: gradients of these outputs.
+        input_leaves: inputs of the stage that need gradients; `backward_inputs` sets their `.grad`. Without such inputs
+            the second part does all work.
     """
 
     def __init__(
@@ -67,21 +67,23 @@ class SplitBackward:
         self._groups: list[_ParameterGroup] = []
 
     def __bool__(self) -> bool:
-        """There is anything left to do."""
+        """Return True if any work is left."""
         return bool(self._edges or self._groups)
 
     def backward_inputs(self) -> None:
-        """The gradients of the leaves."""
+        """Compute the gradients of the stage's inputs."""
         graph = _StageGraph([edge.node for edge in self._edges], self._input_leaves)
         self._groups = graph.groups()
         entries = {entry for group in self._groups for entry in group.entries}
         hooks = [entry.node.register_prehook(partial(_record_gradients, entry)) for entry in entries]
+        # Only edges that lead to an input leaf: the rest has parameters alone and runs in the second part.
         on_path = [
             (e, s) for e, s in zip(self._edges, self._output_gradients, strict=True) if graph.reaches_leaf(e.node)
         ]
         try:
             if on_path:
                 edges, seeds = [edge for edge, _ in on_path], [seed for _, seed in on_path]
+                # retain_graph: the second part runs through the same graph.
                 torch.autograd.backward(edges, seeds, retain_graph=True, inputs=self._input_leaves)
         finally:
             for hook in hooks:
@@ -93,12 +95,13 @@ class SplitBackward:
         self._input_leaves = []
 
     def backward_weights(self, on_start: Callable[[], None] = lambda: None) -> None:
-        """The gradients of all parameters; once.
+        """Compute the gradients of all parameters. May be called once.
 
         Args:
-            began: called in the backward, before anything else.
+            on_start: called inside the backward, before any computation.
         """
         anchor = torch.zeros((), requires_grad=True)
+        # Grad mode may be off here, and the anchor's backward must exist to call the groups.
         with torch.enable_grad():
             root = _SingleBackward.apply(partial(self._run_groups, on_start), anchor)
         root.backward()
@@ -106,6 +109,7 @@ class SplitBackward:
 
     def _run_groups(self, on_start: Callable[[], None]) -> None:
         on_start()
+        # Several entries may share nodes below them, so buffers stay until the last group has run.
         kept = bool(self._edges) or any(len(group.entries) > 1 for group in self._groups)
         for group in self._groups:
             _backward_group(group, retain=kept)
@@ -118,10 +122,11 @@ def _record_gradients(entry: _EntryNode, gradients: tuple[torch.Tensor, ...]) ->
 
 
 def _backward_group(group: _ParameterGroup, *, retain: bool) -> None:
-    """From the entries of a group to its parameters.
+    """Run the backward from the entry nodes of a group to its parameters.
 
-    One entry may lie below another: what comes down from that one was in its noted gradient already. So each node takes
-    what was noted, whatever arrives; that also keeps hooks on tensors from changing it a second time.
+    One entry node may lie below another, and its recorded gradient already includes the contribution from above. So
+    each entry node uses its recorded gradient and ignores the gradient that arrives. This also keeps tensor hooks from
+    changing the gradient a second time.
     """
     roots, seeds, hooks = [], [], []
     for entry in group.entries:
@@ -139,13 +144,14 @@ def _backward_group(group: _ParameterGroup, *, retain: bool) -> None:
 
 
 class _StageGraph:
-    """What lies between a stage's outputs, its leaves and its parameters."""
+    """Graph between a stage's outputs, its input leaves and its parameters."""
 
     def __init__(self, roots: list[Node], leaves: list[torch.Tensor]) -> None:
         mine = {id(leaf) for leaf in leaves}
         self._nodes = list(_postorder(roots))
         self._reaches_leaf: dict[Node, bool] = {}
-        self._parameters: dict[Node, list[Node]] = {}  # of nodes that reach no leaf: accumulators below
+        # for nodes that lead to no leaf: the AccumulateGrad nodes below them
+        self._parameters: dict[Node, list[Node]] = {}
         for node in self._nodes:
             below = [after for after, _ in node.next_functions if after is not None]
             variable = getattr(node, "variable", None)
@@ -157,11 +163,11 @@ class _StageGraph:
                 self._parameters[node] = list(dict.fromkeys(found))
 
     def reaches_leaf(self, node: Node) -> bool:
-        """A leaf is among what lies below."""
+        """Return True if the node leads to an input leaf."""
         return self._reaches_leaf[node]
 
     def groups(self) -> list[_ParameterGroup]:
-        """Entries and parameters, those together that can't be reached apart."""
+        """Return groups of entry nodes and parameters. Parameters that share an entry node are in one group."""
         of_parameter: dict[Node, _ParameterGroup] = {}
         for node in self._nodes:
             if not self._reaches_leaf[node]:
@@ -176,6 +182,7 @@ class _StageGraph:
                 if other is None:
                     group.parameters.append(parameter.variable)  # type: ignore[attr-defined]
                 elif other is not group:
+                    # An earlier entry also leads to this parameter: one backward must run from both.
                     group.entries += other.entries
                     group.parameters += other.parameters
                     for known, held in of_parameter.items():
@@ -185,7 +192,7 @@ class _StageGraph:
 
 
 def _postorder(roots: list[Node]) -> Iterator[Node]:
-    """Every node, after all that lie below it."""
+    """Yield every node after all nodes below it."""
     done: set[Node] = set()
     stack = [(root, False) for root in roots]
     while stack:

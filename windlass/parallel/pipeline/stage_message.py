@@ -1,4 +1,4 @@
-"""What passes from a stage to the next: its tensors, and the form that tells the receiver how to put them together."""
+"""Message between stages: tensors, and a layout from which the receiver rebuilds the value."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from windlass.base.tensor_tree import iterate_tensors as tensors_of
 
 @dataclass(frozen=True)
 class TensorPlaceholder:
-    """Where a tensor stood."""
+    """Position of a tensor in a message's skeleton."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before it comes.
+    """Description of a tensor that the receiver has before the tensor arrives.
 
     Attributes:
-        shape, dtype: its.
-        learns: a gradient goes back.
-        host: it lies in host memory, wherever the model is.
+        shape, dtype: shape and dtype of the tensor.
+        requires_grad: a gradient is sent back.
+        on_host: the tensor is in host memory, on whatever device the model is.
     """
 
     shape: tuple[int, ...]
@@ -36,19 +36,19 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Size of the transfer in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Memory for it."""
+        """Allocate memory for the tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.on_host else device)
 
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Everything about a value but what is in its tensors: containers, plain values, and a sheet for each tensor.
+    """Structure of a value without the contents of its tensors: containers, plain values, and a spec of each tensor.
 
-    A tensor that occurs twice travels once.
+    A tensor that occurs twice is sent once.
     """
 
     skeleton: Any
@@ -56,26 +56,29 @@ class MessageLayout:
 
     @property
     def differentiable_specs(self) -> list[TensorSpec]:
-        """Of the tensors whose gradients go back."""
+        """Specs of the tensors whose gradients are sent back."""
         return [sheet for sheet in self.tensor_specs if sheet.requires_grad]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value, with these tensors in it."""
+        """Rebuild the value with these tensors."""
         return _map_instances(self.skeleton, TensorPlaceholder, lambda hole: tensors[hole.index])
 
     def matches(self, other: MessageLayout) -> bool:
-        """It is the same, plain values too; of values that can't be compared it is taken that they differ."""
+        """Return True if both layouts are equal, including plain values.
+
+        Values whose comparison raises count as different.
+        """
         try:
             return self.tensor_specs == other.tensor_specs and bool(self.skeleton == other.skeleton)
-        except Exception:  # of a stranger's __eq__
+        except Exception:  # the `__eq__` of a foreign class may raise anything
             return False
 
 
 def pack_message(value: Any) -> tuple[MessageLayout, list[torch.Tensor]]:
-    """The form of a value (tuples, lists and dicts in each other, None, numbers, ...), and its tensors.
+    """Split a value (nested tuples, lists and dicts, None, numbers, ...) into its layout and its tensors.
 
     Raises:
-        ModelError: a tensor lies in what is none of these.
+        ModelError: a tensor is in a container of another type.
     """
     found: dict[int, torch.Tensor] = {}
 
@@ -86,8 +89,8 @@ def pack_message(value: Any) -> tuple[MessageLayout, list[torch.Tensor]]:
     skeleton = _map_instances(value, torch.Tensor, take)
     for left in tensors_of(skeleton):
         raise ModelError(
-            f"a stage returned {type(value).__name__} with a tensor of shape {tuple(left.shape)} in an object that "
-            "can't be taken apart; return tensors, and tuples, lists and dicts of them"
+            f"a stage returned {type(value).__name__} with a tensor of shape {tuple(left.shape)} in an object of "
+            "unknown structure; return tensors, and tuples, lists and dicts of them"
         )
     tensors = list(found.values())
     sheets = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad, t.device.type == "cpu") for t in tensors]
@@ -95,7 +98,9 @@ def pack_message(value: Any) -> tuple[MessageLayout, list[torch.Tensor]]:
 
 
 def _map_instances(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """`value` with each object of `kind` changed, in tuples, lists and dicts, which are made anew."""
+    """Return `value` with `function` applied to each object of `kind` in nested tuples, lists and dicts, which are
+    copied.
+    """
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, tuple):

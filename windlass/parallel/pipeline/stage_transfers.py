@@ -1,4 +1,4 @@
-"""Activations to the next stage and gradients back: any containers of tensors, of any shape."""
+"""Transfers of activations to the next stage and of gradients back, in nested containers of tensors of any shape."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.pipeline.stage_message import MessageLayout, TensorSpec
 
-_ACTIVATION, _GRADIENT, _HEADER = range(3)  # what a tag is made of, besides the stage
+_ACTIVATION, _GRADIENT, _HEADER = range(3)  # kinds of message; with the stage they form the tag
 _SENDS_IN_FLIGHT = 2
 
 
 class PeerStageFailed(Exception):
-    """Raised where a transfer arrives marked as failed: the sender, or a rank before it, raised in this schedule."""
+    """Error for a received transfer that is marked as failed: its sender, or a rank before that one, raised."""
 
 
 @dataclass
 class _InFlightTransfer:
-    """A transfer that was started, with what must not go before it ended."""
+    """Started transfer and the tensors that must stay in memory until it ends."""
 
     tensors: list[torch.Tensor]
     works: list[Any] = field(default_factory=list)
-    ok_flag: torch.Tensor | None = None  # one byte: 0 where the tensors have no values because a rank failed
+    ok_flag: torch.Tensor | None = None  # one byte: 0 if the tensors have no values because a rank failed
 
     def wait(self) -> list[torch.Tensor]:
-        """Its tensors, once it is over."""
+        """Wait until the transfer ends and return its tensors."""
         works, self.works = self.works, []
         for work in works:
             work.wait()
@@ -40,13 +40,15 @@ class _InFlightTransfer:
 
     @property
     def is_failed(self) -> bool:
-        """Whether a transfer that is over was marked as failed."""
+        """True if the transfer, which must have ended, was marked as failed."""
         return self.ok_flag is not None and not int(self.ok_flag)
 
 
 class _DetachedInput(torch.autograd.Function):
-    """A tensor whose gradient goes to a leaf that has no memory: layers may change it in place, and it goes when they
-    have no more use for it."""
+    """Received tensor whose gradient goes to a leaf that has no memory.
+
+    Layers may change the tensor in place, and it is freed after its last use.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,11 +61,11 @@ class _DetachedInput(torch.autograd.Function):
 
 @dataclass
 class ReceivedActivation:
-    """What a stage got from the one before.
+    """Input of a stage, received from the previous one.
 
     Attributes:
-        value: as it was returned there.
-        leaves: one for each tensor of which a gradient goes back, which is found in its `.grad`; without values.
+        value: output of the previous stage.
+        leaves: one leaf, without values, for each tensor whose gradient is sent back. The backward sets its `.grad`.
     """
 
     value: Any
@@ -71,22 +73,24 @@ class ReceivedActivation:
 
 
 class StageTransfers:
-    """The transfers of one rank of a pipeline; `programs` says when it starts which.
+    """Transfers of one pipeline rank, which start in the order of `transfer_order`.
 
-    The receiver has to know shapes before it can receive. It is told them by a header of a few hundred bytes, once for
-    each *key*: what is known of the micro-batch on both sides, namely the shapes in it. A value whose shapes follow
-    from nothing that both know needs `dynamic`, under which a header goes before every activation.
+    A receiver needs the shapes before it can receive. The sender sends them in a header of a few hundred bytes, once
+    for each *key*: the shapes in the micro-batch, which both ranks have. If the shapes of activations do not follow
+    from the key, `has_dynamic_shapes` sends a header before every activation.
 
-    Each transfer has one byte before its tensors, which says whether they have values. A rank that failed goes on with
-    its transfers (`send_failure`, `send_failed_gradient`, `discard`) so that all connections stay at the same place of
-    the schedule; who receives a transfer with this mark raises `PeerFailed` where it would use it.
+    Each transfer begins with one byte that marks whether its tensors have values. A rank that failed continues its
+    transfers (`send_failed_activation`, `send_failed_gradient`, `discard_activation`, `discard_gradients`), so that all
+    connections stay at the same position in the schedule. A rank that receives a marked transfer raises
+    `PeerStageFailed` where it would use the values.
 
-    `axis.traffic.bytes_moved` counts what this rank receives, under `"activations"`, `"gradients"` and `"headers"`.
+    `axis.traffic.bytes_moved` counts the bytes that this rank receives, under `"activations"`, `"gradients"` and
+    `"headers"`.
 
     Args:
         axis: the ranks of the pipeline.
-        device: where tensors arrive.
-        dynamic: shapes are told anew every time.
+        device: device of received tensors.
+        has_dynamic_shapes: send a header before every activation.
     """
 
     def __init__(self, axis: MeshAxis, device: torch.device, *, has_dynamic_shapes: bool = False) -> None:
@@ -95,34 +99,35 @@ class StageTransfers:
         self._received_layouts: dict[tuple[int, Hashable], MessageLayout] = {}
         self._active_layouts: dict[
             tuple[int, int, int], MessageLayout
-        ] = {}  # of what moves now: side, stage, micro-batch
-        self._receiving: dict[tuple[int, int, int], _InFlightTransfer] = {}  # what, stage, micro-batch
-        self._sending: dict[tuple[int, int], dict[int, _InFlightTransfer]] = {}  # what, stage; by micro-batch
+        ] = {}  # layouts of messages of unfinished micro-batches: kind, stage, micro-batch
+        self._receiving: dict[tuple[int, int, int], _InFlightTransfer] = {}  # kind, stage, micro-batch
+        self._sending: dict[tuple[int, int], dict[int, _InFlightTransfer]] = {}  # kind, stage; then micro-batch
         self._failed_activations: set[tuple[int, int]] = (
             set()
         )  # stages and micro-batches whose activation a failed rank never sends
-        self._handed_over: dict[tuple[int, int], Any] = {}  # what stays on this rank: an axis of one rank sends nothing
+        self._handed_over: dict[tuple[int, int], Any] = {}  # values between stages of one rank, where nothing is sent
 
     @property
     def is_single_rank(self) -> bool:
-        """All stages lie on this rank: what is sent is handed over at once, and nothing need be received."""
+        """True if all stages are on this rank: values are handed over at once, and nothing is sent or received."""
         return self._axis.size == 1
 
     def forget_layouts(self) -> None:
-        """Shapes are told anew; all ranks of the pipeline call it."""
+        """Send headers again before the next activations. All ranks of the pipeline must call this."""
         self._sent_layouts.clear()
         self._received_layouts.clear()
 
-    # activations
+    # Activations
 
     def send_activation(
         self, stage: int, micro_batch: int, key: Hashable, layout: MessageLayout, tensors: list[torch.Tensor]
     ) -> None:
-        """Send what `stage` returned, packed and detached, to the next.
+        """Send the output of `stage`, packed and detached, to the next stage.
 
         Raises:
-            ModelError: it is of another form than for an equal key before.
+            ModelError: the layout differs from that of an earlier micro-batch with an equal key.
         """
+        # Kept for the returning gradient, whose shapes are those of the differentiable tensors.
         self._active_layouts[_ACTIVATION, stage, micro_batch] = layout
         if self.is_single_rank:
             self._handed_over[stage + 1, micro_batch] = tensors, layout
@@ -132,21 +137,25 @@ class StageTransfers:
             self._sent_layouts[stage, key] = layout
             self._send_header(stage, layout)
         elif not known.matches(layout):
+            # The receiver allocates memory by the layout that it stored for this key.
             raise ModelError(
-                f"stage {stage} returned {_describe_layout(layout)} for micro-batch {micro_batch}, and {_describe_layout(known)} for one with the "
-                "same shapes; where what a stage returns changes by itself, say dynamic_shape=True, and after "
-                "parameters were frozen or unfrozen call reset_activation_shape() on every rank"
+                f"stage {stage} returned {_describe_layout(layout)} for micro-batch {micro_batch}, and "
+                f"{_describe_layout(known)} for one with the same shapes; if the outputs of a stage vary, set "
+                "dynamic_shape=True; after parameters were frozen or unfrozen, call reset_activation_shape() on every "
+                "rank"
             )
         self._send(_ACTIVATION, stage, micro_batch, stage + 1, tensors)
 
     def receive_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
-        """Start to receive what `stage` is given. May be called again if it failed for want of memory."""
+        """Start to receive the input of `stage`. May be called again after it ran out of memory."""
+        # Set if an earlier call failed after the header: the header must not be received twice.
         known = self._active_layouts.get((_GRADIENT, stage, micro_batch))
         if known is None and not self.has_dynamic_shapes:
             known = self._received_layouts.get((stage, key))
         if known is None:
             header = self._receive_header(stage)
             if header is None:
+                # The sender failed before it had a layout, so no activation follows.
                 self._failed_activations.add((stage, micro_batch))
                 return
             known = self._received_layouts[stage, key] = header
@@ -154,10 +163,10 @@ class StageTransfers:
         self._receive(_ACTIVATION, stage, micro_batch, stage - 1, list(known.tensor_specs), "activations")
 
     def take_activation(self, stage: int, micro_batch: int) -> ReceivedActivation:
-        """What `stage` is given, once it is there.
+        """Wait for the input of `stage` and return it.
 
         Raises:
-            PeerFailed: a rank before this one failed.
+            PeerStageFailed: a rank before this one failed.
         """
         if self.is_single_rank:
             tensors, form = self._handed_over.pop((stage, micro_batch))
@@ -172,15 +181,17 @@ class StageTransfers:
         leaves, through = [], []
         for tensor, sheet in zip(tensors, form.tensor_specs, strict=True):
             if sheet.requires_grad and torch.is_grad_enabled():
+                # One element, expanded: autograd uses the leaf's shape and `.grad`, never its values.
                 leaves.append(tensor.new_zeros(()).expand(tensor.shape).requires_grad_(True))
                 tensor = _DetachedInput.apply(leaves[-1], tensor)
             through.append(tensor)
         return ReceivedActivation(form.fill(through), leaves)
 
-    # gradients
+    # Gradients
 
     def send_gradient(self, stage: int, micro_batch: int, leaves: list[torch.Tensor]) -> None:
-        """Send the gradients of what `stage` was given to the stage before; zeros where there is none."""
+        """Send the gradients of the input of `stage` to the previous stage; zeros for a tensor without gradient."""
+        # The receiver expects a gradient for every differentiable tensor.
         gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
         self._active_layouts.pop((_GRADIENT, stage, micro_batch), None)
         if self.is_single_rank:
@@ -190,15 +201,15 @@ class StageTransfers:
         self.limit_gradient_sends(stage)
 
     def receive_gradient(self, stage: int, micro_batch: int) -> None:
-        """Start to receive the gradients of what `stage` returned."""
+        """Start to receive the gradients of the output of `stage`."""
         sheets = self._active_layouts[_ACTIVATION, stage, micro_batch].differentiable_specs
         self._receive(_GRADIENT, stage, micro_batch, stage + 1, sheets, "gradients")
 
     def take_gradients(self, stage: int, micro_batch: int) -> list[torch.Tensor]:
-        """The gradients of those tensors that `stage` returned and that need one, once they are there.
+        """Wait for the gradients of the output of `stage` and return them, one for each differentiable tensor.
 
         Raises:
-            PeerFailed: a rank after this one failed.
+            PeerStageFailed: a rank after this one failed.
         """
         self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
         if self.is_single_rank:
@@ -206,12 +217,13 @@ class StageTransfers:
             return found
         return self._take_received(_GRADIENT, stage, micro_batch)
 
-    # after a failure: the same transfers, without values
+    # After a failure: the same transfers, without values
 
     def send_failed_activation(self, stage: int, micro_batch: int, key: Hashable) -> None:
-        """Send in place of `send_activation`: there is no activation, because this rank or one before it failed."""
+        """Send a message without values in place of `send_activation`, because this rank or one before it failed."""
         form = None if self.has_dynamic_shapes else self._sent_layouts.get((stage, key))
         if form is None:
+            # The receiver waits for a header: an empty one ends the exchange.
             self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
             self._send_header(stage, None)
             return
@@ -220,7 +232,7 @@ class StageTransfers:
         self._send(_ACTIVATION, stage, micro_batch, stage + 1, empty, ok=False)
 
     def send_failed_gradient(self, stage: int, micro_batch: int) -> None:
-        """Send in place of `send_gradient`; nothing where no activation came to which a gradient would belong."""
+        """Send a message without values in place of `send_gradient`, unless the activation never arrived."""
         form = self._active_layouts.pop((_GRADIENT, stage, micro_batch), None)
         if form is not None:
             empty = [sheet.empty(self._device) for sheet in form.differentiable_specs]
@@ -228,7 +240,9 @@ class StageTransfers:
             self.limit_gradient_sends(stage)
 
     def ensure_gradient_receive(self, stage: int, micro_batch: int) -> None:
-        """As `receive_gradient`, where an activation was sent to which one belongs."""
+        """Start to receive the gradient as `receive_gradient` does, if an activation was sent and no receive was
+        started.
+        """
         if (_ACTIVATION, stage, micro_batch) in self._active_layouts and (
             _GRADIENT,
             stage,
@@ -237,7 +251,7 @@ class StageTransfers:
             self.receive_gradient(stage, micro_batch)
 
     def ensure_activation_receive(self, stage: int, micro_batch: int, key: Hashable) -> None:
-        """As `receive_activation`, unless that was started."""
+        """Start to receive the activation as `receive_activation` does, unless that was already started."""
         if (_ACTIVATION, stage, micro_batch) not in self._receiving and (
             stage,
             micro_batch,
@@ -245,37 +259,37 @@ class StageTransfers:
             self.receive_activation(stage, micro_batch, key)
 
     def discard_activation(self, stage: int, micro_batch: int) -> None:
-        """Receive what `stage` is given and drop it."""
+        """Receive the input of `stage` and drop it."""
         moving = self._receiving.pop((_ACTIVATION, stage, micro_batch), None)
         if moving is not None:
             self._wait(moving)
 
     def discard_gradients(self, stage: int, micro_batch: int) -> None:
-        """Receive the gradients of what `stage` returned and drop them."""
+        """Receive the gradients of the output of `stage` and drop them."""
         self._active_layouts.pop((_ACTIVATION, stage, micro_batch), None)
         moving = self._receiving.pop((_GRADIENT, stage, micro_batch), None)
         if moving is not None:
             self._wait(moving)
         self.wait_activation_sent(stage, micro_batch)
 
-    # the ends of what was sent
+    # End of sends
 
     def wait_activation_sent(self, stage: int, micro_batch: int) -> None:
-        """The activation that `stage` sent has been received: its gradient came back."""
+        """Finish the send of an activation whose gradient came back, and free it. The peer has received it."""
         going = self._sending.get((_ACTIVATION, stage), {})
         if micro_batch in going:
             self._wait(going.pop(micro_batch))
 
     def limit_activation_sends(self, stage: int) -> None:
-        """Wait for the oldest activations that `stage` sent, where no gradient will come back."""
+        """Wait for the oldest activations of `stage` if more than two are in flight. For runs without gradients."""
         self._limit_in_flight(_ACTIVATION, stage)
 
     def limit_gradient_sends(self, stage: int) -> None:
-        """Wait for the oldest gradients that `stage` sent."""
+        """Wait for the oldest gradients that `stage` sent if more than two are in flight."""
         self._limit_in_flight(_GRADIENT, stage)
 
     def wait_all_sent(self) -> None:
-        """Everything that was sent has been received."""
+        """Wait until everything that was sent has been received, and clear the state of the schedule."""
         for going in self._sending.values():
             for moving in going.values():
                 self._wait(moving)
@@ -287,6 +301,7 @@ class StageTransfers:
     def _limit_in_flight(self, kind: int, stage: int) -> None:
         going = self._sending.get((kind, stage), {})
         while len(going) > _SENDS_IN_FLIGHT:
+            # The lowest micro-batch was sent first.
             self._wait(going.pop(min(going)))
 
     def _wait(self, moving: _InFlightTransfer) -> list[torch.Tensor]:
@@ -300,12 +315,13 @@ class StageTransfers:
             raise PeerStageFailed
         return tensors
 
-    # the wire
+    # Point-to-point operations
 
     def _send(
         self, kind: int, stage: int, micro_batch: int, to: int, tensors: list[torch.Tensor], *, ok: bool = True
     ) -> None:
         mark = torch.tensor([ok], dtype=torch.uint8)
+        # Sends need dense memory; the transfer keeps these copies alive until it ends.
         whole = [tensor.contiguous() for tensor in tensors]
         moving = _InFlightTransfer(whole, self._start(dist.isend, [mark, *whole], to, _tag(kind, stage)), mark)
         self._sending.setdefault((kind, stage), {})[micro_batch] = moving
@@ -320,24 +336,27 @@ class StageTransfers:
         self._axis.traffic.add(traffic_name, 0, sum(sheet.nbytes for sheet in tensor_specs))
 
     def _start(self, operation: Any, tensors: list[torch.Tensor], stage: int, tag: int) -> list[Any]:
-        """Start one transfer, to or from the rank of `stage`: its tensors together, those of the host apart."""
+        """Start one transfer to or from the rank of `stage`: one batch of device tensors and one of host tensors."""
         group = self._axis.group
         peer, works = group.ranks[stage % group.size], []
         for process_group, here in ((group.process_group, False), (group.cpu_group, True)):
+            # Empty tensors are not sent; both sides have their shapes.
             chosen = [t for t in tensors if t.numel() and (t.device.type == "cpu") is here]
             if chosen:
+                # As bytes: not every backend supports every dtype.
                 flat = [tensor.view(-1).view(torch.uint8) for tensor in chosen]
                 operations = [dist.P2POp(operation, one, peer, process_group, tag) for one in flat]
                 works += dist.batch_isend_irecv(operations)
         return works
 
     def _send_header(self, stage: int, layout: MessageLayout | None) -> None:
-        """Send a form; None says that this rank failed and that no activation follows."""
+        """Send a layout; None means that this rank failed and that no activation follows."""
         text = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8)
         length = torch.tensor([text.numel()])
         works = [w for t in (length, text) for w in self._start(dist.isend, [t], stage + 1, _tag(_HEADER, stage))]
         going = self._sending.setdefault((_HEADER, stage), {})
         going[max(going, default=0) + 1] = _InFlightTransfer([length, text], works)
+        # No gradient answers a header, so limit the headers in flight here.
         self._limit_in_flight(_HEADER, stage)
 
     def _receive_header(self, stage: int) -> MessageLayout | None:
@@ -355,7 +374,7 @@ class StageTransfers:
 
 
 def _tag(kind: int, stage: int) -> int:
-    """Of what `stage` sends; NCCL goes by the order alone."""
+    """Return the tag of messages from `stage`. NCCL ignores tags and matches messages by order."""
     return 1 + kind + 3 * stage
 
 

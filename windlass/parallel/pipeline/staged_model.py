@@ -1,10 +1,12 @@
-"""Cuts an unmodified causal language model into stages: each keeps its layers, and its own forward runs on every rank.
+"""Split of an unmodified causal language model into stages.
 
-[Note: one forward on every stage] Masks, positions and rotary embeddings are computed on every stage, from the
-micro-batch that all ranks of a pipeline read alike; only hidden states cross a cut, and logits of routers where a loss
-is over those of all layers (`routers`). Where a module of another stage would be, something stands that has no
-parameters (`absent`). The first stage looks tokens up, the last one has norm, head and loss. Names in the state dict
-are those of the whole model: an embedding that is also the head has both of them in the first stage and in the last.
+Each rank keeps its layers and runs the model's own forward.
+
+[Note: one forward on every stage] Masks, positions and rotary embeddings are computed on every stage from the
+micro-batch, which all ranks of a pipeline have. Only hidden states are sent between stages, and router logits if a loss
+is over those of all layers (`pipeline_router_loss`). A stub without parameters replaces each module of another stage
+(`stub_modules`). The first stage has the embedding, the last one norm, head and loss. Names in the state dict are those
+of the whole model: an embedding that is tied to the head has both names on the first stage and on the last.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from windlass.parallel.sequence.batch_sharding import SHARD_KEY
 
 
 class StagedModel:
-    """The stages of one rank in a model that was cut in place; see `stage.Stages`.
+    """Stages of one rank in a model that was split in place; see `PipelineStages`.
 
     Attributes:
-        plan: what the model's forward does.
-        bounds: stage `s` has the layers from `bounds[s]` to `bounds[s + 1]`.
-        stages: those of this rank.
+        trace: structure of the model's forward.
+        stage_bounds: stage `s` has the layers `[stage_bounds[s], stage_bounds[s + 1])`.
+        stages: numbers of this rank's stages.
     """
 
     has_dynamic_shapes = False
@@ -46,19 +48,19 @@ class StagedModel:
         self.shared_parameters: dict[str, tuple[int, ...]] = {}
         self._rank, self._ranks = rank, ranks
         self._forward_state = StageForwardState()
-        self._stubs: dict[str, nn.Module] = {}  # for every module that some stage of this rank lacks
+        self._stubs: dict[str, nn.Module] = {}  # one for each module that some stage of this rank lacks
         self._local_modules: dict[str, nn.Module] = {}
         self._stages_by_module: dict[str, set[int]] = {}  # the stages that run each module
-        self._local_layers: list[str] = []  # of this rank
+        self._local_layers: list[str] = []  # paths of this rank's layers
         self._positional = list(inspect.signature(model.forward).parameters)
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those of this rank."""
+        """Layers of this rank."""
         return [self._local_modules[path] for path in self._local_layers]
 
     def check_batch(self, batch: Any, *, compute_loss: bool = True) -> None:
-        """See `stage.Stages`."""
+        """Check a micro-batch; see `PipelineStages.check_batch`."""
         labelled = not isinstance(batch, Mapping) or not {"labels", "shift_labels"}.isdisjoint(batch)
         if compute_loss and "labels" in self._positional and not labelled:
             raise ModelError(_missing_loss_text(batch))
@@ -66,7 +68,10 @@ class StagedModel:
     def run_stage(
         self, call_module: Callable[..., Any], stage: int, stage_input: Any, batch: Any, *, compute_loss: bool = True
     ) -> Any:
-        """See `stage.Stages`. The batch is what the model takes: a mapping of keywords, a tuple of arguments, one."""
+        """Run one stage; see `PipelineStages.run_stage`.
+
+        The batch has the model's arguments: a mapping of keywords, a tuple of arguments, or one argument.
+        """
         arguments = self._arguments(batch)
         last = stage == self.total_stages - 1
         if not (last and compute_loss):
@@ -87,7 +92,10 @@ class StagedModel:
         return MicroBatchResult(_output_loss(output, batch) if compute_loss else None, output)
 
     def _shard_sequences(self, arguments: dict[str, Any], is_last: bool) -> dict[str, Any]:
-        """Where sequences are cut as well: what a stage before the last returns is not put together to whole ones."""
+        """Shard the sequences of the arguments under sequence parallelism.
+
+        A stage before the last does not gather its output to full sequences.
+        """
         sequence = sequence_parallel_of(self.model)
         if sequence is None or is_last:
             return arguments
@@ -105,10 +113,10 @@ class StagedModel:
             arguments.setdefault("use_cache", False)
         return arguments
 
-    # what stands where
+    # Stubs
 
     def install_stubs(self) -> None:
-        """Take out of the model what no stage of this rank needs."""
+        """Replace the modules that no stage of this rank runs by stubs."""
         layers = [
             f"{self.trace.layers_path}.{name}" for name in self.model.get_submodule(self.trace.layers_path)._modules
         ]
@@ -141,10 +149,12 @@ class StagedModel:
         return StubOutput(real) if rule is None else StubInput(rule, self._forward_state, real)
 
     def _find_shared_parameters(self) -> dict[str, nn.Parameter]:
-        """Note down which parameters lie on several ranks; what is not called lies on all of them.
+        """Set `shared_parameters`: the parameters that lie on several ranks.
+
+        A module that is never called lies on all of them.
 
         Returns:
-            Of the parameters that stay here, those names under which others have them.
+            The names that kept parameters have on other ranks only, with the parameters.
         """
         ranks: dict[int, set[int]] = {}
         names: dict[int, list[str]] = {}
@@ -165,11 +175,11 @@ class StagedModel:
         return {name: parameters[key] for key in mine for name in names[key] if not here[name]}
 
     def check_stages(self) -> None:
-        """Run what surrounds the layers on each of this rank's stages, so that a model that needs what is not there
-        says so now.
+        """Run the modules around the layers on each of this rank's stages, so that a model that needs a missing module
+        fails now.
 
         Raises:
-            ModelError: it does.
+            ModelError: the forward fails without the modules of other stages.
         """
         plan, modules = self.trace, {path: self.model.get_submodule(path) for path in self._local_layers}
         numbers = {path: number for number, path in enumerate(self._stages_by_module)}
@@ -191,7 +201,7 @@ class StagedModel:
 
     @contextmanager
     def _stage_installed(self, stage: int, stage_input: torch.Tensor | None, *, trial: bool = False) -> Iterator[None]:
-        """The model with only this stage's modules in it; in a trial there are no layers in it to begin with."""
+        """Install only this stage's modules in the model. In a trial all layers are already replaced by stubs."""
         swapped = [path for path in self._local_modules if stage not in self._stages_by_module[path]]
         if trial:
             swapped = [path for path in swapped if path not in self._local_layers]
@@ -221,25 +231,27 @@ def split_into_stages(
     partition_method: str | Sequence[float] = "parameters",
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> StagedModel:
-    """Cut a model in place, with values or on the meta device.
+    """Split a model in place into stages. The model has values or is on the meta device.
 
     Args:
-        rank: this rank's place along the pipeline.
-        ranks: of the pipeline.
-        each: stages on each rank.
-        method: how layers weigh (`balance.weights_of`); what comes before or behind them goes with the first or last.
-        sample: keyword arguments of a forward to look at, for a model that takes other things than `input_ids`.
+        rank: this rank's position along the pipeline.
+        ranks: ranks of the pipeline.
+        virtual_stages: stages on each rank.
+        partition_method: weights of the layers (`layer_partition.compute_layer_weights`). Modules before the layers
+            count for the first layer, modules after them for the last.
+        example_kwargs: keyword arguments of a trial forward, for a model that takes other arguments than `input_ids`.
 
     Raises:
         ConfigError: there are fewer layers than stages.
-        ModelError: the model can't be cut.
+        ModelError: the model can't be split.
     """
     plan = trace_forward(model, example_kwargs)
     count = ranks * virtual_stages
     if plan.num_layers < count:
         raise ConfigError(
-            f"{type(model).__name__} has {plan.num_layers} layers ({plan.layers_path}) for {count} stages ({ranks} ranks, {virtual_stages} "
-            f"on each); every stage needs a layer: write pp of at most {plan.num_layers // virtual_stages}"
+            f"{type(model).__name__} has {plan.num_layers} layers ({plan.layers_path}) for {count} stages ({ranks} "
+            f"ranks, {virtual_stages} on each); every stage needs a layer: write pp of at most "
+            f"{plan.num_layers // virtual_stages}"
         )
     found = StagedModel(
         model, plan, partition_layers(_compute_layer_weights(model, plan, partition_method), count), rank, ranks
@@ -266,7 +278,7 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def replace_module(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Have `module` at this place of the model."""
+    """Set the module at `path` of the model."""
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent)._modules[name] = module
 
@@ -285,4 +297,4 @@ def _output_loss(output: Any, batch: Any) -> torch.Tensor:
 
 def _missing_loss_text(batch: Any) -> str:
     keys = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-    return f"there is no loss for a micro-batch of {keys}; have labels in it"
+    return f"there is no loss for a micro-batch of {keys}; add labels to it"

@@ -1,4 +1,4 @@
-"""What stands where a module of another stage would be: no parameters, no work, and shapes that fit."""
+"""Stubs for modules of other stages: no parameters, no computation, outputs of the right shape."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-OutputForm = str  # "tensor": a layer returns hidden states; "tuple": as the first of several
+OutputForm = str  # "tensor": a layer returns hidden states; "tuple": it returns a tuple that begins with them
 
 
 @dataclass
 class StageForwardState:
-    """The forward that runs: what its stage was given, which layers are its own, and what it came to.
+    """State of the running forward: input, layers and output of its stage.
 
     Attributes:
-        given: hidden states from the stage before; None in the first.
-        start, stop: numbers of the stage's layers.
-        passed: hidden states behind its last layer, once they are there.
+        stage_input: hidden states from the previous stage; None on the first stage.
+        first_layer, end_layer: the stage has the layers `[first_layer, end_layer)`.
+        stage_output: hidden states after the stage's last layer, once they are computed.
     """
 
     stage_input: torch.Tensor | None = None
@@ -28,19 +28,23 @@ class StageForwardState:
 
 
 class StubModule(nn.Module):
-    """No hooks run around its call: a parameter that it has is one of another module's, which it does not use."""
+    """Base of stubs.
 
-    is_stub = True  # for a module of another stage: who cuts a model along other axes passes over it
+    No hooks run around its call: a parameter in a stub belongs to another module, and the stub does not use it.
+    """
+
+    is_stub = True  # marks a module of another stage, so that sharding along other mesh axes skips it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
 
 class StubLayer(StubModule):
-    """Hands hidden states on: those the stage was given, before its layers; behind them those they returned, which it
-    notes down.
+    """Stub of a layer, which passes hidden states on.
 
-    Plain attributes of the layer are kept, since models read them (the kind of its attention, say).
+    Before the stage's layers it returns the stage's input. After them it returns the hidden states that it receives,
+    and records them as the stage's output. Plain attributes of the layer are copied, because models read them, e.g. the
+    type of its attention.
     """
 
     def __init__(self, index: int, state: StageForwardState, output_form: OutputForm, layer: nn.Module) -> None:
@@ -51,7 +55,7 @@ class StubLayer(StubModule):
         self.index, self.state, self.output_form = index, state, output_form
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes what a layer takes."""
+        """Accept a layer's arguments and return hidden states in the layer's output form."""
         hidden = get_hidden_states(args, kwargs)
         if self.index < self.state.first_layer:
             hidden = hidden if self.state.stage_input is None else self.state.stage_input
@@ -61,31 +65,33 @@ class StubLayer(StubModule):
 
 
 def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The hidden states among a layer's arguments."""
+    """Return the hidden states among a layer's arguments."""
     hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden
 
 
 def wrap_hidden_states(hidden: torch.Tensor, output_form: OutputForm) -> Any:
-    """Hidden states as a layer returns them; of what else some return (a cache, weights) there is none."""
+    """Wrap hidden states in a layer's output form. Other outputs (a cache, attention weights) are None."""
     return hidden if output_form == "tensor" else (hidden, None, None, None)
 
 
 @dataclass(frozen=True)
 class OutputShapeRule:
-    """The shape of what a module returns: one dimension more than that of its first tensor, or another last one."""
+    """Shape of a module's output, derived from its first tensor: one more dimension, or another last dimension."""
 
     width: int
     adds_dim: bool
 
     def output_shape(self, input_shape: torch.Size) -> tuple[int, ...]:
-        """For an input of this shape."""
+        """Return the output shape for an input shape."""
         return (*(input_shape if self.adds_dim else input_shape[:-1]), self.width)
 
 
 class StubInput(StubModule):
-    """An embedding, or what else comes before the layers: nothing depends on what it returns but shapes, so it is a
-    zero seen many times."""
+    """Stub of an embedding, or another module before the layers.
+
+    Later modules use only the shape of its output, so the output is a single zero, expanded.
+    """
 
     def __init__(self, shape_rule: OutputShapeRule, state: StageForwardState, module: nn.Module) -> None:
         super().__init__()
@@ -93,7 +99,7 @@ class StubInput(StubModule):
         _add_empty_weight(self, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Takes what the module takes."""
+        """Accept the module's arguments and return a zero of the output's shape."""
         given = first_tensor(args, kwargs)
         like = (
             self.state.stage_input
@@ -104,26 +110,26 @@ class StubInput(StubModule):
 
 
 class StubOutput(StubModule):
-    """A norm or head behind the layers: nobody looks at what it returns."""
+    """Stub of a norm or head after the layers. Its output is not used."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         _add_empty_weight(self, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Its first tensor, as it came."""
+        """Return the first tensor argument unchanged."""
         return first_tensor(args, kwargs)
 
 
 def _add_empty_weight(stub: nn.Module, module: nn.Module) -> None:
-    """No elements, of the weight's dtype: models ask for that."""
+    """Give the stub an empty `weight` of the module's dtype, because models read `weight.dtype`."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor):
         stub.weight = weight.detach().new_empty(0)
 
 
 def register_alias(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Have `parameter`, which lies in `model` under other names, under this one too, where something absent is."""
+    """Register `parameter`, which `model` has under other names, under this name too, creating modules where needed."""
     *path, last = name.split(".")
     module = model
     for part in path:
@@ -135,5 +141,5 @@ def register_alias(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The first tensor among a module's arguments."""
+    """Return the first tensor among a module's arguments."""
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))

@@ -1,10 +1,10 @@
-"""Schedules with their transfers put in: what each rank computes, sends and receives, in an order that can't hang.
+"""Schedules with transfers: the computations, sends and receives of each rank, in an order that can't deadlock.
 
-[Note: one order of transfers] Played through, the actions of a schedule end one after the other; their results travel
-in that order, and every rank starts its halves of transfers in it. So it does not matter whether a send waits for its
-receive: the first transfer that is not over always has both its ranks there, or on their way without waiting for any
-other. That holds for NCCL, which runs what a pair of ranks tells each other in order, and for a send that blocks. A
-receive is started one action before the one that needs it, so that what arrives does so while the rank computes.
+[Note: one order of transfers] In a simulation the actions of a schedule end in a total order. Results are transferred
+in that order, and every rank starts its halves of the transfers in it. So a send may wait for its receive: of the first
+unfinished transfer, both ranks have either started their halves or will reach them without waiting for any other
+transfer. This holds for NCCL, which runs the transfers of a pair of ranks in order, and for sends that block. A receive
+starts one action before the action that needs it, so that the data arrives while the rank computes.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from windlass.parallel.pipeline.schedule_simulation import ActionCosts, Simulate
 
 
 def add_transfers(schedule: Sequence[RankActions], costs: ActionCosts = ActionCosts()) -> list[RankActions]:  # noqa: B008  (it is frozen)
-    """What each rank does: `found`, which it computes, with transfers put in. On one rank there are none.
+    """Return the actions of each rank: its computations and transfers. With one rank there are no transfers.
 
     Args:
-        found: what each rank computes, in order (`schedule.orders`).
-        costs: in which proportion actions take time; they decide on the order of transfers alone.
+        schedule: compute actions of each rank, in order (`pipeline_schedules.build_schedule`).
+        costs: relative times of the actions. They affect only the order of transfers.
 
     Raises:
-        ModelError: ranks would wait for each other.
+        ModelError: the ranks would wait for each other.
     """
     ranks = len(schedule)
     played = simulate_schedule(schedule, costs)
     stages = 1 + max(action.stage for action in played.spans)
     halves: list[list[tuple[Action, Action]]] = [
         [] for _ in schedule
-    ]  # of each rank: one, and the action it belongs to
+    ]  # of each rank: half of a transfer, and the compute action that it belongs to
     if ranks > 1:
         for done, send, receive, wanted in _transfers(played, stages):
             halves[send.stage % ranks].append((send, done))
@@ -39,7 +39,7 @@ def add_transfers(schedule: Sequence[RankActions], costs: ActionCosts = ActionCo
 
 
 def _transfers(simulated: SimulatedSchedule, stages: int) -> list[tuple[Action, Action, Action, Action]]:
-    """All transfers, in their order: what is sent, both halves, and what needs it."""
+    """Return all transfers in order, as `(producing action, send, receive, consuming action)`."""
     back = (
         ActionKind.BACKWARD_INPUT
         if any(action.kind is ActionKind.BACKWARD_INPUT for action in simulated.spans)
@@ -62,17 +62,17 @@ def _transfers(simulated: SimulatedSchedule, stages: int) -> list[tuple[Action, 
 
 
 def _merge_transfers(actions: RankActions, halves: list[tuple[Action, Action]]) -> RankActions:
-    """What a rank computes, and its halves of transfers, which stay in their order.
+    """Merge a rank's computations with its halves of transfers, whose order is kept.
 
-    A send follows what it sends at once; a receive stands before the action ahead of the one that needs it, or earlier
-    where a later half has to.
+    A send directly follows the action whose result it sends. A receive precedes the action before its consumer, or
+    comes earlier if a later half requires it.
     """
     places = {action: index for index, action in enumerate(actions)}
     latest, limits = len(actions), []
     for half, action in reversed(halves):
         latest = min(latest, places[action] + half.kind.is_send)
         limits.append(latest)
-    slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # before each action, and behind the last
+    slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # halves before each action, and after the last
     at = 0
     for (half, action), limit in zip(halves, reversed(limits), strict=True):
         wish = places[action] + 1 if half.kind.is_send else places[action] - 1

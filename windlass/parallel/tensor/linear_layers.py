@@ -111,4 +111,4 @@ def is_inside(name: str, module_name: str) -> bool:
 
 def is_stub(module: nn.Module) -> bool:
     """Whether it only stands where a module of another stage of a pipeline would be."""
-    return bool(getattr(module, "stands_in", False))
+    return bool(getattr(module, "is_stub", False))

@@ -62,7 +62,7 @@ def test_values_are_taken_apart_and_put_together() -> None:
 
 def test_what_can_not_be_taken_apart_is_told() -> None:
     with pytest.raises(
-        ModelError, match=r"returned tuple with a tensor of shape \(2,\) in an object that can't be taken"
+        ModelError, match=r"returned tuple with a tensor of shape \(2,\) in an object of unknown structure"
     ):
         pack_message((1, Stranger()))
 

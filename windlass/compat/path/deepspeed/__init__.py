@@ -1,4 +1,4 @@
-"""`deepspeed`, as windlass stands in for it: every name comes from the table in `windlass.compat`."""
+"""Package `deepspeed` of the stand-in: every name comes from the tables in `windlass.compat`."""
 
 from windlass.compat.module_finder import install_finder
 from windlass.compat.stand_in_path import log_hidden_deepspeed
