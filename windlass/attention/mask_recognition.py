@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -101,11 +100,15 @@ def _closure_values(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
-@lru_cache(maxsize=1)
+_codes: dict[CodeType | None, str] = {}
+
+
 def _known_codes() -> dict[CodeType | None, str]:
-    """Code objects of the functions that transformers' factories return, with the names of the factories."""
+    """Return the code objects of the functions that transformers' factories build, with the names of the factories."""
     from transformers import masking_utils
 
+    if _codes:  # no functools.cache: torch.compile warns of it
+        return _codes
     arguments: dict[str, tuple[Any, ...]] = {
         "and_masks": (),
         "sliding_window_overlay": (1,),
@@ -115,5 +118,8 @@ def _known_codes() -> dict[CodeType | None, str]:
         "packed_sequence_mask_function": (None,),
         "remap_positions_for_packed_sequence": (None, None),
     }
-    factories = {name: getattr(masking_utils, name, None) for name in arguments}  # older releases have fewer
-    return {factory(*arguments[name]).__code__: name for name, factory in factories.items() if factory is not None}
+    for name, values in arguments.items():
+        factory = getattr(masking_utils, name, None)
+        if factory is not None:  # older releases have fewer
+            _codes[factory(*values).__code__] = name
+    return _codes

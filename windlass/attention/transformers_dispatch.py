@@ -7,7 +7,6 @@ mask, so sliding windows on some layers and bidirectional attention arrive uncha
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -122,7 +121,12 @@ def attention_forward(
         backend, mask = attention_mask.backend, attention_mask.mask
     if backend is None:
         if kwargs.get("softcap") is None:
-            return _plain_attention()(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+            from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+            plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+            return plain
         backend = _eager  # torch's kernels have no soft cap
     output = backend.attend(
         module,
@@ -222,11 +226,3 @@ def _select_arguments(module: nn.Module, backend: AttentionBackend, kwargs: dict
                 f'call windlass.attention.transformers_dispatch.ignore_argument("{name}")'
             )
     return selected
-
-
-@lru_cache(maxsize=1)
-def _plain_attention() -> Callable[..., tuple[torch.Tensor, None]]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    plain: Callable[..., tuple[torch.Tensor, None]] = sdpa_attention_forward
-    return plain

@@ -200,3 +200,21 @@ def test_arguments_of_layers_that_a_backend_does_not_support_are_named(monkeypat
         monkeypatch.setattr("windlass.attention.transformers_dispatch._IGNORED_ARGUMENTS", ignored)
         ignore_argument("mood")
         llama(**batch("plain"), mood=1)
+
+
+@pytest.mark.slow  # imports torch._dynamo
+@torch.no_grad()
+def test_compiled_models_follow_the_context() -> None:
+    """Compiled code looks up the backend when it runs, not when it is traced."""
+    model, backend = build("llama").eval(), Counting()
+    install_attention(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    given = batch("left")
+    wanted = model(**given, use_cache=False).logits[given["attention_mask"] != 0]
+    for _ in range(2):
+        for context, calls in ((None, 0), (backend, 2)):
+            backend.calls = 0
+            with use_backend(context):
+                found = compiled(**given, use_cache=False).logits[given["attention_mask"] != 0]
+            torch.testing.assert_close(found, wanted)
+            assert backend.calls == calls
