@@ -1,4 +1,4 @@
-"""What the agreed order of collectives costs: where ranks agree, beside nobody asking, and where they differ.
+"""Cost of the agreed order of collectives: with agreeing ranks, without agreement rounds, and with differing ranks.
 
 python bench/collective_agreement.py --ranks 2
 """

@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
-    """What is promised: `case` is at least `speed` times as fast as `rival`."""
+    """Target: `case` is at least `speed` times as fast as `rival`."""
 
     case: str
     rival: str
@@ -59,7 +59,7 @@ TARGETS = (
 
 
 class Arrays:
-    """What all cases share: a parameter, its gradient in fp32 and bf16, a copy of the parameter in bf16."""
+    """Tensors that all cases share: a parameter, its gradient in fp32 and bf16, a copy of the parameter in bf16."""
 
     def __init__(self, elements: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -214,7 +214,7 @@ def _result_table(cases: dict[str, Case], seconds: dict[str, list[float]], count
 
 
 def _target_ratio(target: Target, seconds: dict[str, list[float]]) -> float:
-    """How many times as fast as the rival: the median over rounds of the ratio within a round."""
+    """Speed relative to the rival: the median over rounds of the ratio within a round."""
     pairs = zip(seconds[target.rival], seconds[target.case], strict=True)
     return statistics.median(rival / own for rival, own in pairs)
 

@@ -101,7 +101,7 @@ def _parse_engines(given: str | None, default: list[str] | None) -> list[str]:
 
 
 def _set_rank_environment() -> None:
-    """What ranks inherit: one thread each, no chatter, the loopback, and the transport that the engine's name says."""
+    """Environment of the ranks: one thread each, quiet libraries, loopback, the transport in the engine's name."""
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING", TOKENIZERS_PARALLELISM="false")
     os.environ.pop("WINDLASS_TRANSPORT", None)
     if sys.platform == "linux":

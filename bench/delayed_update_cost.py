@@ -1,4 +1,4 @@
-"""What delayed updates cost in loss and hide in time: `offload_optimizer.delayed_update` beside updates at once.
+"""Loss that delayed updates cost and time that they hide: `offload_optimizer.delayed_update` beside updates at once.
 
 python bench/delayed_update_cost.py                                # the demo's model, 900 steps, 2 seeds: half an hour
 python bench/delayed_update_cost.py --steps 40 --seeds 1 --rounds 1 --hidden 128

@@ -1,4 +1,4 @@
-"""What the checksums of the disk tier cost: steps of two engines by turns, with and without them, and what the kernel
+"""Cost of the disk tier's checksums: alternating steps of two engines, with and without them, and what the kernel
 itself takes of the processor.
 
 python bench/disk_checksums.py --path /mnt/nvme

@@ -145,13 +145,14 @@ def _describe_loss_equality(trials: list[EngineTrial]) -> str:
     outcome = f"NOT equal ({', '.join(unequal)})" if unequal else "equal"
     furthest = max(trials, key=lambda t: t.max_loss_difference)
     return (
-        f"losses: {outcome} within {_LOSS_TOLERANCE:.0%} of master's over {len(trials[0].losses)} steps; the furthest is "
+        f"losses: {outcome} within {_LOSS_TOLERANCE:.0%} of master's over {len(trials[0].losses)} steps; the furthest "
+        "is "
         f"{furthest.engine} with {furthest.max_loss_difference:.2%}"
     )
 
 
 def _flops_per_step(parameters: int, shape: Shape) -> float:
-    """Of a step: 6 a parameter (the embedding looks up) and token, and causal attention's 6 length x hidden a layer."""
+    """FLOPs of a step: 6 per parameter (the embedding looks up) and token, plus 6 length x hidden a layer of attention."""
     products = parameters - shape.vocabulary * shape.hidden
     tokens = shape.batch * shape.length
     return 6.0 * tokens * (products + shape.layers * shape.length * shape.hidden)

@@ -1,4 +1,4 @@
-"""What a step of transformers' Trainer costs on windlass, beside the plain Trainer and the Trainer on DeepSpeed itself.
+"""Time of a step of transformers' Trainer on windlass, beside the plain Trainer and the Trainer on DeepSpeed itself.
 
 python bench/hf_trainer.py --ranks 2
 """

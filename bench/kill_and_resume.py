@@ -34,7 +34,7 @@ _VICTIMS = ("one rank", "all ranks", "launcher")
 
 @dataclass(frozen=True)
 class KillPlan:
-    """What is killed in a round, and when.
+    """Victim of a round, and the moment of the kill.
 
     Attributes:
         calls: of the file system after which the victim kills itself (and the others); None: by the clock.
@@ -184,7 +184,7 @@ def _wait_for_steps(folder: Path, before: list[int]) -> None:
 
 
 def _inspect_folder(folder: Path, before: list[int], drafts: set[str]) -> dict[str, Any]:
-    """What is left after a round, and what of it should not be."""
+    """Files and processes left after a round, and those among them that should be gone."""
     saved, problems = folder / "saved", list[str]()
     marks = [read_marks(folder, rank)[before[rank] :] for rank in range(RANKS)]
     steps = [int(line[2]) + 1 for line in marks[0] if line[1] == "step"]
@@ -217,7 +217,7 @@ def _inspect_folder(folder: Path, before: list[int], drafts: set[str]) -> dict[s
 
 
 def _save_in_progress(saves: list[list[str]]) -> str:
-    """Which save was being written, by rank 0's last words about saves."""
+    """Find the save that was being written, by the last log line of rank 0 about saves."""
     if not saves or saves[-1][1] == "done":
         return ""
     last = next(line for line in reversed(saves) if line[1] == "save")
@@ -240,7 +240,7 @@ class _LossesOfSteps:
 
 
 def _read_losses(folder: Path) -> _LossesOfSteps:
-    """Of each step and rank the loss, which must be the same however often the step was made."""
+    """Read the loss of each step and rank; repetitions of a step must have the same loss."""
     losses: dict[tuple[int, int], str] = {}
     problems = []
     for rank in range(RANKS):

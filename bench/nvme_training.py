@@ -53,11 +53,13 @@ def main(
     parameters = layers * (4 * hidden**2 + 3 * hidden * (hidden * 11 // 4)) + 2 * 256 * hidden
     if parameters * _STATE_BYTES_PER_PARAMETER < _MIN_STATES_OVER_MEMORY * most * ranks:
         raise typer.BadParameter(
-            f"{parameters:,} parameters have {parameters * _STATE_BYTES_PER_PARAMETER / 1e9:.2f} GB of states, less than {_MIN_STATES_OVER_MEMORY:g} x "
+            f"{parameters:,} parameters have {parameters * _STATE_BYTES_PER_PARAMETER / 1e9:.2f} GB of states, less "
+            f"than {_MIN_STATES_OVER_MEMORY:g} x "
             f"{ranks} ranks x {most / 1e9:.2f} GB: lower --cap or raise --layers"
         )
     console.print(
-        f"{parameters / 1e6:.0f}M parameters, {parameters * _STATE_BYTES_PER_PARAMETER / 1e9:.2f} GB of states; {ranks} ranks may take "
+        f"{parameters / 1e6:.0f}M parameters, {parameters * _STATE_BYTES_PER_PARAMETER / 1e9:.2f} GB of states; "
+        f"{ranks} ranks may take "
         f"{most / 1e9:.2f} GB each"
     )
     with tempfile.TemporaryDirectory(prefix="windlass-infinity-", dir=path) as folder:

@@ -1,5 +1,5 @@
-"""What tensor, sequence, expert and pipeline parallelism send, take and make possible: bytes of each axis beside the
-formulas, steps beside data parallelism and torch's own, on slow links too, and the longest sequence under a memory cap.
+"""Traffic, time and sequence lengths of tensor, sequence, expert and pipeline parallelism: bytes of each axis
+beside the formulas, steps beside data parallelism and torch's own, on slow links too, and the longest sequence under a memory cap.
 
 python bench/parallel_axes.py
 """

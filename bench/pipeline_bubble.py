@@ -1,4 +1,4 @@
-"""How long ranks of a pipeline are idle, measured with layers that only wait, beside what the papers' formulas say.
+"""Idle time of pipeline ranks, measured with layers that only wait, beside the formulas of the papers.
 
 python bench/pipeline_bubble.py --ranks 2,4
 """

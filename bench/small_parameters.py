@@ -1,4 +1,4 @@
-"""What thousands of small parameters cost beside plain PyTorch: a step, a save and a load, in the same run.
+"""Cost of thousands of small parameters beside plain PyTorch: a step, a save and a load, in the same run.
 
 python bench/small_parameters.py --parameters 10000
 """

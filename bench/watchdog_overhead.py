@@ -1,4 +1,4 @@
-"""What the watchdog costs: seconds of its thread beside those of training, and of the core's marks beside a step.
+"""Cost of the watchdog: seconds of its thread beside those of training, and of the core's marks beside a step.
 
 python bench/watchdog_overhead.py
 

@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread, no chatter of libraries, and no debugging that was asked for."""
+"""Settings of every test: no network, one thread, quiet libraries, no debugging variables from outside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ settings.load_profile("windlass")
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """What tests compute is small: threads would wait for each other, and for those of tests that run beside them."""
+    """Set one thread: tests compute little, and threads would wait for those of the tests beside them."""
     import torch  # not above: who only hands out tests to other processes (`make check`) need not pay for it
 
     torch.set_num_threads(1)

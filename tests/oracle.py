@@ -16,7 +16,7 @@ SEED = 1000  # rank r builds its model from seed SEED + r; the engine must start
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained and how, in words that both the oracle and an engine understand.
+    """Training recipe in terms that both the oracle and an engine take.
 
     `precision`: "fp32", or "bf16" or "fp16" for a 16-bit model with fp32 accumulation and fp32 master weights.
     `delayed_from`: from this step on the model gets what a step made only at the end of the next one; None: at once.
@@ -36,7 +36,7 @@ class Recipe:
     summed: bool = False
 
     def delays(self, step: int) -> bool:
-        """Whether what this step makes is for the step after the next."""
+        """Return True if the update of this step applies one step later."""
         return self.delayed_from is not None and step >= self.delayed_from and step not in self.finished_after
 
     @property
@@ -47,7 +47,7 @@ class Recipe:
 
 @dataclass
 class Trace:
-    """What training showed. Gradients are whole, unclipped, averaged over the global batch; None where there is none.
+    """Results of training. Gradients are whole, unclipped, averaged over the global batch; None where there is none.
 
     `losses[step][rank][micro]`, `grads[step][name]`, `norms[step]`; `params` are the master weights after the last
     step, `model` the values the model computes with, `buffers` those of rank 0.

@@ -63,7 +63,7 @@ def _fill(
         if position == len(rest):
             return row
         name = rest[position]
-        # Ties are broken by a hash, so that values nobody asks for are still spread over the rows, factor by factor.
+        # Ties are broken by a hash, so that unconstrained values are spread over the rows, factor by factor.
         order = sorted(range(len(factors[name])), key=lambda i: (-gain(name, i, row), _shuffle(name, i, len(left))))
         for index in order:
             longer = {**row, name: index}

@@ -9,7 +9,7 @@ _LOWEST, _BEYOND = 20_000, 32_000
 
 
 def free_port() -> int:
-    """One that nobody has now, below those that the kernel gives to connections: one of these may be gone a moment
+    """Return a free port below the range that the kernel gives to connections: one of these may be gone a moment
     later, where other tests connect."""
     while True:
         port = random.SystemRandom().randrange(_LOWEST, _BEYOND)

@@ -1,4 +1,4 @@
-"""Optimizers that nobody knows are written by their rule alone."""
+"""Optimizers unknown to windlass, written by their rule alone."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _new_figure(width: float, height: float, rows: int, columns: int, **more: An
 
 
 def _draw_shards() -> Any:
-    """What four ranks have of the batch and of the model, axis by axis."""
+    """Draw the parts of batch and model on four ranks, axis by axis."""
     figure, panels = _new_figure(11, 4.6, 2, 5)
     cells = range(4)
     by_row = [[RANK_COLOURS[row] for _ in cells] for row in cells]
@@ -172,7 +172,7 @@ def _draw_sequence_lengths() -> Any:
 
 
 def _draw_schedules() -> Any:
-    """When each rank of a pipeline of four computes what of eight micro-batches, with equal stages."""
+    """Draw the schedule of a pipeline of four ranks and eight micro-batches, with equal stages."""
     figure, panels = _new_figure(11, 6.2, len(SCHEDULES), 1, sharex=True)
     ranks, micros = 4, 8
     colours = {
@@ -191,7 +191,8 @@ def _draw_schedules() -> Any:
             if each == 1:
                 panel.text((start + stop) / 2, rank, str(action.micro_batch), ha="center", va="center", fontsize=6)
         half = " half" * (each > 1)
-        idle = f"{100 * compute_bubble_fraction(name, ranks, micros, each):.0f} % idle, at most {max(played.peak_micro_batches)}{half} forwards held"
+        bubble = 100 * compute_bubble_fraction(name, ranks, micros, each)
+        idle = f"{bubble:.0f} % idle, at most {max(played.peak_micro_batches)}{half} forwards held"
         panel.set_title(f"{name}{f', {each} parts a rank' * (each > 1)}: {idle}", fontsize=9, loc="left")
         panel.set(yticks=range(ranks), yticklabels=[f"rank {rank}" for rank in range(ranks)])
         panel.invert_yaxis()

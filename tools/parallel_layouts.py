@@ -71,7 +71,7 @@ class GpuLayout:
         return totals
 
     def leaves_node(self, volume: CommVolume) -> bool:
-        """Whether the ranks that send it lie on several nodes."""
+        """Return True if the sending ranks lie on several nodes."""
         axes: tuple[str, ...] = (volume.axis,)
         if volume.axis == "data":
             replicas = ("dp_replicate",) if volume.operation == "replicate" or not self.zero_stage else ()
@@ -131,7 +131,7 @@ def layout_table() -> str:
         found = [layout_bytes(PRESETS[model], gpus) for model in MODEL_TITLES]
         for row in zip(*found, strict=True):
             cells = (
-                f"{format_gb(bar.state_bytes)}, {format_gb(sum(bar.received_bytes.values()))}, {format_gb(bar.cross_node_bytes)}"
+                ", ".join(map(format_gb, (bar.state_bytes, sum(bar.received_bytes.values()), bar.cross_node_bytes)))
                 for bar in row
             )
             lines.append(f"| {gpus} | {row[0].layout.name} | {' | '.join(cells)} |")

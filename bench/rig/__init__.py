@@ -1,2 +1,2 @@
-"""What the training benchmark is made of. Reading order: job, worker (one process), squad, plan, floor, measure,
+"""Parts of the training benchmark. Reading order: job, worker (one process), squad, plan, floor, measure,
 targets, show, growth."""

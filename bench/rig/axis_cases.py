@@ -1,4 +1,4 @@
-"""Which meshes the bytes of axes are counted on, and what formulas say of each."""
+"""Meshes on which the bytes of axes are counted, and the formulas for each."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Case:
 
     @property
     def sizes(self) -> Sizes:
-        """Of its model."""
+        """Shape of the model."""
         return EXPERTS if self.grid.ep > 1 else DENSE
 
     @property
     def work(self) -> StepWorkload:
-        """Of a step."""
+        """Workload of a step."""
         degree = {"ulysses": 0, "ring": 1, "ulysses+ring": self.axes.get("ulysses_degree", 0)}
         return StepWorkload(
             SAMPLES * LENGTH,
@@ -113,7 +113,7 @@ CASES = (
 
 
 def formulas(case: Case, pipe: int = 0) -> Moved:
-    """What `parallel.volumes` says that a rank of pipeline stage `pipe` receives in a step."""
+    """Bytes that a rank of pipeline stage `pipe` receives in a step, by `windlass.parallel.comm_volumes`."""
     found: Moved = defaultdict(lambda: defaultdict(int))
     for one in compute_step_volumes(case.sizes.shape(), case.grid, case.work, pipe):
         operation = _PASSED[one.tensors] if one.axis == "pp" else one.operation
@@ -122,9 +122,9 @@ def formulas(case: Case, pipe: int = 0) -> Moved:
 
 
 def scalars(case: Case, pipe: int = 0) -> Moved:
-    """The bytes that formulas leave out: along sp the sum of losses and the count of tokens, forward and backward;
-    along ep how many rows are coming for each expert, which is told again where a layer is computed again; along pp the
-    loss, which the last stage tells the others."""
+    """Bytes that the formulas do not count: along sp the sum of losses and the count of tokens, forward and backward;
+    along ep the number of rows for each expert, sent again when a layer is recomputed; along pp the loss, which the last
+    stage broadcasts."""
     grid, micros = case.grid, case.work.micro_batches
     found: Moved = {}
     if pipe < grid.pp - 1:

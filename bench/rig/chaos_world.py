@@ -27,7 +27,7 @@ CALLS = ("fsync", "rename", "replace", "unlink", "posix_fallocate", "mkdir")
 
 @dataclass(frozen=True)
 class Fate:
-    """How a world ends by itself: at so many calls of the file system by a rank, it or all are killed."""
+    """End of a world by itself: after a number of file-system calls, a rank or all ranks are killed."""
 
     rank: int
     calls: int

@@ -1,4 +1,4 @@
-"""How long steps take on a device, and what the device does at best."""
+"""Time of steps on a device, and the device's peak rates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
 
 
 def free(device: torch.device) -> None:
-    """Give back what nobody holds any more."""
+    """Free unreferenced device memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -49,7 +49,7 @@ def free(device: torch.device) -> None:
 
 
 def roofs(device: torch.device) -> dict[str, float]:
-    """What the device does at best: bf16 matrix products (FLOP/s) and copies (bytes/s, read and written)."""
+    """Measure the device's peak rates: bf16 matrix products (FLOP/s) and copies (bytes/s, read and written)."""
     found = {"matmul": _matmul(device), "copy": _copy(device)}
     free(device)
     return found

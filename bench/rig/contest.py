@@ -27,7 +27,7 @@ _COLUMNS = ("ms", "min", "busy ms", "tokens/s", "MiB")
 
 @dataclass
 class Outcome:
-    """Of one contestant.
+    """Measurements of one contestant.
 
     Attributes:
         rounds: seconds of the timed steps of each round; a step's are its slowest rank's.
@@ -36,7 +36,7 @@ class Outcome:
         failure: why it has no time.
         apart: the furthest its losses are from the reference's; None where there is nothing to compare.
         floor: seconds that a step takes at least.
-        memory: bytes of the rank that takes most, between steps; None where nobody can tell.
+        memory: bytes of the rank that takes most, between steps; None if it cannot be measured.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Outcome:
 
     @property
     def medians(self) -> list[float]:
-        """Of each round."""
+        """Median step time of each round."""
         return [statistics.median(one) for one in self.rounds]
 
     @property
     def median(self) -> float:
-        """Of all timed steps."""
+        """Median time of all timed steps."""
         return statistics.median(seconds for one in self.rounds for seconds in one)
 
 
@@ -76,11 +76,11 @@ class Race:
 
     @property
     def unequal(self) -> list[str]:
-        """Whose losses are not the reference's."""
+        """Contestants whose losses differ from the reference's."""
         return [one.name for one in self.outcomes.values() if one.apart is not None and not one.apart <= EQUAL_LOSS]
 
     def ratios(self, name: str, other: str) -> list[float]:
-        """Of the medians of `name` over those of `other`, round by round; none where one of them has no time."""
+        """Ratios of the medians of `name` to those of `other`, round by round; empty if one of them has no time."""
         ours, theirs = self.outcomes.get(name), self.outcomes.get(other)
         if ours is None or theirs is None:
             return []
@@ -98,7 +98,7 @@ class Race:
 
     @property
     def slower(self) -> list[str]:
-        """Who takes longer than torch's own."""
+        """Contestants that take longer than torch's own."""
         found = []
         for name in self.outcomes:
             ratio = self.ratio(name, self.rival(name))
@@ -192,7 +192,7 @@ def slowest(told: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def whole_losses(told: Iterable[dict[str, Any]]) -> list[float]:
-    """Of each step, the mean over the ranks that have a loss."""
+    """Mean loss of each step over the ranks that have one."""
     steps = zip(*(rank["losses"] for rank in told), strict=True)
     return [statistics.mean(loss for loss in step if loss is not None) for step in steps]
 
@@ -245,7 +245,7 @@ def _said(ratio: float | None) -> str:
 
 
 def notes(found: Race) -> list[str]:
-    """What has to be known to read the table."""
+    """Notes for readers of the table."""
     apart = {one.name: one.apart for one in found.outcomes.values() if one.apart is not None}
     worst = max(apart, key=lambda name: apart[name], default=REFERENCE)
     lines = [f"losses: furthest from {REFERENCE}'s is {worst} with {apart[worst]:.1e}"] if len(apart) > 1 else []

@@ -1,4 +1,4 @@
-"""Who runs beside whom: ways to train one model on two ranks, and what each must compute and move at least."""
+"""Contestants of each axis: ways to train one model on two ranks, and the least work and traffic of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADAM_BYTES = 28  # a parameter: reads parameter, gradient and two moments, writ
 EXPLANATION = (
     "forward and backward of half the batch by one rank alone, times (m + p - 1) / m where m micro-batches pass p "
     "stages + AdamW on the parameters that a rank updates (28 bytes each, at the rate of torch's fused step) + the "
-    "bytes that a rank receives by the formulas of windlass/parallel/comm_volumes.py: four passes through memory each, and "
+    "bytes that a rank receives by windlass/parallel/comm_volumes.py: four passes through memory each, and "
     "one where windlass reduces and gathers through shared memory. Rates are a rank's while both do the same. Over a "
     "slow link: the longer of compute and AdamW, and of these bytes at its rate."
 )
@@ -49,7 +49,7 @@ class Contestant:
 
     @property
     def synchronises(self) -> bool:
-        """Whether its ranks train one model."""
+        """Return True if its ranks train one model."""
         return self.name != BASE
 
 

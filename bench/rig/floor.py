@@ -27,7 +27,7 @@ class Roofs:
 
 
 def floor(engine: str, parameters: int, ranks: int, compute: float, roofs: Roofs) -> float | None:
-    """Seconds of a step that `engine` can't beat; None where nobody has worked it out (rivals).
+    """Least possible seconds of a step of `engine`; None for rivals, whose floor is not derived.
 
     Args:
         parameters: of the whole model.

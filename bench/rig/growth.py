@@ -1,4 +1,4 @@
-"""How step time and memory grow: with parameters at two ranks, and with ranks at one size. One picture."""
+"""Growth of step time and memory: with parameters at two ranks, and with ranks at one size. One picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a set of ranks is asked to train."""
+"""Work of a set of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Size:
-    """Of a Llama in fp32 and of its batches.
+    """Size of a Llama in fp32 and of its batches.
 
     Args:
         hidden: width, a multiple of 64 (the size of a head).

@@ -73,7 +73,7 @@ def _environment(name: str) -> Iterator[None]:
 
 
 def losses_apart(found: Mapping[str, Sequence[Point]]) -> float:
-    """How far losses of the first length are from those without any trick, relative to them."""
+    """Relative difference of the losses of the first length from those without any technique."""
     losses = [points[0].loss for points in found.values()]
     return max((abs(one - losses[0]) / abs(losses[0]) if math.isfinite(one) else math.inf) for one in losses)
 
@@ -131,7 +131,7 @@ def plain(found: Found, cap: int) -> dict[str, Any]:
 
 
 def draw(found: Found, cap: int, path: Path) -> bool:
-    """Memory against length, and the longest of each row; False, after a line that says so, without matplotlib."""
+    """Plot memory against length, and the longest length of each row. Without matplotlib, return False."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

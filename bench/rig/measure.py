@@ -22,7 +22,7 @@ _UNKNOWN_MEMORY = 8 << 30
 
 @dataclass
 class Result:
-    """What is known of one engine. Times are in seconds; a step's is that of its slowest rank."""
+    """Measurements of one engine. Times are in seconds; a step's is that of its slowest rank."""
 
     engine: str
     parameters: int = 0
@@ -58,7 +58,7 @@ class Result:
 
     @property
     def ratios(self) -> list[float]:
-        """Of each round: its median step over that of `BASE` in the same round."""
+        """Ratio of each round: its median step over that of `BASE` in the same round."""
         return [statistics.median(a) / statistics.median(b) for a, b in zip(self.rounds, self.base_rounds, strict=True)]
 
     @property
@@ -96,7 +96,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: steps that losses are compared on first, rounds, timed steps of a round."""
+    """Amount of measurement: first steps whose losses are compared, rounds, timed steps per round."""
 
     check_steps: int
     rounds: int
@@ -107,7 +107,7 @@ Say = Callable[[str], None]
 
 
 def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say: Say) -> Measured:
-    """Measure `engines` (and `none`) on the same work. An engine that fails is told of and left out.
+    """Measure `engines` (and `none`) on the same work. An engine that fails is reported and left out.
 
     Args:
         say: called with a line about what is being done.

@@ -10,7 +10,7 @@ from windlass.parallel.model_shape import ModelShape, from_transformers
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Llama in fp32, or of a Mixtral where there are experts.
+    """Size of a Llama in fp32, or of a Mixtral if there are experts.
 
     Attributes:
         hidden: width.
@@ -32,7 +32,7 @@ class Sizes:
     chosen: int = 0
 
     def plain(self) -> dict[str, Any]:
-        """What configurations of transformers call them."""
+        """Arguments of the transformers configuration."""
         found = {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,

@@ -20,7 +20,7 @@ _ADAM: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and its batches: `hidden` is a multiple of 64, the size of a head."""
+    """Size of the model and its batches: `hidden` is a multiple of 64, the size of a head."""
 
     hidden: int
     layers: int

@@ -1,4 +1,4 @@
-"""Who is measured beside whom: groups that fit into memory together, and whose turn it is."""
+"""Engines measured in one group, which fit into memory together, and the order of their turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a contestant, on a core of its own: trains when it is told to."""
+"""Rank of a contestant, on a core of its own, that trains on command."""
 
 from __future__ import annotations
 

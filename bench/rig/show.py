@@ -14,7 +14,7 @@ from rig.targets import memory_target, missed, speed_target
 
 
 def equality_line(measured: Measured) -> str:
-    """Whether the engines that train one model had the same losses, in one sentence; it comes before any time."""
+    """Describe in one sentence if the engines that train one model had the same losses; printed before any time."""
     compared = {name: r for name, r in measured.results.items() if r.loss_apart is not None}
     if measured.reference is None or len(compared) < 2:
         return "losses: nothing to compare (fewer than two engines that train one model)"
@@ -90,7 +90,7 @@ def _against(value: float, target: float | None, digits: int) -> list[str]:
 
 
 def notes(measured: Measured) -> list[str]:
-    """What must be known to read the table: how, roofs, promises not kept, failures."""
+    """Notes for readers of the table: method, peak rates, missed targets, failures."""
     lines = [
         "x none: median over rounds of the round's median step over that of `none` in the same round; "
         "a step's time is its slowest rank's",

@@ -43,7 +43,7 @@ class Squad:
             self._processes.append(process)
 
     def ask(self, method: str, **arguments: Any) -> list[Any]:
-        """What each rank answers to a command of `Worker`, by rank."""
+        """Answers of the ranks to a command of `Worker`, by rank."""
         try:
             for end in self._ends:
                 end.send((method, arguments))

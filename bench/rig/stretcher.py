@@ -42,7 +42,7 @@ class Peak:
 
 
 def resident_bytes(file: Any) -> int:
-    """Of this process now, from its open `statm`."""
+    """Read the resident bytes of this process from its open `statm`."""
     file.seek(0)
     return int(file.read().split()[1]) * _PAGE
 

@@ -1,4 +1,4 @@
-"""What windlass promises on one piece of work, and whether it was kept."""
+"""Targets of windlass on one piece of work, and their outcome."""
 
 from __future__ import annotations
 

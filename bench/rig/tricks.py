@@ -1,4 +1,4 @@
-"""What makes sequences fit: each trick alone, all of them, all but each; and the search for the longest that fits."""
+"""Techniques for long sequences: each alone, all, all but one; and the search for the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rig.models import Sizes
 SIZES = Sizes(hidden=128, layers=8, heads=2, intermediate=512, vocabulary=8192)
 TILE = 256  # tokens that MLPs and losses are computed for at a time
 _PROBES = 3  # between one that fits and one that does not
-_NEAR = 0.02  # of the length: nearer nobody looks
+_NEAR = 0.02  # relative precision of the search
 
 
 @dataclass(frozen=True)
 class Tricks:
-    """What is on.
+    """Enabled techniques.
 
     Attributes:
         sp: ranks that the sequence is cut over.

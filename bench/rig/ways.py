@@ -19,7 +19,7 @@ Step = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def make(one: Contestant, sizes: Sizes, load: Load) -> Step:
-    """What makes a step. Collective."""
+    """Return the function that makes a step. Collective."""
     return _WAYS[one.how](one, build(sizes), load)
 
 

@@ -1,4 +1,4 @@
-"""One rank: a process that trains when it is told to, and waits, using no time, when it is not."""
+"""Process of one rank, which trains on command and otherwise waits without using CPU time."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Worker:
         return {"kind": self._watch.counter_name, "base": self._watch.baseline_bytes, "peak": self._watch.stop()}
 
     def traffic(self) -> dict[str, Any] | None:
-        """What windlass says it moved in the last step, and by which transport; None for its rivals."""
+        """Bytes that windlass reports for the last step, and its transport; None for rivals."""
         if self._trainee.engine is None:
             return None
         report = self._trainee.engine.report()

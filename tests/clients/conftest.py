@@ -1,4 +1,4 @@
-"""What all tests of clients need."""
+"""Fixtures of all tests of clients."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def losses(diffusers: Client, folder: Path, config: str | None, ranks: int) -> l
         launcher += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port())
         started: tuple[object, ...] = (*launcher, "--use_deepspeed", "--deepspeed_config_file", f"{config}.json")
         here.run(*started, script, *spoken, stands_in=True, **env)
-    else:  # `accelerate launch --cpu` would start one process, whatever it is told
+    else:  # `accelerate launch --cpu` would start one process, whatever its options
         started = ("-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", free_port())
         here.run(*started, script, *spoken, ACCELERATE_USE_CPU="true", **env)
     events = EventAccumulator(str(next(out.glob("logs/*/events*")).parent))

@@ -174,7 +174,7 @@ def readers(directory: Path, out: Path) -> dict[str, Reader]:
 
 
 def seeds_of(readers: dict[str, Reader]) -> dict[str, list[torch.Tensor]]:
-    """What each reader gives before anything is changed."""
+    """Results of each reader on unchanged files."""
     found = {}
     for name, read in readers.items():
         try:
@@ -185,7 +185,7 @@ def seeds_of(readers: dict[str, Reader]) -> dict[str, list[torch.Tensor]]:
 
 
 def one_of(seeds: dict[str, list[torch.Tensor]]) -> Callable[[str, Any], str]:
-    """Vouch for values that were in the seed, under whatever name: bytes that nobody wrote are an error.
+    """Vouch for values that were in the seed, under whatever name: bytes that were never written are an error.
 
     The index says to which dtype a tensor is cast, so values of any reader count, cast to the dtype that is given.
     """

@@ -27,7 +27,7 @@ from windlass.base.errors import WindlassError
 
 LONG = "WINDLASS_FUZZ_SECONDS" in os.environ
 SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "20"))
-# A short run has the same cases each time: what a long one finds must not fail somebody else's change.
+# A short run has the same cases each time: findings of a long run must not fail an unrelated change.
 _SHORT = random.SystemRandom().randrange(1, 1 << 31) if LONG else 20261123
 SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT
 _OF_CHECKPOINTS = 0.66  # of the time of all; the rest is that of texts
@@ -214,7 +214,7 @@ def memory_limit(nbytes: int) -> Iterator[None]:
 
 
 def keeps_the_law(read: Reader, nbytes: int, vouched: Callable[[Any], str], *, floor: int = FLOOR) -> str:
-    """What a reader did that it must not, as a text; empty for nothing.
+    """Describe the forbidden effect of a reader; empty if there is none.
 
     Args:
         nbytes: of all files that it reads.

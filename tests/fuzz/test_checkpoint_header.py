@@ -42,7 +42,7 @@ def test_every_reader_of_a_data_file(tmp_path: Path) -> None:
         number = draw.randrange(len(files))
         case = _changed(draw, goods[number])
         files[number].write_bytes(case)
-        sizes = {path.name: path.stat().st_size for path in files}  # as somebody would who knows the format
+        sizes = {path.name: path.stat().st_size for path in files}  # as a forger who knows the format would
         index.write_bytes(index_text({**fields, "files": sizes}))
         return len(case) + rest, case
 

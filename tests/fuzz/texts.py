@@ -54,7 +54,7 @@ def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
 
 
 def examples(count: int, per_second: int) -> int:
-    """How many examples a test of hypothesis' has: `count`, or as many as take that share of the run."""
+    """Number of examples of a hypothesis test: `count`, or as many as take that share of the run."""
     return max(count, int(SECONDS * SHARE * per_second)) if LONG else count
 
 
@@ -82,7 +82,7 @@ def _mutate(data: bytearray, draw: random.Random, seeds: Sequence[bytes]) -> Non
 
 
 def outcome(read: Callable[..., Any], *given: Any) -> Any:
-    """What `read(*given)` returns, or its WindlassError, whose text is held to be printable and short.
+    """Return the result of `read(*given)`, or its WindlassError, after a check that its text is printable and short.
 
     Any other exception is the test's failure, with the input (of a path, the file's bytes) in its notes.
     """

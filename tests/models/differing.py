@@ -45,7 +45,7 @@ class Towers(nn.Module):
 
 
 def towers_by_place(place: Place) -> Batch:
-    """Which towers changes with the step, the micro-batch and the rank; in step 2 no rank has sound."""
+    """The towers in use change with the step, the micro-batch and the rank; in step 2 no rank has sound."""
     chosen = int(torch.randint(0, 4, (), generator=place.generator()))
     return {**rows(place), "image": bool(chosen & 1), "sound": bool(chosen & 2) and place.step != 2}
 

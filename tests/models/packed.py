@@ -1,4 +1,4 @@
-"""What goes in and comes out: nested containers, objects of the user's own, a loss outside or aside."""
+"""Models with unusual inputs and outputs: nested containers, objects of the user's own, a loss outside or aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a specimen is: a model, its micro-batches at every place, and how one of them is trained."""
+"""Specimen: a model, its micro-batches at every place, and the way to train one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Which micro-batch: the optimizer step, the micro-batch within it, the rank."""
+    """Place of a micro-batch: the optimizer step, the micro-batch within it, the rank."""
 
     step: int
     micro: int

@@ -1,4 +1,4 @@
-"""Where parameters lie, what they look like, and how modules are entered."""
+"""Models with unusual places and shapes of parameters, and unusual calls of modules."""
 
 from __future__ import annotations
 

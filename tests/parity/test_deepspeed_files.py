@@ -1,4 +1,4 @@
-"""What DeepSpeed itself wrote, at each stage, goes on here as it does there. Needs DeepSpeed beside windlass."""
+"""A checkpoint of DeepSpeed's own, of each stage, continues here as it does there. Needs DeepSpeed beside windlass."""
 
 from __future__ import annotations
 

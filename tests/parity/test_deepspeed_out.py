@@ -1,4 +1,4 @@
-"""What a save in DeepSpeed's format writes: DeepSpeed itself goes on from it, and its own scripts read it."""
+"""A save in DeepSpeed's format: DeepSpeed itself resumes from it, and its own scripts read it."""
 
 from __future__ import annotations
 

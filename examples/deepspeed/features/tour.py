@@ -1,4 +1,4 @@
-"""What else DeepSpeed's tutorials show: each in a few lines, in one small training.
+"""Further features of DeepSpeed's tutorials, each in a few lines, in one small training.
 
 deepspeed tour.py --stage 3 --checkpoint_activations --schedule OneCycle --autocast --monitor_path logs
 """

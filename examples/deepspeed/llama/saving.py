@@ -11,7 +11,7 @@ CONFIG_NAME = "config.json"
 
 
 def save_hf_format(model, tokenizer, output_dir, sub_folder=""):
-    """Of stages below 3, where every rank has all weights."""
+    """Save at stages below 3, where every rank has all weights."""
     model_to_save = model.module if hasattr(model, "module") else model
     output_dir = os.path.join(output_dir, sub_folder)
     os.makedirs(output_dir, exist_ok=True)
@@ -29,7 +29,7 @@ def _z3_params_to_fetch(param_list):
 
 
 def save_zero_three_model(model_ema, global_rank, save_dir, zero_stage=0):
-    """Of any stage: at stage 3 parameter by parameter, each gathered on all ranks and kept by the first."""
+    """Save at any stage: at stage 3 parameter by parameter, each gathered on all ranks and kept by the first."""
     zero_stage_3 = zero_stage == 3
     os.makedirs(save_dir, exist_ok=True)
     output_model_file = os.path.join(save_dir, WEIGHTS_NAME)

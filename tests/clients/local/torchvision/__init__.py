@@ -1,4 +1,4 @@
-"""What scripts use of torchvision, which has no build for every torch: random pictures and a small network.
+"""The parts of torchvision that scripts use; it has no build for every torch: random pictures and a small network.
 
 Scripts that import it were written for GPUs: on a machine without, their calls of `torch.cuda` do nothing, and
 `torch.device("cuda", rank)` is the processor.

@@ -1,4 +1,4 @@
-"""What DeepSpeedExamples imports as `deepspeed`, in plain PyTorch: what its losses are held against.
+"""The parts of `deepspeed` that DeepSpeedExamples imports, in plain PyTorch: the reference for its losses.
 
 Every rank has the whole model in the configuration's dtype, and master weights in float32. Gradients are averaged over
 ranks once in a step.
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def low(config: dict[str, Any]) -> bool:
-    """Whether parameters are bf16."""
+    """Return True if parameters are bf16."""
     return any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16"))
 
 
@@ -207,7 +207,7 @@ def Init(config_dict_or_path: Any) -> Iterator[None]:
 
 
 class ZeroParamStatus(enum.Enum):
-    """What no parameter here is."""
+    """Class of which no parameter here is an instance."""
 
     NOT_AVAILABLE = 1
 
