@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
+from windlass.attention.active_backend import get_backend_stack, restore_backends
 from windlass.parallel.checkpoint_profiler import CheckpointProfiler
 from windlass.parallel.rng_tracker import rng_tracker
 from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
@@ -100,6 +101,7 @@ class _ReplayableCall:
         self._first_arguments: tuple[Any, Any] | None = (args, kwargs)
         self._args, self._kwargs = _map_instances(args, torch.Tensor, take), _map_instances(kwargs, torch.Tensor, take)
         self._rng_states = rng_tracker.get_states()
+        self._attention_backends = get_backend_stack()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         again, given = self._first_arguments is None, self._first_arguments
@@ -110,7 +112,11 @@ class _ReplayableCall:
         winding = rng_tracker.restored_states(self._rng_states) if again else nullcontext()
         _depth.value += 1
         try:
-            with winding, self._settings.profiler.call(recomputing=again, counters=counts):
+            with (
+                winding,
+                restore_backends(self._attention_backends),  # the recomputation runs outside of `use_backend`
+                self._settings.profiler.call(recomputing=again, counters=counts),
+            ):
                 return self._function(*args, **kwargs)
         finally:
             _depth.value -= 1
