@@ -95,7 +95,7 @@ def enable_router_bias_updates(model: nn.Module, expert_bias_update_rate: float,
             module._balance = RouterBias(module, owner, expert_bias_update_rate)
             module.register_forward_hook(_count_tokens)
         else:
-            module._balance.rate = expert_bias_update_rate
+            module._balance.expert_bias_update_rate = expert_bias_update_rate
     if not found and required:
         raise ModelError(
             f"{type(model).__name__} has no router with a buffer {' or '.join(BIAS_BUFFERS)} to update; "
