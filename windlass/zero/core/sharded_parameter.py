@@ -1,8 +1,7 @@
 """Placeholder for a sharded parameter. Accessing it gathers it or raises.
 
 [Note: parameters used elsewhere] A sharded parameter keeps its shape, dtype and place in its module, but its
-class is
-`ShardedParameter` and its data are one NaN expanded with zero strides. Every torch function that gets it as an
+class is `ShardedParameter` and its data are one NaN expanded with zero strides. Every torch function that gets it as an
 argument calls `ShardedParameter.__torch_function__`, which asks the parameter's `GatherHandler` for the values.
 Inside a forward, a unit is unsharded and added to the running block (a head that computes with
 `self.embed.weight` works). A parameter constructed under `zero.Init` is gathered while its model is still being
