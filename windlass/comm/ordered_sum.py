@@ -31,9 +31,7 @@ def ordered_sum(
     step = CHUNK if out.device.type == "cpu" else min(max(out.numel(), 1), LARGEST)
     scratch = torch.empty(min(step, out.numel()), dtype=wide, device=out.device)
     squares: list[torch.Tensor] = []
-    direct = (
-        not add and out.dtype == wide and len(parts) <= 2
-    )  # with more parts, `out` may be a part that is not yet read
+    direct = not add and out.dtype == wide and len(parts) <= 2  # else `out` may be a part not yet read
     for start in range(0, out.numel(), step):
         target = out[start : start + step]
         pieces = [part[start : start + step] for part in parts]
