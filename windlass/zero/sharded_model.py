@@ -275,7 +275,9 @@ class ShardedModel:
         self.scheduler.share_failures()
 
     def _discard_reads(self) -> None:
-        """What was brought from disk, or is on its way from there, may be NaN: whoever needs it reads it anew."""
+        """Discard data read from disk, or in flight from it, because it may contain NaN. It is read again at its
+        next use.
+        """
         self.runtime.reshard_all()
         for unit in self.units:
             if unit.shard_slot is not None:
@@ -452,14 +454,14 @@ class ShardedModel:
         self._finish_result(trouble, failed.item())
 
     def unhooked_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients nobody takes, by name: those that were frozen when the model was laid out."""
+        """Yield the named parameters without gradient hooks: those that were frozen when the model was initialized."""
         for unit in self.units:
             for name, parameter in zip(unit.names, unit.parameters, strict=True):
                 if id(parameter) not in self._hooked_parameters:
                     yield name, parameter
 
     def all_trained(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether all of `parameters` that need a gradient have memory for it."""
+        """Return True if all of `parameters` that require a gradient have memory for it."""
         return all(id(p) in self._hooked_parameters or not p.requires_grad for p in parameters)
 
     def recapture_parameters(self) -> None:
@@ -498,7 +500,7 @@ class ShardedModel:
 
     @contextmanager
     def replacing_parameters(self, units: list[Unit], *, experts_only: bool = False) -> Iterator[None]:
-        """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
+        """Context as `editing`, but the caller itself loads and writes back the values that it sets. Collective."""
         self.scheduler.sync("a change of parameters or states", experts_only=experts_only)
         self.finish_update()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
@@ -564,7 +566,7 @@ class ShardedModel:
         return [family.group for family in self.dp_groups if id(family) in wanted and family.group.size > 1]
 
     def _log_lost_state(self) -> None:
-        """The model is given back, and not all of its parameters are what they should be: nobody shall miss that."""
+        """Log that the model is released although some of its parameters are lost."""
         if self.tiers.staging is not None:
             self.tiers.staging.wait_all()
         lost = self.disk_health.loss_reason
@@ -727,7 +729,7 @@ class ShardedModel:
 
 
 def _stepped(batches: Iterable[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]]:
-    """Of each batch the chunks that had a gradient, as long as it is at hand."""
+    """Yield from each batch the chunks that have a gradient, while the batch is resident."""
     for batch in batches:
         yield [chunk for chunk in batch if chunk.gradient is not None]
 
@@ -739,7 +741,7 @@ def _raised(error: Exception) -> Iterator[list[UpdateChunk]]:
 
 
 def _mark_updated(units: list[Unit]) -> None:
-    """What is whole of `units` has old values: let it go, and gather it again where somebody uses it."""
+    """Reshard `units`, whose unsharded values are outdated. Their next use all-gathers them again."""
     for unit in units:
         if unit.frees_memory and unit.shard_state is not ShardState.SHARDED:
             unit.reshard(stale=True)
@@ -754,7 +756,7 @@ def _wait(written: list[Pending]) -> None:
 
 
 def _close(mesh: Mesh | None, ledger: DeviceMemoryLedger, disk: DiskTier | None) -> None:
-    """What does not go away with the memory of a model."""
+    """Free resources that do not end with the model's memory: process groups, ledger and disk."""
     if disk is not None:
         disk.close()
     ledger.release_all()
