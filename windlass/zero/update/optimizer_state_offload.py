@@ -147,8 +147,8 @@ class OptimizerStateOffload:
             goes to disk, so that a full disk raises before a step begins.
 
     Attributes:
-        arrived: called with each chunk that was loaded.
-        name_of: returns the parameter name of a state entry, for messages.
+        on_fetched: called with each chunk that was loaded.
+        state_name_of: returns the parameter name of a state entry, for messages.
         states: the optimizer's states, by parameter.
     """
 
@@ -172,8 +172,7 @@ class OptimizerStateOffload:
         self._read_ahead_queue: deque[UpdateChunk] = deque()  # to be read ahead once there is room
 
     def read_ahead(self, chunks: list[UpdateChunk]) -> None:
-        """Start to read records that the next step will want, in the order in which it will, as far as there is room
-        for them."""
+        """Start to read the records of the next step, in its order, as far as the staging pool has room."""
         self._read_ahead_queue += [
             c for c in chunks if c.tier is Tier.NVME and c.master is None and id(c) not in self._fetched
         ]
@@ -203,12 +202,12 @@ class OptimizerStateOffload:
     def resident(
         self, chunks: list[UpdateChunk], *, changes: bool = True, came: Callable[[], None] = lambda: None, room: int = 0
     ) -> Iterator[None]:
-        """Masters and states of `chunks` in memory, all at once.
+        """Context with master weights and states of `chunks` in memory, all at once.
 
         Args:
-            changes: what is changed is kept; else what is on disk stays as it is.
-            came: called when all of it is here. If it raises, nothing goes back to the disk.
-            room: bytes of the memory in which a chunk on disk comes, at least.
+            changes: store the changed values; otherwise the data on disk stays unchanged.
+            came: called when all chunks are in memory. If it raises, no data is written to disk.
+            room: minimum bytes of the host buffer for a chunk on disk.
         """
         away = [chunk for chunk in chunks if chunk.master is None]
         for chunk in away:
@@ -243,7 +242,7 @@ class OptimizerStateOffload:
             states: by parameter and key, the non-scalar states that the chunk shall have, described by tensors
                 without memory.
                 Other states are dropped; missing ones are created with zeros.
-            came: as in `at_hand`.
+            came: as in `resident`.
         """
         wanted = [(tenant, key, like) for tenant, state in states.items() for key, like in state.items()]
         master: _Found = (None, "", torch.empty(chunk.numel, dtype=chunk.dtype, device="meta"))

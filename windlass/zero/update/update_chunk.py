@@ -23,13 +23,13 @@ class UpdateChunk:
 
     Attributes:
         start, stop: within the unit's state span.
-        home: tier of master weights and states between steps.
+        tier: tier of master weights and states between steps.
         dtype: dtype of the master weights.
         state_dtype: dtype of the update and of the states.
         master: `[stop - start]`, in the memory where it is updated; None while it is on disk.
         gradient: `[stop - start]`, in the same memory; None while it is not resident.
-        lowered: `[stop - start]`, new parameters in the param_dtype, if the update itself wrote them.
-        tenants: keys of the optimizer's `state` for this chunk.
+        lowered_params: `[stop - start]`, new parameters in the param_dtype, if the update itself wrote them.
+        state_keys: keys of the optimizer's `state` for this chunk.
     """
 
     slot: GradientSlot

@@ -77,7 +77,7 @@ class WholeParameterUpdate:
         optimizer: the user's.
         chunks: this rank's chunks of the trainable units, one per unit.
         residence: offload of their master weights and states.
-        families: groups over which states are sharded, that of dense parameters first.
+        dp_groups: groups over which states are sharded, that of dense parameters first.
         axes: mesh axes by name along which parameters are sharded otherwise.
         whole: each rank keeps all states and exchanges nothing.
         sub_group: elements that are gathered at a time.
