@@ -1,4 +1,4 @@
-"""`generate` of a model whose parameters are spread over ranks: gathered once where memory allows."""
+"""`generate` of a model with sharded parameters, which are unsharded once if memory allows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ShardedGenerate:
         return self._own(model, *args, **kwargs)
 
     def remove(self) -> None:
-        """Give the model its own method back."""
+        """Restore the model's own method."""
         model = self._model()
         if model is not None and vars(model).get("generate") is self:
             del vars(model)["generate"]

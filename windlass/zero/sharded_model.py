@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and optimizer state are kept as one policy says: built, stepped, undone."""
+"""Model whose parameters, gradients and optimizer states are sharded by one policy: construction, step and release."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class ShardedModel:
                 self.slots, self.masters, self.units, device, homes.gradient, make, dtype
             )
         self._handles: list[RemovableHandle | ShardedGenerate] = []
-        self._hooked_parameters: set[int] = set()  # ids of parameters whose gradients are taken
+        self._hooked_parameters: set[int] = set()  # ids of parameters with gradient hooks
         self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.disk_health.check("initialize could not put the model on disk", loses=True)
@@ -192,9 +192,9 @@ class ShardedModel:
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
         )
-        self.next_is_step: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
-        self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
-        # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
+        self.next_is_step: Callable[[], bool] = lambda: False  # True if a step follows the running backward
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # the scale of the current gradients
+        # Called with the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks.
         self.before_update: Callable[[float, float], None] = lambda norm, clip: None
         self.masters.remember_versions(self.units)
         self.script_gradients = ScriptGradients(self.reducer)
@@ -287,7 +287,7 @@ class ShardedModel:
 
     @property
     def transport(self) -> Transport:
-        """That of dense parameters."""
+        """Data-parallel group of dense parameters."""
         return self.dp_groups[0].transport
 
     @property
@@ -472,11 +472,11 @@ class ShardedModel:
                 unit.recapture_parameters()
 
     def track_data_edits(self, place: parameter_registry.ParameterLocation) -> None:
-        """A script reads `.data` of a parameter, through which it may change values."""
+        """Record that a script reads `.data` of a parameter, through which it may change values."""
         self.masters.track_data_edits(place.unit, place.index, late=self._update_in_progress())
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of this step, and whatever is gathered for graphs that are gone."""
+        """Drop the gradients of this step, and reshard units kept for graphs that no longer exist."""
         self.reducer.reset()
         self.agreement.forget()
         self.runtime.reshard_all()
@@ -561,7 +561,9 @@ class ShardedModel:
             self._closer()
 
     def _groups_of(self, units: list[Unit]) -> list[RankGroup]:
-        """The groups of more than one rank that any of these units is cut over, in one order on all ranks."""
+        """Return the groups of more than one rank over which any of these units is sharded, in one order on all
+        ranks.
+        """
         wanted = {id(unit.dp_group) for unit in units}
         return [family.group for family in self.dp_groups if id(family) in wanted and family.group.size > 1]
 
@@ -600,7 +602,7 @@ class ShardedModel:
         self._handles += register_model_hooks(self.model, self.runtime)
 
     def hook_gradients(self) -> None:
-        """Take the gradients of all parameters that are to be trained, from now on."""
+        """Hook the gradients of all trainable parameters from now on."""
         places, parameters = [], []
         for number, slot in enumerate(self.slots):
             for index, parameter in enumerate(slot.unit.parameters):
@@ -622,12 +624,14 @@ class ShardedModel:
         self._handles += register_gradient_hooks(parameters, arrived)
 
     def _on_reduced(self, slot: GradientSlot) -> None:
-        """A reduced gradient is on its way home: what its step needs from disk sets out too."""
+        """Start to read the records of a unit's step from disk, once its reduced gradient is in flight to its tier."""
         if self.next_is_step() and not self._update_in_progress():
             self.masters.read_ahead(slot.unit)
 
     def _max_live_numel(self) -> int:
-        """Elements that may be present at once: what the settings say, or half of what is left of a budget."""
+        """Return the maximum number of unsharded elements: the configured number, or half of the remaining memory
+        budget.
+        """
         place, largest = emulated_device_memory(), max((unit.dtype.itemsize for unit in self.units), default=4)
         if place is None or self.tiers.param is Tier.DEVICE:
             return self.settings.max_live_numel
@@ -676,7 +680,7 @@ class ShardedModel:
         )
 
     def _publish_update(self, batches: Iterable[list[UpdateChunk]]) -> None:
-        """Bring the new parameters of updated chunks to where they are used. Collective."""
+        """Make the new parameters of updated chunks available to all ranks. Collective."""
         updated: dict[int, Unit] = {}
         written: list[Pending] = []
         failed: Exception | None = None
@@ -693,9 +697,9 @@ class ShardedModel:
                 self.policy.state or self.mesh.world.size == 1
             )
             updated = {slot.unit.index: slot.unit for slot in self.slots if slot.has_reduced}
-        finally:  # where a step fails half-way, too, what was updated arrives
+        finally:  # also if a step fails half-way, so that completed updates become visible
             _wait(written)
-        try:  # of its last writes, which go on in the next forward, the next check hears
+        try:  # failures of writes still in flight surface at the next check
             self.disk_health.check("this step was made in part", loses=True)
         except (StorageError, UpdateError):
             self.drop_gradients()
@@ -711,7 +715,7 @@ class ShardedModel:
             raise failed
 
     def _gather_updated(self, units: list[Unit]) -> None:
-        """Offer the updated cuts; parameters that are never released are whole again when this returns."""
+        """Publish the updated shards. Parameters that are never resharded are complete again when this returns."""
         pending = []
         for unit in units:
             if unit.reshards:

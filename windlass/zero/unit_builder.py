@@ -1,4 +1,4 @@
-"""From a plan to units with values: homes chosen, buffers allocated, rank 0's parameters spread."""
+"""Construction of units with values from a plan: tiers, buffers, and distribution of rank 0's parameters."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class UnitBuilder:
         self._device, self._ledger = device, ledger
 
     def make_slot(self, name: str, numel: int, dtype: torch.dtype, home: Tier) -> Slot:
-        """A slot of this model."""
+        """Return a slot of this model."""
         if home is Tier.DEVICE:
             self._ledger.set_held_bytes(name, numel * dtype.itemsize)
         homes = self._tiers
