@@ -222,7 +222,6 @@ class UnshardRuntime:
         self.scheduler.unshard(unit, backward=backward)
         unit.wait_for_unshard(backward=backward)
         if unit.frees_memory:
-            # Prefetch only after the current unit is complete, so that it does not compete for bandwidth.
             for other in self.prefetcher.units_to_prefetch(self.live_numel()):
                 if not self.scheduler.prefetch(other, backward=backward):
                     break
