@@ -1,5 +1,4 @@
-"""Where the ranks of a group tell each other a few numbers, in no time: what the agreed order of collectives is made
-of."""
+"""Small exchanges of integers between the ranks of a group, for the agreed order of collectives."""
 
 from __future__ import annotations
 
@@ -11,48 +10,50 @@ import torch.distributed as dist
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory import Counters
 
-WIDTH = 32  # numbers that shared memory shows at once
+WIDTH = 32  # integers per exchange in shared memory
 COUNTERS = 1 + 2 * WIDTH
-"""How many of the counters: exchanges begun, and the numbers of this one and of the one before."""
+"""Number of counters that a board uses: the count of exchanges, and the integers of the current and the previous
+exchange.
+"""
 
 
 class Posted(Protocol):
-    """Numbers that this rank has told, and will hear of the others."""
+    """Exchange in flight: this rank has sent its integers and receives those of the others."""
 
     def poll(self) -> bool:
-        """Whether all have told theirs."""
+        """Return True if all ranks have sent their integers."""
         ...
 
     def wait(self) -> list[list[int]]:
-        """Every rank's numbers, in group order."""
+        """Wait for all ranks, and return every rank's integers in group order."""
         ...
 
 
 class AgreementBoard(Protocol):
-    """Small exchanges over one group, which never get between the collectives of a transport."""
+    """Small exchanges over one group, which never interleave with the collectives of a transport."""
 
     def post(self, mine: list[int], what: str) -> Posted:
-        """Tell the others `mine`, at most `WIDTH` numbers; all tell as many. One exchange after the other: this one is
-        to be waited for before the next.
+        """Send `mine`, at most `WIDTH` integers, as many on each rank. Wait for this exchange before the next one
+        starts.
 
         Args:
-            what: is waited for, should a peer not come.
+            what: description of the exchange, for errors about a missing peer.
         """
         ...
 
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        """Every rank's numbers, any count of them, in group order. Collective; all tell as many."""
+        """Return every rank's integers, of any count, in group order. Collective; all ranks send as many."""
         ...
 
 
 class SharedMemoryBoard:
-    """On counters in shared memory: some microseconds, where all ranks are there.
+    """Board on counters in shared memory; an exchange takes some microseconds once all ranks have arrived.
 
-    Numbers lie in two places in turn. Who shows those of one exchange has seen all of the one before; so everybody has
-    read what was shown before that, and its place may be written again.
+    Integers alternate between two places. A rank that sends exchange n has read exchange n - 1 completely. So
+    once exchange n is complete, all ranks have read exchange n - 1, and its place can be overwritten.
 
     Args:
-        counters, base: `COUNTERS` of them from `base` on.
+        counters, base: counters to use: `COUNTERS` of them, from `base` on.
     """
 
     def __init__(self, group: RankGroup, counters: Counters, base: int) -> None:
@@ -75,11 +76,11 @@ class SharedMemoryBoard:
         return told
 
     def shown(self, turn: int) -> bool:
-        """Whether all have told their numbers of an exchange."""
+        """Return True if all ranks have sent their integers of an exchange."""
         return self._counters.reached(self._base, turn)
 
     def read(self, turn: int, count: int, what: str) -> list[list[int]]:
-        """Every rank's numbers of the last exchange, once all have told them."""
+        """Wait for all ranks, and return every rank's integers of the last exchange."""
         self._counters.wait(self._base, turn, what)
         place = self._base + 1 + turn % 2 * WIDTH
         return [[self._counters.read(rank, place + at) for at in range(count)] for rank in range(self._group.size)]
@@ -97,7 +98,9 @@ class _PostedCounters:
 
 
 class WireBoard:
-    """Over gloo, on the CPU, whatever moves the tensors; no collective of a transport is under way meanwhile."""
+    """Board over gloo, on the CPU, whatever transport moves the tensors. No collective of a transport may be in
+    flight.
+    """
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Memory of this process alone that is given back and taken again, at one address."""
+"""Private memory that can be freed and allocated again at the same address."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import resource
 
 import torch
 
-_HUGE = 2 << 20  # bytes of a huge page, where the machine has them
+_HUGE = 2 << 20  # bytes of a huge page, if the kernel supports them
 
 
 class AnonymousPages:
-    """`nbytes` of zeros whose pages can be discarded; they come back, as zeros, when they are touched.
+    """`nbytes` of zeros whose pages can be discarded. They are allocated again, as zeros, at the next access.
 
-    In huge pages where the kernel gives them: to take 64 MiB again then costs 1 ms, in small ones 30 and in a shared
-    file 50. A limit on a process's data (`ulimit -d`) counts the addresses of private memory whether it has pages or
-    not, so that all units would count at once; under one the memory is formally shared, with nobody.
+    The memory uses huge pages if the kernel provides them: allocating 64 MiB again then takes 1 ms, 30 ms in
+    small pages, and 50 ms in a shared file. A limit on a process's data (`ulimit -d`) counts private mappings
+    whether they have pages or not, so all units would count at once. Under such a limit the mapping is formally
+    shared, although no other process maps it.
 
     Attributes:
         bytes: `[nbytes]` uint8.
@@ -30,10 +31,10 @@ class AnonymousPages:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start, self._nbytes = -whole.data_ptr() % _HUGE, nbytes
         self.bytes = whole.narrow(0, self._start, nbytes)
-        # only whole huge pages: at the end one would take memory that nobody asked for
+        # Only whole huge pages: a partial one at the end would use memory beyond the request.
         if not limited and nbytes >= _HUGE:
             self._map.madvise(mmap.MADV_HUGEPAGE, self._start, nbytes // _HUGE * _HUGE)
 
     def discard(self) -> None:
-        """Give the memory back; the content is lost."""
+        """Free the memory; the content is lost."""
         self._map.madvise(self._advice, self._start, self._nbytes)

@@ -1,4 +1,4 @@
-"""Communication on a thread beside the one that trains."""
+"""Communication on a background thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.base.collective_activity import WaitScope
 
 
 class BackgroundCall:
-    """Runs a function on a thread while this one goes on.
+    """Runs a function on a background thread.
 
     Args:
         act: the function.
@@ -22,7 +22,7 @@ class BackgroundCall:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for its end; raises what it raised."""
+        """Wait for the function, and raise the error that it raised."""
         with WaitScope("the transfers of a schedule that failed"):
             self._thread.join()
         if self._error is not None:

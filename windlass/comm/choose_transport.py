@@ -1,4 +1,4 @@
-"""Which transport a group of ranks uses, and why."""
+"""Choice of the transport of a group of ranks, with its reason."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NAMES = ("auto", "shm", "gloo", "nccl")
 def choose_transport(
     requested: str, group: RankGroup, device: torch.device, *, ways: WireOptions, timeout: timedelta
 ) -> tuple[Transport, str]:
-    """The transport for `group`, and one sentence that says why. Collective.
+    """Return the transport for `group`, and a sentence with the reason. Collective.
 
     Args:
-        requested: auto, shm, gloo or nccl; the environment's `WINDLASS_TRANSPORT` goes before it.
-        device: where the tensors lie.
-        ways: how a wire transport sends.
-        timeout: how long to wait for a peer (shm).
+        requested: auto, shm, gloo or nccl; the environment variable `WINDLASS_TRANSPORT` overrides it.
+        device: device of the tensors.
+        ways: options of network transports.
+        timeout: maximum time to wait for a peer (shm).
 
     Raises:
-        ConfigError: a name that does not exist, or a transport that can't serve this device or these ranks.
+        ConfigError: unknown name, or a transport that does not support this device or these ranks.
     """
     name, why = choose_transport_name(requested, group, device)
     if name == "nccl":

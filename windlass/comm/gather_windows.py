@@ -1,4 +1,4 @@
-"""Gathers of buffers that peers do not map, through a few windows that they do."""
+"""All-gather of buffers that peers do not map, through a few shared windows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from windlass.comm.traffic import Traffic
 from windlass.comm.transport import TransportBuffer, local_shard
 
 WINDOWS = 2
-"""A rank may show one gather more than its slowest peer has taken."""
+"""Number of windows: a rank may publish one all-gather more than its slowest peer has read."""
 COUNTERS = 2 + WINDOWS
-"""How many of the counters: gathers shown, gathers taken, and whose buffer is in each window."""
+"""Number of counters: all-gathers published, all-gathers read, and the key of the buffer in each window."""
 
 
 @dataclass(eq=False)
@@ -30,15 +30,15 @@ class _WindowGather:
 
 
 class GatherWindows:
-    """Gathers in the order in which they were started, which is one on all ranks.
+    """All-gathers in the order in which they were started, which is equal on all ranks.
 
-    Each rank copies its cut into the next window once all peers have read what that showed before, and theirs from
-    their windows. Nobody waits for a peer to join before a gather is asked for; and memory that comes and goes is no
-    peer's: to give back what peers map, and to take it again, is slow (see `Pages`).
+    Each rank copies its shard into the next window, once all peers have read the window's previous content, and
+    copies the peers' shards from their windows. Starting an all-gather does not wait for peers. Peers do not map
+    the buffers themselves, because freeing and reallocating mapped memory is slow (see `AnonymousPages`).
 
     Args:
         blocks: bytes of every window of every rank, `[window][rank]`.
-        counters, base: `COUNTERS` of them from `base` on.
+        counters, base: counters to use: `COUNTERS` of them, from `base` on.
     """
 
     def __init__(
@@ -49,19 +49,20 @@ class GatherWindows:
         self._started = self._taken = 0
 
     def gather(self, buffer: TransportBuffer, ready: Pending, elements: int) -> Pending:
-        """Start a gather of `buffer`, in which this rank's own cut is there once `ready`."""
+        """Start an all-gather of `buffer`, which holds this rank's shard once `ready` is done."""
         self._started += 1
         self._queue.append(_WindowGather(self._started, buffer, ready, elements))
         self.advance(self._started, wait=False)
         return _WindowPending(self, self._started)
 
     def advance(self, number: int, *, wait: bool) -> bool:
-        """Go on with the gathers up to the `number`-th; returns whether that is finished, as it is after `wait`.
+        """Continue the all-gathers up to the `number`-th. Return True if that one is complete, as it always is with
+        `wait`.
 
         Raises:
-            CommunicationError: peers gather something else, or one is not there.
+            CommunicationError: peers gather another buffer, or a peer is missing.
         """
-        for one in list(self._queue):  # show before taking: a peer may wait for it
+        for one in list(self._queue):  # publish before reading, because a peer may wait for this shard
             if one.number > number or not (one.shown or self._show(one, wait=wait and one is self._queue[0])):
                 break
         while self._queue and self._taken < number:
@@ -119,5 +120,5 @@ class _WindowPending:
 
 
 def _like(window: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The beginning of a window, as a tensor like `values`."""
+    """Return the beginning of a window as a flat tensor with the size and dtype of `values`."""
     return window[: values.numel() * values.element_size()].view(values.dtype)

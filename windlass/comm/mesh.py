@@ -1,4 +1,4 @@
-"""All axes of the mesh as process groups: what each kind of parameter is cut and reduced over, and the axes beside."""
+"""Mesh of ranks: process groups for all axes and for the data-parallel ranks of each kind of parameter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.comm.rank_group import DataMesh, RankGroup
 
-_alone: list[Any] = []  # the group of this rank alone, if there is one: torch makes such a group once
+_alone: list[Any] = []  # cached group of this rank alone, because torch creates such a group only once
 
 
 def _own(rank: int, timeout: timedelta | None) -> Any:
-    """The process group of this rank alone; it ends with the default group."""
+    """Return the process group of this rank alone. It ends with the default group."""
     if _alone:
-        with contextlib.suppress(ValueError):  # it is gone, and so is the default group that it belonged to
+        with contextlib.suppress(ValueError):  # the cached group ended with its default group
             if dist.get_rank(_alone[0]) == 0 and dist.get_process_group_ranks(_alone[0]) == [rank]:
                 return _alone[0]
         _alone.clear()
@@ -29,23 +29,23 @@ def _own(rank: int, timeout: timedelta | None) -> Any:
 
 
 class _GroupMaker:
-    """Makes each partition of the ranks into groups once. Collective: all ranks ask for the same ones."""
+    """Creates each partition of the ranks into groups once. Collective: all ranks request the same partitions."""
 
     def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
         self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
         self._found: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
-        self._talks = "gloo" in dist.get_backend_config()  # else CPU tensors need a group of their own
+        self._talks = "gloo" in dist.get_backend_config()  # otherwise CPU tensors need a separate group
 
     @property
     def made(self) -> list[RankGroup]:
         return list(self._found.values())
 
     def over(self, *axes: str) -> RankGroup:
-        """This rank's group of those that differ in these axes alone."""
+        """Return this rank's group of ranks that differ only in these axes."""
         return self.of(self._grid.groups(*axes))
 
     def of(self, partition: list[tuple[int, ...]]) -> RankGroup:
-        """This rank's group of a partition of all ranks."""
+        """Return this rank's group in a partition of all ranks."""
         key = tuple(partition)
         if key not in self._found:
             self._found[key] = self._make(partition)
@@ -54,7 +54,7 @@ class _GroupMaker:
     def _make(self, partition: list[tuple[int, ...]]) -> RankGroup:
         mine: RankGroup | None = None
         for ranks in partition:
-            if len(ranks) == 1:  # which is no reason for the others to wait
+            if len(ranks) == 1:  # no collective creation for a group of one
                 if ranks == (self._rank,):
                     mine = RankGroup(_own(self._rank, self._timeout), ranks, 0)
                 continue
@@ -68,16 +68,16 @@ class _GroupMaker:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh as one rank sees it.
+    """Process groups of the mesh, from one rank's view.
 
     Attributes:
-        grid: the sizes of its axes.
+        grid: sizes of the axes.
         world: all ranks.
-        dense: data ranks of what is no expert.
-        experts: data ranks of experts; `dense` itself where there is no axis of experts.
-        axes: every other axis by name: pp, ep, sp, tp.
-        stages: of the pipeline that hold a parameter in common, as an axis of those among the ranks along pp; see
-            `tie`.
+        dense: data-parallel ranks of dense parameters.
+        experts: data-parallel ranks of experts; `dense` itself if ep is 1.
+        axes: the other axes by name: pp, ep, sp, tp.
+        stages: for each set of pipeline stages that share a parameter, the axis over these stages; see
+            `add_stage_group`.
     """
 
     grid: MeshShape
@@ -106,22 +106,23 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place along each axis."""
+        """This rank's coordinate along each axis."""
         return self.grid.coordinates(self.world.ranks[self.world.index])
 
     @property
     def first_of_stage(self) -> bool:
-        """This rank is the one that speaks for its stage of the pipeline, where all of it say the same."""
+        """True if this rank represents its pipeline stage in values that are equal on all of the stage's ranks."""
         return self.dense.data.index == 0 and self.tp.index == 0
 
     @property
     def only_data(self) -> bool:
-        """Every rank is a data rank of every parameter."""
+        """True if every rank is a data-parallel rank of every parameter."""
         return self.dense.data.size == self.world.size and self.experts is self.dense
 
     def gather_from_world(self, said: Any) -> list[Any]:
-        """What each rank of the world says, a plain Python value; only what is said here where all are data ranks of
-        everything, and so say the same. Collective."""
+        """Gather a Python value from each rank of the world. Returns only the local value if all ranks are
+        data-parallel ranks of all parameters, because the values are equal then. Collective.
+        """
         if self.only_data:
             return [said]
         heard: list[Any] = [said] * self.world.size
@@ -129,22 +130,26 @@ class Mesh:
         return heard
 
     def of_stages(self, said: Any) -> list[Any]:
-        """What the first rank of each stage of the pipeline says, a plain Python value. Collective over all ranks; only
-        what is said here where there is one stage."""
+        """Gather a Python value from the first rank of each pipeline stage. Collective over all ranks; local with
+        one stage.
+        """
         if self.pp.size == 1:
             return [said]
         heard = self.gather_from_world(said if self.first_of_stage else None)
-        return heard[:: self.grid.world // self.grid.pp]  # stages are the outermost axis
+        return heard[:: self.grid.world // self.grid.pp]  # pp is the outermost axis
 
     def over(self, *axes: str) -> RankGroup:
-        """This rank's group of those that differ in these axes alone. Collective over all ranks, which ask for the same
-        axes."""
+        """Return this rank's group of ranks that differ only in these axes. Collective over all ranks, with the
+        same axes.
+        """
         assert self._maker is not None
         return self._maker.over(*axes)
 
     def add_stage_group(self, stages: tuple[int, ...]) -> None:
-        """Have a group of the ranks that differ only in which of these stages they are in. Collective over all ranks,
-        whichever stage they are in."""
+        """Create the group of ranks that differ only in which of these stages they are in. Collective over all
+        ranks of all
+        stages.
+        """
         assert self._maker is not None
         partition: list[tuple[int, ...]] = []
         for column in self.grid.groups("pp"):
@@ -153,29 +158,34 @@ class Mesh:
         self.stages[stages] = MeshAxis("pp", self._maker.of(partition))
 
     def close_with_model(self) -> None:
-        """Give back the groups' sockets, unless modules have axes of it to talk over: those are given back with the
-        process. Stages of a pipeline talk through their engine alone."""
+        """Close the groups' sockets, unless modules use their axes (tp, ep, sp), in which case the sockets close
+        with the process.
+        Pipeline stages communicate only through the engine, so pp needs no exception.
+        """
         if self.tp.size == self.ep.size == self.sp.size == 1:
             self.close()
 
     def close(self) -> None:
-        """Give back the groups' sockets; nobody may communicate over them after that."""
+        """Close the groups' sockets. No communication over them is possible afterwards."""
         made = [group for group in self._maker.made if group.size > 1] if self._maker is not None else []
         each = [one for group in made for one in (group.process_group, group.cpu_process_group) if one is not None]
         for process_group in {id(one): one for one in each}.values():
-            with contextlib.suppress(ValueError):  # it went with the default group, or was closed before
+            with contextlib.suppress(ValueError):  # already destroyed, alone or with the default group
                 dist.destroy_process_group(process_group)
 
 
 def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedelta | None = None) -> Mesh:
-    """The mesh over all ranks. Collective.
+    """Create the mesh over all ranks. Collective.
 
     Args:
-        regather: how many neighbouring data ranks hold a second copy of the parameters (hpZ); None: no such copy.
-        timeout: after which a collective that a peer never joined fails; None: torch's own (nccl: 10 minutes).
+        regather: number of neighbouring data-parallel ranks that hold a secondary copy of the parameters (hpZ);
+            None: none.
+        timeout: time after which a collective fails if a peer does not join; None: torch's default (nccl: 10
+            minutes).
 
     Raises:
-        ConfigError: the axes don't multiply to the world, or `regather` does not divide the data ranks.
+        ConfigError: the axes do not multiply to the world size, or `regather` does not divide the data-parallel
+            ranks.
     """
     world = dist.get_world_size()
     if grid.world != world:

@@ -1,4 +1,4 @@
-"""One axis of the mesh as a rank sees it: the peers along it, and what they tell each other."""
+"""One mesh axis of a rank: the peers along it, and their collectives."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def run_pending_checks() -> None:
 
 
 class MeshAxis:
-    """The ranks along one axis, and their collectives. All of them start the same ones in the same order.
+    """Ranks along one axis, and their collectives. All ranks start the same collectives in the same order.
 
-    `traffic.bytes_moved` counts, by operation, the bytes that a rank has to receive at least: of an all-reduce of B
-    bytes over n ranks `2 B (n - 1) / n`, of an all-gather and of an all-to-all what comes from others, of a
-    reduce-scatter its own part `n - 1` times. On an axis of one rank nothing moves, and every call gives what came.
+    `traffic.bytes_moved` counts, by operation, the minimum bytes that a rank receives: `2 B (n - 1) / n` for an
+    all-reduce of B bytes over n ranks; the bytes of other ranks for an all-gather or all-to-all; `n - 1` times
+    its own part for a reduce-scatter. On an axis of one rank, nothing moves and every call returns its input.
 
     Args:
-        name: of the axis ("tp", ...), for people and errors.
-        group: this rank's.
-        traffic: counts; its own by default.
+        name: name of the axis ("tp", ...), for messages.
+        group: this rank's group.
+        traffic: counter; by default the axis has its own.
     """
 
     def __init__(self, name: str, group: RankGroup, traffic: Traffic | None = None) -> None:
@@ -53,16 +53,18 @@ class MeshAxis:
 
     @property
     def index(self) -> int:
-        """This rank's place along the axis."""
+        """This rank's index along the axis."""
         return self.group.index
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce `tensor` in place over the axis; returns it."""
+        """Reduce `tensor` in place over the axis, and return it."""
         self.start_all_reduce(tensor, op).wait()
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
-        """As `all_reduce`; `tensor`, which is contiguous, holds the result once that is finished."""
+        """Start an `all_reduce` of a contiguous tensor, which holds the result when the returned operation is
+        complete.
+        """
         if self.size == 1:
             return DONE
         run_pending_checks()
@@ -70,10 +72,10 @@ class MeshAxis:
         return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """The tensors of all ranks, end to end along `dim`.
+        """Concatenate the tensors of all ranks along `dim`.
 
         Args:
-            sizes: of each rank's along `dim`, where they differ; one of them is the size here.
+            sizes: each rank's size along `dim`, if they differ.
         """
         if self.size == 1:
             return tensor
@@ -95,13 +97,13 @@ class MeshAxis:
         return whole.movedim(0, dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """This rank's part, along `dim`, of the sum of the tensors of all ranks.
+        """Return this rank's part, along `dim`, of the sum of the tensors of all ranks.
 
         Args:
-            sizes: of each rank's part along `dim`; equal ones by default.
+            sizes: size of each rank's part along `dim`; equal by default.
 
         Raises:
-            ValueError: the size along `dim` is not their sum, or not a multiple of the axis.
+            ValueError: the parts do not add up to the size along `dim`.
         """
         if self.size == 1:
             return tensor
@@ -126,14 +128,14 @@ class MeshAxis:
     def all_to_all(
         self, tensor: torch.Tensor, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Rows to other ranks, and theirs to here.
+        """Send rows to each rank, and receive rows from each.
 
         Args:
             tensor: `[sum(sends), ...]`, the rows for rank 0 first.
-            sends, receives: rows for and from each rank; as many for each by default.
+            sends, receives: number of rows for and from each rank; equal by default.
 
         Returns:
-            `[sum(receives), ...]`, those of rank 0 first.
+            `[sum(receives), ...]`, the rows from rank 0 first.
         """
         if self.size == 1:
             return tensor
@@ -150,8 +152,9 @@ class MeshAxis:
         return out
 
     def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> list[torch.Tensor]:
-        """Send tensors to the rank `by` places further on, as on a ring, and get those of the rank as far before, which
-        are as large."""
+        """Send tensors to the rank `by` places ahead on the ring, and return the equally large ones of the rank
+        `by` places behind.
+        """
         if self.size == 1 or by % self.size == 0:
             return list(tensors)
         run_pending_checks()
@@ -167,7 +170,7 @@ class MeshAxis:
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Take the values of the rank at place `source` along the axis; in place, of a contiguous tensor."""
+        """Broadcast from the rank at index `source` along the axis, in place. The tensor is contiguous."""
         if self.size > 1:
             run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
@@ -176,7 +179,7 @@ class MeshAxis:
         return tensor
 
     def all_gather_object(self, said: Any) -> list[Any]:
-        """What each rank says, a plain Python value, in the order of the axis."""
+        """Gather a Python value from each rank, in the order of the axis."""
         heard: list[Any] = [said] * self.size
         if self.size > 1:
             run_pending_checks()
@@ -192,7 +195,7 @@ class MeshAxis:
 
 
 def single_rank_axis(name: str, rank: int = 0) -> MeshAxis:
-    """An axis of one rank."""
+    """Return an axis of one rank."""
     return MeshAxis(name, RankGroup(None, (rank,), 0))  # type: ignore[arg-type]  # it never communicates
 
 

@@ -1,4 +1,4 @@
-"""A model-parallel unit (`mpu`) read as axes of the mesh, where its order of ranks is one that the mesh has."""
+"""Sizes of mesh axes from a model-parallel unit (`mpu`), if the mesh supports its order of ranks."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ if that one has several ranks. But model_parallel means the whole model where a 
 
 
 def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
-    """Ranks along pp, ep, sp and tp, as `mpu` says. Collective over all ranks, where there are several.
+    """Return the numbers of ranks along pp, ep, sp and tp of `mpu`. Collective over all ranks, if there are
+    several.
 
     Args:
-        mpu: anything with Megatron's methods (`get_tensor_model_parallel_world_size()`, `..._rank()`, `..._group()`,
-            and so on), or a `PipelineParallelGrid`; axes that it does not know have one rank.
-        world: ranks in all.
+        mpu: any object with Megatron's methods (`get_tensor_model_parallel_world_size()`, `..._rank()`,
+            `..._group()`,
+            and so on), or a `PipelineParallelGrid`; axes that it does not have get one rank.
+        world: number of all ranks.
 
     Raises:
-        ConfigError: on all ranks: the sizes don't multiply to the world, differ between ranks, or place ranks in
-            another order than `Grid` does.
+        ConfigError: on all ranks: the sizes do not multiply to the world size, differ between ranks, or the
+            order of ranks
+            differs from that of `MeshShape`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     sizes: dict[str, int] = {}
     problem = ""
     try:
         sizes, problem = _read(mpu, world, rank)
-    except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # a unit whose groups were never made
+    except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # an mpu whose groups were never created
         problem = f"the mpu does not answer: {type(error).__name__}: {error}"
     heard: list[Any] = [(sizes, problem)]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -53,7 +56,7 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
 
 
 def known_sizes(mpu: Any) -> dict[str, int]:
-    """Ranks along the axes that `mpu` knows, as it says to this rank."""
+    """Return the sizes of the axes that `mpu` has, on this rank."""
     return {axis: _ask(mpu, word, "world_size") for axis in _NAMES if (word := _word(mpu, axis)) is not None}
 
 
@@ -82,7 +85,7 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
 
 
 def _word(mpu: Any, axis: str) -> str | None:
-    """What this unit calls an axis, or None if it does not know it."""
+    """Return the name of an axis in this mpu, or None if the mpu does not have it."""
     known = [name for name in _NAMES[axis] if hasattr(mpu, f"get_{name}_world_size")]
     several = [name for name in known if _ask(mpu, name, "world_size") > 1]
     return several[0] if several and axis != "tp" else known[0] if known else None
@@ -93,7 +96,7 @@ def _ask(mpu: Any, name: str, what: str) -> int:
 
 
 def _places(mpu: Any, name: str, grid: MeshShape, rank: int, *axes: str) -> Iterator[tuple[str, Any, Any]]:
-    """What the unit says of this rank's place along axes, and what the mesh would say."""
+    """Yield this rank's position along axes: the method's name, the mpu's value, and the mesh's value."""
     ranks = grid.along(rank, *axes)
     if len(ranks) == 1:
         return

@@ -1,4 +1,4 @@
-"""Adds the ranks' parts of a gradient in rank order, so that every transport gives the same bits."""
+"""Sum of the ranks' parts of a gradient in rank order, so that every transport gives bitwise equal results."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ LARGEST = 1 << 30  # elements of a chunk on an accelerator: torch.dot refuses mo
 def ordered_sum(
     parts: Sequence[torch.Tensor], out: torch.Tensor, *, add: bool, factor: float, measure: bool
 ) -> torch.Tensor | None:
-    """`out = factor * (parts[0] + parts[1] + ...)`, or `out +=` that; `out` may be one of the parts.
+    """Compute `out = factor * (parts[0] + parts[1] + ...)`, or add that to `out`. `out` may be one of the parts.
 
     16-bit parts are added in float32.
 
     Args:
         parts: `[n]` each, in rank order, of one dtype.
         out: `[n]`.
-        add: add to what `out` holds.
-        factor: of the sum.
+        add: add to the content of `out`.
+        factor: factor of the sum.
         measure: also return the sum of squares of the final `out`.
 
     Returns:
-        The sum of squares, a float64 scalar tensor, if it was asked for.
+        The sum of squares, a float64 scalar tensor, if `measure`.
     """
     wide = torch.float32 if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].dtype
     step = CHUNK if out.device.type == "cpu" else min(max(out.numel(), 1), LARGEST)
     scratch = torch.empty(min(step, out.numel()), dtype=wide, device=out.device)
     squares: list[torch.Tensor] = []
-    direct = not add and out.dtype == wide and len(parts) <= 2  # with more, `out` may be a part not yet read
+    direct = not add and out.dtype == wide and len(parts) <= 2  # else `out` may be a part not yet read
     for start in range(0, out.numel(), step):
         target = out[start : start + step]
         pieces = [part[start : start + step] for part in parts]
@@ -61,13 +61,15 @@ def ordered_sum(
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of `flat` `[n]` as a float64 scalar tensor; on a CPU the same bits as `ordered_sum` measures."""
+    """Return the sum of squares of `flat` `[n]` as a float64 scalar tensor, on a CPU bitwise equal to that of
+    `ordered_sum`.
+    """
     wide = flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float32
     if flat.device.type != "cpu":
         norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=wide)
         return norm.double().square()
     squares = []
     for part in flat.split(CHUNK) if flat.numel() else ():
-        chunk = part.to(wide)  # one at a time: a wide copy of all of it may be larger than the memory that is left
+        chunk = part.to(wide)  # one chunk at a time: a wide copy of the whole tensor may not fit in memory
         squares.append(torch.dot(chunk, chunk))
     return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)

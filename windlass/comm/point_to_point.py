@@ -11,12 +11,12 @@ from windlass.comm.rank_group import RankGroup
 def exchange_tensors(
     group: RankGroup, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]
 ) -> int:
-    """Send and receive contiguous tensors; returns the bytes received. Collective.
+    """Send and receive contiguous tensors, and return the bytes received. Collective.
 
     Args:
         group: the ranks.
         sends: group index of the receiver, and the tensor. Tensors for one receiver arrive in this order.
-        receives: group index of the sender, and where the tensor goes; in the sender's order.
+        receives: group index of the sender, and the output tensor, in the sender's order.
     """
     operations = [dist.P2POp(dist.isend, t.view(torch.uint8), group.ranks[i], group.process_group) for i, t in sends]
     operations += [

@@ -1,4 +1,4 @@
-"""Which launcher started this process, and which place it gave it: read from the environment, nothing else."""
+"""Rank, world size and rendezvous address of this process, from its launcher's environment variables alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SLURM = "Slurm"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This process among all that were started together.
+    """Rank of this process among all that were started together.
 
     Args:
         source: the launcher, for messages.
-        local_rank, local_world: among those of its host; None: not said.
-        master: where rank 0 is; None: not said, and there are several hosts.
-        port: None: not said.
-        warning: what looks wrong about it.
+        local_rank, local_world: rank and number of ranks on its host; None: unknown.
+        master: address of rank 0; None: unknown, with several hosts.
+        port: rendezvous port; None: unknown.
+        warning: suspicious settings, for a log line.
     """
 
     source: str
@@ -44,16 +44,16 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Environment, *, others: bool = True) -> RankEnvironment | None:
-    """The place that `environ` gives; None where no launcher left a word.
+    """Return the rank environment in `environ`; None if no launcher set one.
 
-    `RANK` and `WORLD_SIZE` count before everything; then Open MPI, MVAPICH, MPICH and Intel MPI, Slurm. `MASTER_ADDR`
-    and `MASTER_PORT` count whoever started the process.
+    `RANK` and `WORLD_SIZE` have precedence, then Open MPI, MVAPICH, MPICH and Intel MPI, then Slurm.
+    `MASTER_ADDR` and `MASTER_PORT` apply to every launcher.
 
     Args:
-        others: False: only `RANK` and its like.
+        others: False: only `RANK` and the related variables.
 
     Raises:
-        CommunicationError: a variable is not the number that it should be, or half of them are missing.
+        CommunicationError: a variable is not a valid number, or some variables are missing.
     """
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         found: RankEnvironment | None = _torchrun(environ)
@@ -71,12 +71,12 @@ def rank_environment(environ: Environment, *, others: bool = True) -> RankEnviro
 
 
 def local_rank_of(environ: Environment) -> int | None:
-    """This process among those of its host, by the first launcher that says it."""
+    """Return this process's rank on its host, from the first launcher that sets it."""
     return _first(environ, ("LOCAL_RANK", *(name for family in _MPI for name in family.local_rank), "SLURM_LOCALID"))
 
 
 def _torchrun(environ: Environment) -> RankEnvironment:
-    """torchrun, windlass run, DeepSpeed's launcher, Kubernetes, or the user's own hand."""
+    """Read the variables of torchrun, windlass run, DeepSpeed's launcher, Kubernetes, or a manual start."""
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         raise CommunicationError(half([name for name in names if not environ.get(name)]))
@@ -93,11 +93,12 @@ def _torchrun(environ: Environment) -> RankEnvironment:
 
 
 def _other(environ: Environment) -> RankEnvironment | None:
-    """The place that a launcher other than torchrun gave."""
+    """Return the rank environment of a launcher other than torchrun."""
     step = _slurm(environ)
     for family in _MPI:
         place = _of_mpi(family, environ)
-        # Slurm's own PMI says less than Slurm does; MPI's proxies are tasks of a step too, and not of this one's ranks.
+        # Slurm's PMI sets fewer variables than Slurm. MPI's proxies are tasks of a step too, with other ranks than
+        # this process.
         if place is not None and family.of_slurm_too and step is not None:
             return step if (step.rank, step.world) == (place.rank, place.world) else place
         if place is not None:
@@ -107,10 +108,10 @@ def _other(environ: Environment) -> RankEnvironment | None:
 
 @dataclass(frozen=True)
 class _MpiFamily:
-    """How one kind of MPI names a rank's place; of several names of one thing the first that is set counts.
+    """Variable names of one MPI implementation. Of several names for one value, the first that is set counts.
 
     Args:
-        of_slurm_too: Slurm sets the same names, and some of them alone.
+        of_slurm_too: Slurm sets the same names, or some of them.
     """
 
     source: str
@@ -149,7 +150,7 @@ def _of_mpi(family: _MpiFamily, environ: Environment) -> RankEnvironment | None:
     if world is None:
         raise CommunicationError(half([family.world[0]]))
     local_world = _first(environ, family.local_world)
-    # mpirun fills the hosts of a job in their order, and begins with the first.
+    # mpirun fills the hosts of a job in order, so rank 0 is on the first.
     master = HERE if local_world == world else next(iter(slurm.allocated_hosts(environ)), None)
     return RankEnvironment(family.source, rank, world, _first(environ, family.local_rank), local_world, master)
 
@@ -183,7 +184,7 @@ def _slurm(environ: Environment) -> RankEnvironment | None:
 
 
 def _cloud(environ: Environment, place: RankEnvironment) -> RankEnvironment:
-    """What Azure ML and SageMaker say of where rank 0 is."""
+    """Fill in the address of rank 0 from the variables of Azure ML and SageMaker."""
     if place.master is not None and place.master != HERE:
         return place
     if "AZUREML_EXPERIMENT_ID" in environ and "DLTS_JOB_ID" not in environ:
@@ -198,7 +199,7 @@ def _cloud(environ: Environment, place: RankEnvironment) -> RankEnvironment:
 
 
 def _given(environ: Environment) -> dict[str, Any]:
-    """What holds whoever started the process."""
+    """Return the values that apply to every launcher."""
     given: dict[str, Any] = {}
     if environ.get("MASTER_ADDR"):
         given["master"] = environ["MASTER_ADDR"]
@@ -211,7 +212,7 @@ def _given(environ: Environment) -> dict[str, Any]:
 
 
 def half(missing: list[str]) -> str:
-    """What is said where an environment is half there."""
+    """Return the message about an incomplete environment."""
     return (
         f"the environment names some ranks but not all it takes: {', '.join(missing)} is missing; "
         "start the script with `windlass run --nproc N script.py` or torchrun"

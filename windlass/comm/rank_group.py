@@ -1,4 +1,4 @@
-"""Ranks that communicate: a group of them, and the groups of data ranks."""
+"""Groups of ranks that communicate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Some ranks that communicate; `ranks` are global, `index` is this rank's place among them.
+    """Ranks that communicate. `ranks` are global; `index` is this rank's position among them.
 
-    `beside` is a second process group of the same ranks, for CPU tensors, where `process_group` takes none.
+    `cpu_process_group` is a second process group of the same ranks, if `process_group` does not support CPU
+    tensors.
     """
 
     process_group: dist.ProcessGroup
@@ -21,7 +22,7 @@ class RankGroup:
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        """The process group that takes CPU tensors."""
+        """Process group that supports CPU tensors."""
         return self.process_group if self.cpu_process_group is None else self.cpu_process_group
 
     @property
@@ -31,9 +32,10 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The data ranks: `data` all of them, `shard` those that cut state among them, `replicate` those with equal cuts.
+    """Data-parallel ranks: `data` is all of them, `shard` the ranks over which states are sharded, `replicate` the
+    ranks with equal shards.
 
-    `regather` are the neighbours that hold a second copy of the parameters between them (hpZ), or None.
+    `secondary` are the neighbours that hold a secondary copy of the parameters together (hpZ), or None.
     """
 
     data: RankGroup

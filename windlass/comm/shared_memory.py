@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host map together, and the counters by which they wait for each other.
+"""Memory that the ranks of one host map together, and counters on which they wait for each other.
 
-[Note: transports] The memory is an anonymous file (`memfd`): it has no name on any file system, so a small /dev/shm
-does not limit it and nothing is left behind when a rank dies. Peers reach it through `/proc/PID/fd/N`, which the kernel
-allows to the same user only. A rank that can't is reason enough for all to use gloo.
+[Note: transports] The memory is an anonymous file (`memfd`): it has no name in any file system, so a small
+/dev/shm does not limit it, and nothing is left behind when a rank dies. Peers open it through `/proc/PID/fd/N`,
+which the kernel allows only for the same user. If one rank cannot open it, all ranks use gloo.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _fence = threading.Lock()
 
 
 def fence() -> None:
-    """Order memory accesses of this thread: what was written before is seen before what is written after.
+    """Order memory accesses of this thread: peers see earlier writes before later ones.
 
-    x86 keeps stores in order by itself; Arm does not, and taking a lock carries the barrier there.
+    x86 keeps stores in order by itself. Arm does not; there, acquiring a lock includes the barrier.
     """
     with _fence:
         pass
 
 
 def _agree(group: RankGroup, problem: str | None) -> str | None:
-    """The first problem that any rank has, the same on all ranks; None if there is none."""
+    """Return the first problem of any rank, equal on all ranks; None if there is none."""
     problems: list[str | None] = [None] * group.size
     dist.all_gather_object(problems, problem, group=group.process_group)
     return next((p for p in problems if p is not None), None)
 
 
 def shared_memory_problem(group: RankGroup) -> str | None:
-    """Why these ranks can't share memory, or None if they can. Collective, and the same on all ranks."""
+    """Return the reason why these ranks cannot share memory, or None if they can. Collective, equal on all ranks."""
     problem = None
     if not hasattr(os, "memfd_create"):
         problem = f"{platform.system()} has no anonymous memory files"
@@ -70,18 +70,18 @@ def _boot_id() -> str:
 
 
 class SharedMemory:
-    """One block of bytes for each rank of a group, each mapped by all of them. Making it is collective.
+    """One block of bytes per rank of a group, mapped by all of them. Construction is collective.
 
     Args:
         group: ranks of one host.
         size: bytes of this rank's own block; ranks may differ.
 
     Attributes:
-        blocks: `[size]` uint8 tensors, one a rank, in group order.
+        blocks: `[size]` uint8 tensors, one per rank, in group order.
         pids: the process that owns each block.
 
     Raises:
-        CommunicationError: on every rank, if one could not map another's block.
+        CommunicationError: a rank could not map another's block; on every rank.
     """
 
     def __init__(self, group: RankGroup, size: int) -> None:
@@ -117,12 +117,12 @@ class SharedMemory:
 
 
 class Counters:
-    """Counters in shared memory: each rank raises its own, everyone reads all. Making them is collective.
+    """Counters in shared memory: each rank sets its own, and all ranks read all. Construction is collective.
 
     Args:
         group: ranks of one host.
-        count: counters a rank; all start at 0.
-        timeout: how long `wait` waits for a peer.
+        count: counters per rank; all start at 0.
+        timeout: maximum time that `wait` waits for a peer.
     """
 
     def __init__(self, group: RankGroup, count: int, timeout: timedelta) -> None:
@@ -135,35 +135,35 @@ class Counters:
         self._peers = [(i, view) for i, view in enumerate(self._views) if i != group.index]
         self._group, self._timeout = group, timeout.total_seconds()
         self._count = max(count, 1)
-        self._rest: Counters | None = None  # those that were added
+        self._rest: Counters | None = None  # counters added by `extend`
 
     def extend(self, count: int) -> int:
-        """Have `count` more; returns the number of their first. Collective."""
+        """Add `count` counters, and return the index of the first. Collective."""
         if self._rest is not None:
             return self._count + self._rest.extend(count)
         self._rest = Counters(self._group, count, timedelta(seconds=self._timeout))
         return self._count
 
     def raise_to(self, counter: int, value: int) -> None:
-        """Set this rank's own counter; everything written before is visible to who sees the new value."""
+        """Set this rank's counter. A rank that reads the new value also sees everything written before."""
         fence()
         self.set(counter, value)
 
     def set(self, counter: int, value: int) -> None:
-        """Set an own number that peers read once another counter has told them to."""
+        """Set this rank's value without a fence. Peers may read it after another counter is raised."""
         if self._rest is not None and counter >= self._count:
             self._rest.set(counter - self._count, value)
         else:
             self._own[counter] = value
 
     def read(self, rank: int, counter: int) -> int:
-        """A rank's number, by its place in the group."""
+        """Return a rank's value, by its index in the group."""
         if self._rest is not None and counter >= self._count:
             return self._rest.read(rank, counter - self._count)
         return int(self._views[rank][counter])
 
     def reached(self, counter: int, value: int) -> bool:
-        """Whether every peer's counter is at `value` or above."""
+        """Return True if every peer's counter is at least `value`."""
         if self._rest is not None and counter >= self._count:
             return self._rest.reached(counter - self._count, value)
         for _, view in self._peers:
@@ -176,7 +176,7 @@ class Counters:
         """Block until `reached`.
 
         Raises:
-            CommunicationError: a peer died, or the time-out passed; names the rank and `what` was waited for.
+            CommunicationError: a peer died, or the time-out passed; the message names the rank and `what`.
         """
         if self._rest is not None and counter >= self._count:
             self._rest.wait(counter - self._count, value, what)

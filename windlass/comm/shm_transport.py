@@ -1,4 +1,4 @@
-"""The transport of CPU ranks on one host: they read each other's buffers where they lie."""
+"""Transport for CPU ranks on one host, which read each other's buffers in place."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from windlass.comm.transport import BufferRequest, TransportBuffer, local_shard
 
 _ALIGN = 64
 _PER_BUFFER = 2  # counters: published, gathered
-_PER_LANE = 3  # counters: offered, taken, and from which place of the ring
+_PER_LANE = 3  # counters: offered, taken, and index in the ring
 
 
 class ShmTransport:
-    """One-sided: an operation needs its peers to have offered their part, not to take part at the same moment.
+    """One-sided transport: an operation waits until peers have offered their parts, but does not need them to run
+    it at the same time.
 
-    A rank raises `offered` (or `published`) once its part may be read and `taken` (or `gathered`) once it has read the
-    others'; whoever wants to write the buffer again waits for its peers' `taken` (`settle`).
-
-    A transient buffer that is not `common` is this rank's alone, and gathered through `Windows`.
+    A rank raises `offered` (or `published`) once its part may be read, and `taken` (or `gathered`) once it has
+    read the peers' parts. Before the buffer is written again, `wait_until_read` waits for the peers' `taken`. A
+    transient buffer that is not `shared` is private to this rank and gathered through `GatherWindows`.
     """
 
     name = "shm"
@@ -37,10 +37,12 @@ class ShmTransport:
         self.group, self.traffic = group, Traffic()
         self._timeout = timeout
         self._turns: list[int] = []
-        self._lanes: list[int] = []  # where each lane's counters begin
+        self._lanes: list[int] = []  # first counter of each lane
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Buffers, zeroed, in shared memory; those with `common` exist once, and of transient ones the windows."""
+        """Allocate zeroed buffers in shared memory. `shared` buffers exist once; private transient ones are
+        gathered via windows.
+        """
         size = self.group.size
         alone = [need for need in needs if need.transient and not need.shared]
         window = max((_bytes(need) // size for need in alone), default=0) if size > 1 else 0
@@ -49,7 +51,7 @@ class ShmTransport:
         places = {False: starts, True: iter(_places([_bytes(n) for n in needs if n.shared]))}
         planned = [None if n.transient and not n.shared else next(places[n.shared]) for n in needs]
         memory = SharedMemory(self.group, next(starts))
-        # the common block lies in the first rank's memory; the others contribute an empty one
+        # The common block is in the first rank's memory; the others contribute an empty one.
         total = next(places[True])
         shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
         rest = self._open_lanes(_PER_BUFFER * len(needs), lanes)
@@ -81,7 +83,7 @@ class ShmTransport:
         return buffers
 
     def _open_lanes(self, first: int, lanes: int) -> int:
-        """Have so many more lanes, whose counters begin at `first`; returns where they end."""
+        """Add lanes whose counters begin at `first`, and return the end of these counters."""
         self._lanes += [first + _PER_LANE * lane for lane in range(lanes)]
         self._turns += [0] * lanes
         return first + _PER_LANE * lanes
@@ -141,12 +143,12 @@ class ShmTransport:
             self.wait_until_read(buffer)
 
     def allocate_memory(self, buffer: TransportBuffer) -> None:
-        return  # pages come back when they are touched
+        return  # the kernel allocates the pages again at the next access
 
     def offer(self, lane: int, buffer: TransportBuffer) -> int:
-        """Say that this rank's part of a lane's next sum may be read; returns the turn that peers must have offered."""
+        """Allow peers to read this rank's part of a lane's next sum. Return the turn that peers must have offered."""
         base = self._lane(lane)
-        # a peer that has not read the turn before would look for it in the place of this one
+        # A peer that still reads the previous turn would use the ring index of this one.
         self._counters.wait(base + 1, self._turns[lane], "the reduction before")
         self._turns[lane] += 1
         turn = self._turns[lane]
@@ -156,11 +158,11 @@ class ShmTransport:
         return turn
 
     def taken(self, lane: int, turn: int) -> None:
-        """Say that this rank has read what its peers offered."""
+        """Record that this rank has read the parts of its peers."""
         self._counters.raise_to(self._lane(lane) + 1, turn)
 
     def offered(self, lane: int, turn: int) -> bool:
-        """Whether all peers have offered their parts of this turn."""
+        """Return True if all peers have offered their parts of this turn."""
         return self._counters.reached(self._lane(lane), turn)
 
     def wait(self, lane: int, turn: int) -> None:
@@ -168,7 +170,7 @@ class ShmTransport:
         self._counters.wait(self._lane(lane), turn, "a gradient reduction")
 
     def parts(self, lane: int, buffer: TransportBuffer) -> list[torch.Tensor]:
-        """Every rank's part of what is offered in a lane, this rank's cut of it, in rank order."""
+        """Return this rank's shard of every rank's offered part in a lane, in rank order."""
         group, numel = self.group, buffer.local.numel()
         found = []
         for rank in range(group.size):
@@ -182,7 +184,7 @@ class ShmTransport:
 
 
 class ShmReduction:
-    """A reduction whose sum is computed here once all peers have offered their parts."""
+    """Reduction that is computed locally once all peers have offered their parts."""
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ def _bytes(need: BufferRequest) -> int:
 
 
 def _places(sizes: list[int]) -> list[int]:
-    """Where each of these many bytes starts in a block, and last the size of the block."""
+    """Return the start of each block of these sizes, aligned, and last the total size."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)

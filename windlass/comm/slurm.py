@@ -1,4 +1,4 @@
-"""What Slurm's variables say: the hosts of a job or step, how many tasks each has, a port that all of them reckon."""
+"""Slurm's variables: the hosts of a job or step, the tasks of each host, and a port that all tasks derive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.base.bounded_input import MAX_HOSTS, MAX_RANKS_PER_HOST, parse_int
 from windlass.base.errors import CommunicationError
 
 Environment = Mapping[str, str]
-# Ports below those that systems hand out by themselves (32768 on Linux).
+# Ports below the systems' ephemeral ports (from 32768 on Linux).
 _FIRST_PORT, _PORTS = 15000, 16384
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _JOB_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -19,14 +19,15 @@ _STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NO
 
 
 def expand_hosts(text: str) -> list[str]:
-    """`n[01-03,7]-ib,b1` as [n01-ib, n02-ib, n03-ib, n7-ib, b1]; a name may have several brackets.
+    """Expand a host list: `n[01-03,7]-ib,b1` becomes [n01-ib, n02-ib, n03-ib, n7-ib, b1]. A name may have several
+    brackets.
 
     Raises:
-        CommunicationError: it is no such list.
+        CommunicationError: the text is not such a list.
     """
     found: list[str] = []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
-        parts = re.split(r"\[([^\[\]]*)\]", name)  # what is written, what is in brackets, and so on
+        parts = re.split(r"\[([^\[\]]*)\]", name)  # alternates between literal text and the content of brackets
         if not name or not all(re.fullmatch(r"[\w.-]*", part) for part in parts[::2]):
             raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {name!r}")
         choices = [_numbers(part, text) if at % 2 else [part] for at, part in enumerate(parts)]
@@ -37,10 +38,10 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1]: tasks of each host.
+    """Expand the tasks per host: `2(x3),1` becomes [2, 2, 2, 1].
 
     Raises:
-        CommunicationError: it is no such list.
+        CommunicationError: the text is not such a list.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -55,22 +56,22 @@ def expand_counts(text: str) -> list[int]:
 
 
 def is_step(environ: Environment) -> bool:
-    """Whether srun started this process; a batch script has the variables of a first task too, and is none."""
+    """Return True if srun started this process. A batch script has a first task's variables too, but is no step."""
     return any(environ.get(name) for name in _STEP)
 
 
 def hosts_of_step(environ: Environment) -> list[str]:
-    """The hosts of the step that this process is in, else of its job; none where Slurm names none.
+    """Return the hosts of this process's step, else of its job; empty if Slurm names none.
 
     Raises:
-        CommunicationError: the variable is no list of hosts.
+        CommunicationError: the variable is not a list of hosts.
     """
     nodes = next((environ[name] for name in ("SLURM_STEP_NODELIST", *_JOB_LISTS) if environ.get(name)), "")
     return expand_hosts(nodes) if nodes else []
 
 
 def tasks_here(environ: Environment) -> int | None:
-    """How many tasks of the step are on this process's host; None: not said."""
+    """Return the number of tasks of the step on this host; None: unknown."""
     text, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
     if not text or not node.isdecimal():
         return None
@@ -79,13 +80,13 @@ def tasks_here(environ: Environment) -> int | None:
 
 
 def allocated_hosts(environ: Environment) -> dict[str, int]:
-    """The hosts of the job that this process is in, and how many ranks each is meant for: tasks, else GPUs, else 1.
+    """Return the hosts of this process's job with the ranks per host: tasks, else GPUs, else 1.
 
     Returns:
-        Nothing outside of a job.
+        Empty outside of a job.
 
     Raises:
-        CommunicationError: a variable is no list of hosts or counts.
+        CommunicationError: a variable is not a list of hosts or counts.
     """
     names = next((environ[name] for name in _JOB_LISTS if environ.get(name)), "")
     if not names:
@@ -99,7 +100,7 @@ def allocated_hosts(environ: Environment) -> dict[str, int]:
 
 
 def port_of(job: int, step: int) -> int:
-    """A port that all tasks of a job step reckon alike, and other steps differently."""
+    """Return a port that is equal for all tasks of a job step, and different for other steps."""
     return _FIRST_PORT + (job + 1009 * step) % _PORTS
 
 

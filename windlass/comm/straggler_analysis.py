@@ -1,4 +1,4 @@
-"""How long each rank waited for later ones: its latencies against the least that any rank saw."""
+"""Time that each rank waited for stragglers: its latencies minus the lowest latency of any rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ranks as points of a box with named axes: what scripts ask of DeepSpeed's topologies, for axes of any names.
+"""Ranks as points of a box with named axes: DeepSpeed's topologies, for any axis names.
 
-`Grid` is the same arithmetic for the axes that windlass itself has; `topology_of` shows it in these words.
+`MeshShape` does the same arithmetic for windlass' own axes; `topology_of` converts it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ProcessTopology:
 
     @cached_property
     def mapping(self) -> Mapping[Any, int]:
-        """The rank at each place."""
+        """Rank at each coordinate."""
         return {place: rank for rank, place in enumerate(self._places())}
 
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Return the number of all ranks."""
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
@@ -46,14 +46,14 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along `axis`; 0 if there is no such axis."""
+        """Return the number of ranks along `axis`; 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **places: int) -> int:
-        """The rank at a place, of which every axis is named.
+        """Return the rank at a coordinate, given on every axis.
 
         Raises:
-            ValueError: an axis is missing or unknown, or the place lies outside.
+            ValueError: an axis is missing or unknown, or the coordinate is out of range.
         """
         if set(places) != set(self.axes):
             raise ValueError(
@@ -67,7 +67,7 @@ class ProcessTopology:
         return rank
 
     def get_coord(self, rank: int) -> Any:
-        """The place of `rank`: a named tuple.
+        """Return the coordinate of `rank`, a named tuple.
 
         Raises:
             ValueError: there is no such rank.
@@ -140,5 +140,5 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def topology_of(grid: MeshShape) -> ProcessTopology:
-    """A grid in the words of DeepSpeed: pipe is pp, data the four data axes together, model tp."""
+    """Convert a mesh shape to DeepSpeed's axes: pipe is pp, data the four data axes together, model tp."""
     return PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.data)

@@ -1,4 +1,4 @@
-"""Counts what the collectives carry: payload elements by law, bytes by what was really moved."""
+"""Counters of communication: payload elements by formula, bytes as actually moved."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ _observer: Callable[[str, int], None] | None = None
 
 
 def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
-    """From now on `observer` is told of every collective of every engine of this process: its operation and the bytes
-    that this rank read from others. None: nobody is."""
+    """Call `observer` for every collective of every engine of this process, with its operation and the bytes that
+    this rank
+    read from others. None: stop.
+    """
     global _observer
     _observer = observer
 
 
 @dataclass
 class Traffic:
-    """Totals since `reset`. An all-reduce is a reduction and a gather, so it counts twice; padding is left out."""
+    """Totals since `reset`. An all-reduce counts as a reduction and a gather. Padding is not counted."""
 
     payload: Counter[str] = field(default_factory=Counter)  # elements of parameters, by operation
     bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes this rank read from others, by operation

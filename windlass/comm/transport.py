@@ -1,4 +1,4 @@
-"""What the core asks of a transport: buffers that peers can reach, and three collectives on cuts of them."""
+"""Interface of transports: buffers that peers can reach, and collectives on shards of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from windlass.comm.traffic import Traffic
 
 @dataclass(frozen=True)
 class WireOptions:
-    """How a wire transport sends; shared memory has nothing to choose, each rank reads what it needs.
+    """Options of network transports. Shared memory has no options, because each rank reads what it needs.
 
     Args:
-        reduce_chunk: elements of a gradient that travel at once (`reduce_bucket_size`).
-        gather_chunk: elements of parameters that travel at once (`allgather_bucket_size`).
-        scatter: send each rank only its cut of a sum; else everybody the whole (`reduce_scatter`).
-        together: all cuts in one collective; else one broadcast a rank (`allgather_partitions`).
-        rotate: each rank begins with another peer (`round_robin_gradients`).
+        reduce_chunk: elements of a gradient in one message (`reduce_bucket_size`).
+        gather_chunk: elements of parameters in one message (`allgather_bucket_size`).
+        use_reduce_scatter: send each rank only its shard of a sum; otherwise the whole sum (`reduce_scatter`).
+        use_all_gather: all shards in one collective; otherwise one broadcast per rank (`allgather_partitions`).
+        rotate_peers: each rank begins with a different peer (`round_robin_gradients`).
     """
 
     reduce_chunk: int = 500_000_000
@@ -35,13 +35,14 @@ class WireOptions:
 
 @dataclass
 class BufferRequest:
-    """A buffer to be allocated.
+    """Request for a buffer.
 
     Args:
         numel: elements, a multiple of the group's size.
-        dtype: of the elements.
-        common: one buffer for the whole group, each rank owning its cut, where the transport can do that.
-        transient: it will be vacated and occupied again.
+        dtype: dtype of the elements.
+        shared: one buffer for the whole group, in which each rank writes its shard, if the transport supports
+            that.
+        transient: its memory will be freed and allocated again.
     """
 
     numel: int
@@ -52,7 +53,7 @@ class BufferRequest:
 
 @dataclass
 class OfferMark:
-    """The last reduction that was offered from a buffer: its lane and turn; turn 0 is none."""
+    """Last reduction that was offered from a buffer: its lane and turn; turn 0 means none."""
 
     lane: int = 0
     turn: int = 0
@@ -60,18 +61,18 @@ class OfferMark:
 
 @dataclass
 class TransportBuffer:
-    """A flat buffer of this rank and, where the transport maps them, the same buffer of its peers.
+    """Flat buffer of this rank and, if the transport maps them, the same buffer of its peers.
 
     Attributes:
         local: `[numel]`, this rank's.
-        parts: every rank's `local` in group order, or empty where peers can't be read.
-        common: `local` is the same memory on all ranks.
-        key: of its counters.
-        published: how often its cuts were published.
-        ring: the parts of all buffers that this one may be exchanged with, itself among them.
-        place: its place in `ring`; ranks may have the same gradient in different places.
-        mark: shared by all cuts of one buffer.
-        pages: the memory of `local` where it comes and goes and is this rank's alone; None: it stays.
+        parts: every rank's `local` in group order, or empty if peers cannot be read.
+        shared: `local` is the same memory on all ranks.
+        key: index of its first counter.
+        published: number of times that its shards were published.
+        ring: parts of all buffers of its ring, including this one.
+        ring_index: its index in `ring`; ranks may hold the same gradient at different indices.
+        mark: last offer, common to all views of one buffer.
+        pages: private memory of `local` that is freed and allocated again; None: it is permanent.
     """
 
     local: torch.Tensor
@@ -85,12 +86,12 @@ class TransportBuffer:
     pages: AnonymousPages | None = None
 
     def first(self, numel: int) -> TransportBuffer:
-        """The first `numel` elements of it, as the same buffer."""
+        """Return a view of the first `numel` elements as the same buffer."""
         return replace(self, local=self.local[:numel])
 
 
 def local_shard(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
-    """The `index`-th of `count` equal parts of a flat tensor, as a view."""
+    """Return the `index`-th of `count` equal parts of a flat tensor, as a view."""
     size = flat.numel() // count
     return flat.narrow(0, index * size, size)
 
@@ -103,12 +104,13 @@ class Transport(Protocol):
     traffic: Traffic
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Buffers for `needs`, zeroed, and as many lanes for reductions. Collective: ranks ask for the same, once."""
+        """Allocate zeroed buffers for `needs`, and lanes for reductions. Collective: all ranks make the same
+        requests, once.
+        """
         ...
 
     def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """More buffers, none of them common or transient, and lanes after those there are. Collective, after
-        `allocate`."""
+        """Allocate more buffers (neither shared nor transient), and more lanes. Collective, after `allocate`."""
         ...
 
     def reduce(
@@ -122,44 +124,48 @@ class Transport(Protocol):
         elements: int,
         wire: torch.dtype,
     ) -> Reduction:
-        """Sum what the ranks offer in `lane`, each from its own buffer; this rank's cut of `factor *` the sum goes to
-        (or is added to) `out`.
+        """Sum the buffers that the ranks offer in `lane`. This rank's shard of `factor *` the sum is written or
+        added to `out`.
 
         Args:
-            out: `[numel / size]`; may be this rank's cut of the buffer.
+            out: `[numel / size]`; may be this rank's shard of the buffer.
             elements: payload to count.
-            wire: dtype in which the parts travel.
+            wire: dtype in which the parts are sent.
         """
         ...
 
     def publish(self, buffer: TransportBuffer) -> None:
-        """Say that this rank's cut of `buffer` is final and may be read until the next `settle`."""
+        """Allow peers to read this rank's shard of `buffer` until the next `wait_until_read`."""
         ...
 
     def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
-        """Bring the others' cuts of `buffer`. This rank's own is in place once `ready`; of a transient buffer it is
-        published by this, of others it has to be before."""
+        """All-gather `buffer`. This rank's shard is in place once `ready` is done.
+
+        A transient buffer is published by this call; publish others before it.
+        """
         ...
 
     def board(self) -> AgreementBoard:
-        """Where the ranks of the group agree on what they start. Collective, after `allocate`."""
+        """Return the board on which ranks agree on their collectives. Collective, after `allocate`."""
         ...
 
     def wait_until_read(self, buffer: TransportBuffer) -> None:
-        """Block until no peer still reads what this rank last offered in `buffer`."""
+        """Block until no peer still reads this rank's last offer in `buffer`."""
         ...
 
     def free_memory(self, buffer: TransportBuffer) -> None:
-        """Give the memory of a transient buffer back once no peer reads it; views stay, their content does not."""
+        """Free the memory of a transient buffer once no peer reads it. Views stay valid objects but lose their
+        content.
+        """
         ...
 
     def allocate_memory(self, buffer: TransportBuffer) -> None:
-        """Take the memory again, content undefined."""
+        """Allocate the memory again, with undefined content."""
         ...
 
 
 class Reduction(Protocol):
-    """A reduction under way; `squares` is the sum of squares of `out` once it is finished (float64 scalar)."""
+    """Reduction in flight. `squares` is the sum of squares of `out` once it is complete (float64 scalar)."""
 
     squares: torch.Tensor | None
 

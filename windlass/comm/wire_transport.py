@@ -1,4 +1,4 @@
-"""The transports over torch.distributed: gloo by pairwise exchange, nccl by its own collectives."""
+"""Transports over torch.distributed: gloo by pairwise exchange, nccl by its own collectives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from windlass.comm.rank_group import RankGroup
 from windlass.comm.traffic import Traffic
 from windlass.comm.transport import BufferRequest, Reduction, TransportBuffer, WireOptions, local_shard
 
-# torch 2.13 renamed both; the older names warn there, the newer ones do not exist in 2.10
+# torch 2.13 renamed both. The old names warn there; the new ones do not exist in 2.10.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _WireTransport:
-    """What both have in common: private buffers, and nothing to settle since a collective ends when it was read."""
+    """Base of both transports: private buffers, which are free again as soon as a collective is complete."""
 
     name = "wire"
 
@@ -88,7 +88,9 @@ class _WireTransport:
         return FinishingPending(None, lambda: _wait(works), lambda: None)
 
     def _begin_waiting(self) -> None:
-        """Begin gathers whose own cut was still on its way, where those of all ranks must begin in one order."""
+        """Begin deferred all-gathers whose shards were not ready, if collectives must begin in the same order on
+        all ranks.
+        """
         while self._waiting:
             first = self._waiting.popleft()
             if not self._tagged:
@@ -96,7 +98,7 @@ class _WireTransport:
 
     @property
     def _tagged(self) -> bool:
-        """Whether messages of different collectives are told apart by their tags."""
+        """Return True if messages of different collectives are distinguished by tags."""
         return False
 
     def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
@@ -106,7 +108,7 @@ class _WireTransport:
         raise NotImplementedError
 
     def _next_tag(self) -> int:
-        """A tag for one operation, equal on all ranks since they start operations in one order."""
+        """Return a tag for one operation. Tags are equal on all ranks, because all start operations in one order."""
         self._tag = (self._tag + 1) % (1 << 20)
         return self._tag
 
@@ -116,10 +118,10 @@ class _WireTransport:
 
 
 class GlooTransport(_WireTransport):
-    """Each pair of ranks exchanges exactly the cuts that the other owns.
+    """Each pair of ranks exchanges exactly the shards that the other owns.
 
-    Gloo's own reduce-scatter moves twice the bytes that its all-reduce does; a pairwise exchange and an ordered sum
-    move (size - 1) / size of the buffer and give every transport the same bits.
+    Gloo's own reduce-scatter moves twice the bytes of its all-reduce. A pairwise exchange and an ordered sum
+    move (size - 1) / size of the buffer and give bitwise equal results on every transport.
     """
 
     name = "gloo"
@@ -144,7 +146,7 @@ class GlooTransport(_WireTransport):
 
 
 class GlooReduction:
-    """A pairwise exchange under way, chunk by chunk, and the ordered sum at its end."""
+    """Pairwise exchange in flight, in chunks, each followed by its ordered sum."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class GlooReduction:
         self._span = max(1, min(out.numel(), ways.reduce_chunk // group.size))
         self._works: list[dist.Work] = []
         self._parts: list[torch.Tensor] = []
-        self._sent: list[torch.Tensor] = []  # what is being sent must live until it was
+        self._sent: list[torch.Tensor] = []  # keeps tensors alive until they are sent
         self._step = FinishingPending(self._ready, lambda: None, self._finish)
         self._start(0)
 
@@ -203,7 +205,7 @@ class GlooReduction:
 
 
 class NcclTransport(_WireTransport):
-    """NCCL's reduce-scatter and all-gather, which run on its own stream from the moment they are started."""
+    """NCCL's reduce-scatter and all-gather, which run on NCCL's stream as soon as they are started."""
 
     name = "nccl"
 
@@ -220,7 +222,7 @@ class NcclTransport(_WireTransport):
 
 
 class _NcclSum:
-    """A reduction that torch adds up; the sum lies in a tensor of its own until it is scaled into `out`."""
+    """Reduction that torch computes. The sum is in a separate tensor until it is scaled into `out`."""
 
     def __init__(self, out: torch.Tensor, add: bool, factor: float) -> None:
         self.squares: torch.Tensor | None = None
@@ -251,7 +253,7 @@ class _NcclSum:
 
 
 class NcclReduction(_NcclSum):
-    """A reduce-scatter under way."""
+    """Reduce-scatter in flight."""
 
     def __init__(
         self, group: RankGroup, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
@@ -267,7 +269,7 @@ class NcclReduction(_NcclSum):
 
 
 class WholeReduction(_NcclSum):
-    """An all-reduce of the whole, of which this rank keeps its cut (`reduce_scatter: false`)."""
+    """All-reduce of the whole buffer, of which this rank keeps its shard (`reduce_scatter: false`)."""
 
     def __init__(
         self, group: RankGroup, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
@@ -279,7 +281,7 @@ class WholeReduction(_NcclSum):
 
 
 def _flat(need: BufferRequest, device: torch.device) -> torch.Tensor:
-    """Zeros; or, for what comes and goes, a storage that has no memory yet."""
+    """Return zeros, or a tensor without storage memory for a transient request."""
     if not need.transient:
         return torch.zeros(need.numel, dtype=need.dtype, device=device)
     flat = torch.empty(need.numel, dtype=need.dtype, device=device)
@@ -296,14 +298,14 @@ def _broadcasts(flat: torch.Tensor, group: RankGroup) -> Iterator[dist.Work]:
 
 
 def _peers(group: RankGroup, *, rotate: bool) -> list[int]:
-    """The others' indices; rotated, each rank begins with the one after itself."""
+    """Return the indices of the other ranks; rotated: starting after this rank."""
     if rotate:
         return [(group.index + step) % group.size for step in range(1, group.size)]
     return [index for index in range(group.size) if index != group.index]
 
 
 def _send(tensor: torch.Tensor, rank: int, group: RankGroup, tag: int) -> dist.Work:
-    # as bytes: gloo knows no bfloat16
+    # send as bytes, because gloo does not support bfloat16
     work = dist.isend(tensor.view(torch.uint8), rank, group=group.process_group, tag=tag)
     assert work is not None
     return work

@@ -1,4 +1,4 @@
-"""A few buffers that units' gradients pass through on their way to being reduced."""
+"""Ring of buffers in which units' gradients are reduced."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from windlass.comm.transport import BufferRequest, Transport, TransportBuffer
 
 
 class BufferRing:
-    """Buffers as large as the largest unit, lent to one unit at a time.
+    """Buffers as large as the largest unit, each lent to one unit at a time.
 
     Args:
-        count: how many.
-        numel: elements of each.
-        dtype: in which gradients are accumulated.
+        count: number of buffers.
+        numel: elements of each buffer.
+        dtype: dtype in which gradients are accumulated.
     """
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype) -> None:
@@ -33,9 +33,10 @@ class BufferRing:
         self._free = deque(range(len(buffers)))
 
     def borrow(self, numel: int) -> tuple[int, TransportBuffer] | None:
-        """A place and its buffer, cut to `numel`; the one given back longest ago. None if all are lent.
+        """Lend the buffer that was given back longest ago: its index and its first `numel` elements. None if all
+        are lent.
 
-        Its content is what the last unit left.
+        The content is undefined.
         """
         if not self._free:
             return None

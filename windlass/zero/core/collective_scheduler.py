@@ -1,28 +1,30 @@
-"""The one order in which all ranks start the collectives of a model, whatever modules each of them runs.
+"""Scheduler of collectives: all ranks start a model's collectives in one order, even if they run different modules.
 
-[Note: agreed order] A gather over a wire, or through the windows of shared memory, and every reduction need all ranks,
-in one order. Ranks may run different modules (an expert chosen per rank, a tower that a batch has no input for), or
-more micro-batches than others. So all collectives of forwards and backwards are started here, and nowhere else.
+[Note: agreed order] An all-gather over a network transport, or through the windows of shared memory, and every
+reduction need all ranks, in one order. Ranks may run different modules (an expert chosen per rank, a tower for
+which a batch has no input), or different numbers of micro-batches. So this file alone starts the collectives of
+forwards and backwards.
 
-*Windows.* A forward, and a backward, is a window. Each rank remembers what it needed in the same window of the step
-before: which units it had to gather and which it reduced, in its program's order. When a window begins, the ranks tell
-each other a hash of that; who has not heard all yet goes on with what needs nobody. If all say the same, they are bound
-to it: each starts these collectives in this order, and no word is needed until the window ends. If they differ, they
-tell each other the lists themselves and are bound to what all of them have, laid into one another. A rank that skips a
-unit of the list joins its collective all the same when it comes to a later one, or at the end of its window: it gathers
-and lets go, it reduces zeros.
+*Phases.* One forward or one backward is a phase. Each rank records which units it all-gathered and which it
+reduced in the same phase of the previous step, in program order. When a phase begins, the ranks exchange a hash
+of this list. A rank that still waits for the other hashes continues with local work. If all hashes are equal,
+the list is binding: every rank starts these collectives in this order, and no message is needed until the phase
+ends. If the hashes differ, the ranks exchange the lists, and the merged list is binding. A rank that skips a
+unit of the list still joins its collective, when it reaches a later one or the end of its phase. For an
+all-gather it gathers and reshards; for a reduction it contributes zeros.
 
-*Rounds.* Who needs what is not on the list (any more), first joins all that is left of it, then asks: in a round every
-rank says where it is, and all join every collective that anybody asks for, in the order of ranks. Who begins a window,
-or is at a meeting point (a step, say), repeats that until all are there, and so serves the others. Nothing else waits
-for peers than rounds and collectives that all are bound to; so ranks wait for ever only if one of them never comes.
+*Agreement rounds.* A rank that needs a collective that is not on the list (or no longer is) first joins the rest
+of the list, then requests the collective in an agreement round. In a round every rank sends its position, and
+all ranks join every requested collective, in the order of ranks. A rank that begins a phase, or is at a sync
+point (e.g. a step), repeats rounds until all ranks are there, and so serves the requests of the others. Ranks
+wait for peers only in rounds and in binding collectives. So ranks hang only if one of them never arrives.
 
-*Experts.* Ranks along ep hold other experts, and may hold more or fewer of them. Who reads or sets one needs those that
-hold it too, and nobody else: so all ranks meet at the first such reading after a step or a window, since when nobody is
-in a window, and at none after that.
+*Experts.* Ranks along ep hold different experts, possibly different numbers of them. Reading or setting an
+expert involves only the ranks that hold it. So all ranks synchronise at the first such access after a step or a
+phase, after which no rank is inside a phase. Later accesses need no synchronisation.
 
-*One after the other.* Whoever waits for a collective first finishes all that were started before. So the oldest that
-any rank has not finished was started by all, and nobody who could finish it waits for something else.
+*Completion order.* A rank that waits for a collective first finishes all that it started before. So the oldest
+unfinished collective was started by all ranks, and no rank that could finish it waits for anything else.
 """
 
 from __future__ import annotations
@@ -52,46 +54,48 @@ SYNC_POINTS = (
     "the end of a schedule",
     "destroy",
 )
-_REMEMBERED = 64  # windows of one kind in a step that are remembered one by one
+_REMEMBERED = 64  # phases of one kind in a step that are remembered individually
 _LATEST = -1
 
 
 class _Message(IntEnum):
-    REQUEST = 0  # a collective, now
-    BEGIN_PHASE = 1  # a window, with a hash of the list that it expects
-    SYNC = 2  # at a meeting point
-    SHARE_FAILURES = 3  # whether all is well with everybody
+    REQUEST = 0  # request of one collective, to be started now
+    BEGIN_PHASE = 1  # begin of a phase, with the hash of its expected list
+    SYNC = 2  # at a sync point
+    SHARE_FAILURES = 3  # asks all ranks for local failures
 
 
 class _Operation(IntEnum):
     GATHER = 0
-    REGATHER = 1  # in a backward, from nearer ranks where these have a second copy
+    REGATHER = 1  # in a backward: from the secondary group if it has copies of the shards
     REDUCE = 2
 
 
 class CollectiveScheduler:
-    """Starts the collectives of one model. A rank that is alone starts what it needs when it needs it.
+    """Starts the collectives of one model. A single rank starts each collective when it needs it.
 
     Args:
-        units: all of the model.
-        hoists: gathers are started one ahead of need.
+        units: all units of the model.
+        hoist_gathers: move each all-gather one position ahead of its use.
 
     Attributes:
-        contribute: starts the reduction of a trainable unit, by its number, with what this rank has of its gradient.
-        ready: whether this rank's part of a unit's gradient is complete.
-        drop: releases a unit that was gathered for others, unless this rank uses it.
-        bad: whether this rank has failed at something that all must hear of.
-        told: raises what they then raise. Collective.
-        doing: what this rank waits for, in words; empty while it waits for no answer.
-        paused: all that is gathered stays until this ends, on every rank, so that forwards need nobody.
-        trusts: ranks are taken to agree and nobody asks, which is what bench/collective_agreement.py compares with.
+        start_reduction: starts the reduction of a trainable unit, by its number, with this rank's gradient so
+            far.
+        is_gradient_ready: returns True if this rank's part of a unit's gradient is complete.
+        reshard_unused: reshards a unit that was gathered for other ranks, unless this rank uses it.
+        has_local_failure: returns True if this rank has a failure that all ranks must learn of.
+        raise_failure: raises the error on all ranks after such a failure. Collective.
+        waiting_for: description of the exchange for which this rank waits; empty while it does not wait.
+        paused: True while unsharded units stay unsharded on every rank, so that forwards need no collectives.
+        skips_agreement: assume that ranks agree and skip the exchanges, as a baseline for
+            bench/collective_agreement.py.
     """
 
     def __init__(self, units: list[Unit], *, hoist_gathers: bool) -> None:
         self._units, self._hoist_gathers = units, hoist_gathers
         self._board: AgreementBoard | None = None
         self._has_gathers = False
-        self._synced_since_step = False  # since the last step or window
+        self._synced_since_step = False  # since the last step or phase
         self.start_reduction: Callable[[int], None] = lambda number: None
         self.is_gradient_ready: Callable[[int], bool] = lambda number: False
         self.reshard_unused: Callable[[Unit], None] = lambda unit: None
@@ -100,19 +104,19 @@ class CollectiveScheduler:
         self.waiting_for = ""
         self.paused = False
         self.skips_agreement = False
-        self._agreed: tuple[int, ...] = ()  # what all ranks are bound to start
-        self._position = 0  # how far this one has come
-        self._phase: tuple[str, int] | None = None  # the window of this rank
-        self._pending_begin: _PendingBegin | None = None  # its begin, told and not heard yet
-        self._interrupted_kind = ""  # the kind of one that a meeting ended, of which there may be more
-        self._recorded: list[int] = []  # in it, so far
+        self._agreed: tuple[int, ...] = ()  # collectives that all ranks are bound to start
+        self._position = 0  # this rank's position in `_agreed`
+        self._phase: tuple[str, int] | None = None  # this rank's open phase: kind and number
+        self._pending_begin: _PendingBegin | None = None  # its begin, sent but not yet answered by all ranks
+        self._interrupted_kind = ""  # kind of a phase that a sync point interrupted and that may continue
+        self._recorded: list[int] = []  # collectives of the open phase so far
         self._previous: dict[tuple[str, int], tuple[int, ...]] = {}
         self._counts: Counter[str] = Counter()
         self._in_flight: deque[OrderedPending] = deque()
         self._gathered_for_peers: deque[Unit] = deque()
 
     def use_board(self, board: AgreementBoard) -> None:
-        """From now on there are peers."""
+        """Use `board` to exchange messages with the other ranks."""
         self._board = board
         for unit in self._units:
             if unit.frees_memory:
@@ -120,18 +124,19 @@ class CollectiveScheduler:
 
     @property
     def is_single_rank(self) -> bool:
-        """There is nobody to agree with."""
+        """True if there are no other ranks to agree with."""
         return self._board is None
 
-    # windows
+    # phases
 
     def begin_phase(self, kind: str, *, reduces: bool) -> None:
-        """A forward or backward of this rank begins. Collective over windows and meetings of all ranks.
+        """Begin a forward or backward of this rank. Collective with the phases and sync points of all ranks.
 
         Args:
-            reduces: gradients of it are reduced.
+            reduces: True if the phase reduces gradients.
         """
         self._synced_since_step = False
+        # A phase without collectives needs no agreement.
         if self._board is None or self.paused or not (self._has_gathers or reduces):
             return
         self.end_phase()
@@ -147,7 +152,7 @@ class CollectiveScheduler:
         )
 
     def _finish_begin(self) -> None:
-        """Wait for the others' begin of a window, if this rank's own was only told so far."""
+        """Wait for the other ranks' messages of the pending phase begin, if there is one."""
         if (begun := self._pending_begin) is None:
             return
         self._pending_begin = None
@@ -159,7 +164,7 @@ class CollectiveScheduler:
                 pass
 
     def end_phase(self, *kinds: str) -> None:
-        """The window that is open (if it is one of `kinds`) ends: join what is left of the list."""
+        """End the open phase (if it is one of `kinds`): join the rest of the list."""
         if self._interrupted_kind in kinds:
             self._interrupted_kind = ""
         if self._phase is None or (kinds and self._phase[0] not in kinds):
@@ -172,39 +177,40 @@ class CollectiveScheduler:
         self._phase, self._recorded = None, []
 
     def sync(self, what: str, *, experts_only: bool = False) -> None:
-        """Wait, and serve the others, until all ranks are at the same of `MEETINGS`. Collective.
+        """Wait, and serve other ranks' requests, until all ranks are at the same of `SYNC_POINTS`. Collective.
 
         Args:
-            apart: what comes next needs only ranks that hold the same experts, and others may have none of it to do:
-                nothing happens if all have met since the last step or window.
+            experts_only: the next access involves only ranks that hold the same experts; other ranks may have
+                nothing to do.
+                No-op if all ranks have synchronised since the last step or phase.
 
         Raises:
-            CommunicationError: they are all at some, but not at the same.
+            CommunicationError: all ranks are at a sync point, but not at the same one.
         """
         if self._board is None or (experts_only and self._synced_since_step):
             return
         self._interrupted_kind = self._phase[0] if self._phase is not None else self._interrupted_kind
         self.end_phase()
         while not self._agreement_round(_Message.SYNC, SYNC_POINTS.index(what), what):
-            self._join_remaining()  # of a window of others
+            self._join_remaining()  # the other ranks may have begun a phase with its own list
         self._synced_since_step = True
 
     def new_step(self) -> None:
-        """A step was made: windows are counted anew."""
+        """Reset the numbering of phases after a step."""
         self._counts.clear()
         self._synced_since_step = False
 
     def share_failures(self) -> None:
-        """Have all ranks hear if one of them failed. Collective, as a part of a forward."""
+        """Raise on all ranks if one of them failed. Collective, as a part of a forward."""
         if self._board is not None:
             self._finish_begin()
             self._join_remaining()
             self._agreement_round(_Message.SHARE_FAILURES, 0, "news of a failure in a forward")
 
-    # gathers
+    # all-gathers
 
     def unshard(self, unit: Unit, *, backward: bool) -> None:
-        """Start to make `unit` present: it is needed now."""
+        """Start to unshard `unit`, which is needed now."""
         if not unit.frees_memory or self._board is None:
             unit.unshard(backward=backward)
             return
@@ -215,6 +221,7 @@ class CollectiveScheduler:
         if unit.shard_state is ShardState.SHARDED:
             self._finish_begin()
             at = self._position_of(unit)
+            # Peers wait for the earlier collectives of the list, so join them first.
             while at is not None and self._position <= at:
                 self._start_next(wanted=self._position == at)
             if at is None:
@@ -225,7 +232,9 @@ class CollectiveScheduler:
         self.advance()
 
     def prefetch(self, unit: Unit, *, backward: bool) -> bool:
-        """Start to gather a unit that is needed soon, if that is next in order; whether it was."""
+        """Start to all-gather a unit that is needed soon. Return False if it is not the next collective in the
+        agreed order.
+        """
         if self._board is None:
             unit.unshard(backward=backward)
             return True
@@ -239,14 +248,14 @@ class CollectiveScheduler:
         return True
 
     def unshard_all(self, units: Sequence[Unit], what: str, *, experts_only: bool = False) -> None:
-        """Start to make `units` present, on all ranks at this place of their programs (see `meet`). Collective."""
+        """Start to unshard `units` on all ranks, at the same place of their programs (see `sync`). Collective."""
         if self._board is not None and any(unit.frees_memory for unit in units):
             self.sync(what, experts_only=experts_only)
         for unit in units:
             self.unshard_synced(unit)
 
     def unshard_synced(self, unit: Unit) -> None:
-        """As `together`, of one unit, and all ranks have met."""
+        """Start to unshard one unit, as `unshard_all` does, after all ranks have synchronised."""
         if unit.frees_memory and self._board is not None:
             unit.join_unshard()
             unit.unsharded_for_peers = False
@@ -256,7 +265,7 @@ class CollectiveScheduler:
     # reductions
 
     def gradient_complete(self, number: int) -> None:
-        """The gradient of a unit is complete here: reduce it now, or when it is its turn."""
+        """Reduce a unit whose gradient is complete here, now or at its position in the agreed order."""
         if self._board is None:
             self.start_reduction(number)
             return
@@ -267,11 +276,13 @@ class CollectiveScheduler:
         if self._agreed or self._phase is None:
             self._join_reductions_before(code)
             self.advance()
-        else:  # nothing is known yet
+        else:  # there is no list to follow
             self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
 
     def reduce_remaining(self, numbers: Sequence[int], is_left: Callable[[int], bool]) -> None:
-        """A backward that reduces ended: join what is left of the list, then have reduced what still is left here."""
+        """Finish the reductions of a backward: join the rest of the list, then request the units that are left on
+        this rank.
+        """
         self._finish_begin()
         self._join_remaining()
         for number in numbers:
@@ -285,8 +296,9 @@ class CollectiveScheduler:
             self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
 
     def advance(self) -> None:
-        """Start what is next in order as far as it costs nothing: gradients that are complete, gathers of what is
-        present."""
+        """Start the next collectives that cost nothing here: reductions of complete gradients, all-gathers of
+        unsharded units.
+        """
         while self._position < len(self._agreed):
             code = self._agreed[self._position]
             unit = _unit_of(code)
@@ -297,17 +309,17 @@ class CollectiveScheduler:
             self._start_next()
 
     def enqueue(self, pending: Pending) -> Pending:
-        """What was just started, to be finished after all that was before."""
+        """Queue a started collective, so that it finishes after all that were started before it."""
         if self._board is None:
             return pending
         one = OrderedPending(self, pending)
         self._in_flight.append(one)
         return one
 
-    # inside
+    # internals
 
     def _resume_after_sync(self) -> None:
-        """What comes in a forward (or backward) after a meeting in the midst of it is a window of its own."""
+        """Begin a new phase for the rest of a forward or backward that a sync point interrupted."""
         if self._interrupted_kind:
             self.begin_phase(self._interrupted_kind, reduces=True)
 
@@ -316,7 +328,7 @@ class CollectiveScheduler:
             self._recorded.append(code)
 
     def _without_unsharded(self, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what was needed before, all but the gathers that what is present now makes unnecessary."""
+        """Return the recorded list without the all-gathers of units that are still unsharded."""
         here = {unit.index for unit in self._units if unit.frees_memory and unit.shard_state is not ShardState.SHARDED}
         if not here:
             return known
@@ -336,8 +348,11 @@ class CollectiveScheduler:
         return None
 
     def _join_reductions_before(self, code: int) -> None:
-        """Join the reductions that lie between here and `code`: as it seems this rank has nothing of them in this
-        window, and until it joined, peers would wait and it would keep back all that comes after."""
+        """Join the reductions between the current position and `code`.
+
+        This rank probably has no gradients for them in this phase. If it did not join, peers would wait and this
+        rank would delay all later collectives.
+        """
         for at in range(self._position, len(self._agreed)):
             if self._agreed[at] == code:
                 while self._position < at:
@@ -374,7 +389,7 @@ class CollectiveScheduler:
             self.reshard_unused(self._gathered_for_peers.popleft())
 
     def _agreement_round(self, message: _Message, value: int, what: str, expected: tuple[int, ...] = ()) -> bool:
-        """Say where this rank is, hear where the others are, join what they ask for; whether this rank may go on."""
+        """Exchange positions and start all requested collectives. Return True if this rank may continue."""
         assert self._board is not None
         self._join_remaining()
         self._finish_all()
@@ -432,12 +447,12 @@ class CollectiveScheduler:
             self._finish_first()
 
     def finish_to(self, one: OrderedPending) -> None:
-        """Finish all that was started up to this."""
+        """Finish all collectives that were started up to and including this one."""
         while not one.done and self._in_flight:
             self._finish_first()
 
     def poll_to(self, one: OrderedPending) -> None:
-        """Finish what needs no waiting of all that was started up to this."""
+        """Finish the collectives started up to this one that are already complete, without waiting."""
         while not one.done and self._in_flight and self._in_flight[0].inner.poll():
             self._in_flight.popleft().done = True
 
@@ -449,16 +464,16 @@ class CollectiveScheduler:
 
 @dataclass(frozen=True)
 class _PendingBegin:
-    """The begin of a window that this rank has told."""
+    """Begin of a phase whose message this rank has sent."""
 
     expected: tuple[int, ...]
     what: str
     mine: list[int]
-    posted: Posted | None  # None where nobody is asked
+    posted: Posted | None  # None if agreement is skipped
 
 
 class OrderedPending:
-    """A collective under way that is finished after those before it."""
+    """Collective in flight that finishes after those started before it."""
 
     def __init__(self, scheduler: CollectiveScheduler, inner: Pending) -> None:
         self._scheduler, self.inner, self.done = scheduler, inner, False
@@ -480,14 +495,17 @@ def _number(code: int) -> int:
 
 
 def _unit_of(code: int) -> int | None:
-    """Index of the unit that `code` gathers; None if it is a reduction."""
+    """Return the index of the unit that `code` all-gathers; None if it is a reduction."""
     return None if code % len(_Operation) == _Operation.REDUCE else code // len(_Operation)
 
 
 @lru_cache(maxsize=256)
 def merge_sequences(lists: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Lists laid into one another: what several have in the same order comes once, and between that each rank's own in
-    turns, so that ranks that run different modules run them at the same time."""
+    """Merge lists of collectives.
+
+    A subsequence that several lists share appears once. Between shared entries, the entries of different ranks
+    alternate, so that ranks that run different modules run them at the same time.
+    """
     result: tuple[int, ...] = ()
     for other in lists:
         result = _merge_two(result, other)
@@ -516,10 +534,12 @@ def _interleave(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 @lru_cache(maxsize=256)
 def hoist_gathers(codes: tuple[int, ...]) -> tuple[int, ...]:
-    """The list with every gather one ahead: before the reductions that lie between it and the gather before."""
+    """Return the list with every all-gather moved one ahead: before the reductions between it and the previous
+    all-gather.
+    """
     result: list[int] = []
     held: list[int] = []  # reductions
-    gathers: list[int] = []  # that follow them
+    gathers: list[int] = []  # all-gathers that follow them
     for code in codes:
         if _unit_of(code) is None:
             if gathers:

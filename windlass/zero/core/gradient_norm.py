@@ -1,4 +1,4 @@
-"""The one small reduction before a step: norm, overflow, which parameters were used, what is still to be reduced."""
+"""Gradient norm and step status, in one small reduction before a step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from windlass.zero.core.sharding_policy import ShardingPolicy
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What all ranks know before they step.
+    """Result of the reduction before a step, equal on all ranks.
 
     Attributes:
-        norm: of the whole gradient, loss scale included; not finite if any element is not.
-        used: for each trainable unit and parameter, whether any rank had a gradient of it.
-        unreduced: for each trainable unit, whether any rank holds gradients that were not reduced.
-        flags: sums over ranks of what else they had to say.
-        uneven: the data ranks made different numbers of backwards.
-        diverged: they reduced and dropped gradients in different orders, see [Note: dropped gradients].
+        norm: norm of the whole gradient, loss scale included; not finite if any element is not.
+        used: for each trainable unit and parameter, True if any rank had a gradient of it.
+        unreduced: for each trainable unit, True if any rank holds gradients that were not reduced.
+        flags: sums over ranks of the caller's numbers.
+        uneven: True if the data-parallel ranks ran different numbers of backwards.
+        diverged: True if they reduced and dropped gradients in different orders, see [Note: dropped gradients].
     """
 
     norm: float
@@ -43,18 +43,18 @@ class StepStatus:
 
 
 class NormVector:
-    """Where in the vector it stands whether the parameters of each unit were used.
+    """Positions in the reduced vector of the flags for used parameters.
 
-    Experts that are modules of their own are others on each rank along ep, and more or fewer: each has a place. Those
-    that lie in one parameter are used where any of them is.
+    Experts that are separate modules differ between ranks along ep, which may hold different numbers of them, so
+    each expert has its own position. Experts that are stored in one parameter count as used if any of them is.
 
     Args:
         mesh: all ranks.
-        device: where collectives take what is said.
+        device: device of the reduced vector.
 
     Attributes:
-        of: the first place of each slot's parameters.
-        size: of the vector.
+        of: first position of each slot's parameters.
+        size: length of the vector.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -63,7 +63,9 @@ class NormVector:
         self.size = 0
 
     def fit(self, slots: list[GradientSlot]) -> None:
-        """Have places for these, which are as many on all ranks that are asked. Collective where that is new."""
+        """Compute the positions for `slots`, whose number is equal on all ranks. Collective if the number has
+        changed.
+        """
         if len(slots) == len(self.of):
             return
         self.of, self.size = [], len(slots)
@@ -82,8 +84,10 @@ class NormVector:
 
 
 def local_norm_squares(slot: GradientSlot, policy: ShardingPolicy) -> tuple[int, int]:
-    """`[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over the data
-    ranks of its family."""
+    """Return `[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over
+    the
+    data-parallel ranks.
+    """
     data, size = slot.unit.dp_group.mesh.data, slot.numel
     cuts = slot.unit.dp_group.group.size if policy.state else data.size
     parts = data.size if size == slot.unit.layout.padded else data.size // cuts
@@ -100,23 +104,22 @@ def reduce_step_status(
     *,
     flags: list[float],
 ) -> StepStatus:
-    """Reduce the verdict. Collective; reductions under way must be finished.
+    """Reduce the step status. Collective; reductions of gradients must be finished.
 
-    Which parameters were used, and what is not reduced, the dense data ranks agree on among themselves; norm and flags
-    all ranks.
+    `used` and `unreduced` are reduced over the dense data-parallel ranks; norm and flags over all ranks.
 
     Args:
         gradients: of this rank.
-        policy: over which ranks they are cut.
+        policy: decides over which ranks gradients are sharded.
         mesh: all ranks.
-        places: of what is said of each parameter.
-        flags: numbers to add up over ranks on the same trip.
+        vector: positions of the flags of each parameter.
+        flags: further numbers to sum over ranks.
     """
     slots = gradients.slots
     squares = []
     for slot in slots:
         if slot.has_reduced:
-            if slot.norm_squares is None:  # as a rule it was measured when the unit was reduced
+            if slot.norm_squares is None:  # usually the reduction has computed it already
                 start, stop = local_norm_squares(slot, policy)
                 slot.norm_squares = sum_of_squares(slot.read()[start:stop])
             squares.append(
@@ -156,12 +159,12 @@ def reduce_step_status(
 
 
 def _values_differ(total: float, squares: float, ranks: int) -> bool:
-    """Whether the integers of which this is the sum over ranks, and that of their squares, differ."""
+    """Return True if the ranks' integers differ, given their sum and the sum of their squares."""
     return total * total != squares * ranks
 
 
 def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> None:
-    """Add up the first `common` numbers over all ranks, the others over the dense data ranks."""
+    """Sum the first `common` numbers over all ranks, the others over the dense data-parallel ranks."""
     data = mesh.dense.data
     if data.size == mesh.world.size:
         if data.size > 1:
@@ -175,8 +178,9 @@ def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> 
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """The factor by which gradients of this norm are clipped to `limit`, as torch's `clip_grad_norm_` does; 0: no
-    limit."""
+    """Return the clip factor for a gradient of this norm, as torch's `clip_grad_norm_` computes it. `limit` 0: no
+    clipping.
+    """
     if limit <= 0:
         return 1.0
     coefficient = limit / (norm + 1e-6)

@@ -1,4 +1,4 @@
-"""Takes the reduced gradient of a unit to its home as soon as it was reduced."""
+"""Offload of each unit's reduced gradient to its tier, right after its reduction."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from windlass.zero.core.gradient_slot import GradientSlot
 
 
 class GradientOffload:
-    """Where reductions put their sums.
+    """Output buffers of reductions, and the transfer of their sums.
 
-    A cut that rests on the device is added to there. One that rests elsewhere is reduced into a buffer on the device,
-    copied out while the backward goes on, and added up where it rests.
+    A shard on the device is accumulated in place. A shard on another tier is reduced into a device buffer,
+    copied out while the backward continues, and accumulated on its tier.
 
     Args:
-        dtype: in which gradients are accumulated.
-        home_of: the home of a unit's gradient.
-        make: makes the slot of a gradient that rests away from the device: name, elements, home.
+        dtype: dtype in which gradients are accumulated.
+        tier_of: returns the tier of a unit's gradient.
+        make: makes the slot of an offloaded gradient, from name, elements, dtype and tier.
     """
 
-    IN_FLIGHT = 2  # copies; more only take device memory
+    IN_FLIGHT = 2  # copies in flight; more would only use device memory
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GradientOffload:
         self._largest = 0
 
     def prepare(self, slot: GradientSlot) -> None:
-        """Make room for the reduced cut of a unit."""
+        """Allocate the memory for a unit's reduced shard."""
         numel, home = slot.unit.state_stop - slot.unit.state_start, self._tier_of(slot)
         name = f"gradient of {slot.unit.names[0]}"
         if home is Tier.DEVICE:
@@ -56,10 +56,12 @@ class GradientOffload:
             if numel > self._largest:
                 self._largest = numel
                 self.finish()
-                self._free, self._taken = [], {}  # made for smaller ones
+                self._free, self._taken = [], {}  # they have the size of smaller units
 
     def output_buffer(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Where the sum of `own`, this rank's cut of the unit's buffer, goes, and whether it is added there."""
+        """Return the output for the sum of `own`, this rank's shard of the unit's buffer, and True if the sum is
+        added to it.
+        """
         if slot.storage is None:
             assert slot.shard is not None
             whole = slot.shard.numel() != own.numel()
@@ -74,7 +76,7 @@ class GradientOffload:
         return self._free.pop()[: own.numel()], False
 
     def offload(self, slot: GradientSlot, out: torch.Tensor) -> None:
-        """The sum in `out` is complete: start it on its way home."""
+        """Start to move the complete sum in `out` to its tier."""
         rests = slot.storage
         if rests is None:
             return
@@ -82,7 +84,7 @@ class GradientOffload:
         slot.is_offloaded = True
         if not adds:
             landing = rests.put(out)
-            landing.poll()  # on its way to disk, if it is there already
+            landing.poll()  # starts the write to disk if the copy is done already
             self._in_flight.append((landing, out))
             return
         staged = out
@@ -90,11 +92,11 @@ class GradientOffload:
         if device_has_own_memory(self._device):
             staged = empty_host_tensor(out.numel(), out.dtype, pin=True)
             arrival = copy_to_host(staged, out)
-        slot.norm_squares = None  # of the sum, which is known only where it rests
+        slot.norm_squares = None  # the norm of the accumulated sum is computed on its tier later
         self._in_flight.append((FinishingPending(None, arrival.wait, lambda: _add(rests, staged)), out))
 
     def finish(self) -> None:
-        """Wait until every gradient is home."""
+        """Wait until every gradient is on its tier."""
         while self._in_flight:
             self._finish_one()
 
@@ -105,7 +107,7 @@ class GradientOffload:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where its memory begins, also if it has no elements."""
+    """Return the address of a tensor's storage, also for a tensor without elements."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -1,16 +1,18 @@
-"""From a parameter's `.grad` to this rank's cut of the reduced gradient.
+"""Reduction of gradients: from a parameter's `.grad` to this rank's shard of the reduced gradient.
 
-[Note: reduction] A gradient is copied (the first of a unit) or added (later ones) into the unit's flat buffer, `.grad`
-is emptied, and when the unit is complete its buffer is reduced: `shard += sum over ranks`, and the buffer counts as
-empty again. So a unit may be reduced any number of times in a step, and a rank that has nothing of it yet, or never
-will, takes part with zeros. Which units are reduced when is the order's to say (see [Note: agreed order]); what is left
-at the end of a backward (a unit of which a parameter was not used, a second arrival) is reduced then.
+[Note: reduction] The first gradient of a parameter is copied into the unit's flat buffer, later ones are added,
+and `.grad` is set to None. When the unit is complete, its buffer is reduced: `shard += sum over ranks`, and the
+buffer counts as empty again. So a unit may be reduced any number of times in a step, and a rank that has no
+gradient of it takes part with zeros. The collective scheduler decides the order of reductions (see [Note: agreed
+order]). Units that are left at the end of a backward (an unused parameter, a second gradient of one parameter)
+are reduced then.
 
-[Note: dropped gradients] A script may drop the gradient of any parameter between two backwards, or before a step. What
-was not reduced yet is forgotten at once. What was reduced is zeroed in this rank's shard where it is needed next:
-before another reduction adds to it, or when it is read. A unit of which all parameters were dropped holds nothing any
-more. Every rank zeroes its own shard, so all ranks must drop the same, at the same place between the same reductions.
-Ranks compare a hash of that order of events at the agreement before a step, which costs no message.
+[Note: dropped gradients] A script may drop the gradient of any parameter between two backwards, or before a
+step. An unreduced gradient is dropped at once. A reduced gradient is zeroed in this rank's shard at its next
+use: before another reduction is added to it, or when it is read. A unit of which all parameters were dropped has
+no gradient any more. Every rank zeroes its own shard, so all ranks must drop the same gradients, between the
+same reductions. Ranks compare a hash of the order of these events in the agreement before a step, which costs no
+extra message.
 """
 
 from __future__ import annotations
@@ -34,43 +36,44 @@ from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 from windlass.zero.core.sharding_policy import ShardingPolicy
 from windlass.zero.core.unit import Unit
 
-_HISTORIES = 1 << 20  # hashes are below: their squares add up exactly in float64, over a thousand ranks
+_HISTORIES = 1 << 20  # bound of hashes: their squares add up exactly in float64 over a thousand ranks
 
 
 @dataclass(eq=False)
 class _ReductionInFlight:
     slot: GradientSlot
     reduction: Reduction
-    pending: Pending  # the same, after what was started before it
+    pending: Pending  # `reduction`, to be finished after earlier collectives
     ring_index: int | None
     out: torch.Tensor
 
 
 class GradientReducer:
-    """All units' gradients of one engine.
+    """Accumulates and reduces the gradients of all units of one engine.
 
     Args:
-        units: the trainable ones, in model order.
-        policy: whether gradients are cut.
-        order: says when a unit is reduced.
-        accumulate: dtype in which gradients are kept.
-        wire: dtype in which they travel.
-        lowered_wire: that of gradients of lowered units.
-        overlap: let reductions run while the backward goes on.
-        before: factor of a gradient before the ranks' parts are added.
-        after: factor of their sum.
-        contiguous: take each gradient as it arrives; else all of a unit once it is complete.
-        landing: takes reduced cuts that rest away from the device to where they do.
+        units: the trainable units, in model order.
+        policy: decides whether gradients are sharded.
+        scheduler: decides when a unit is reduced.
+        accumulation_dtype: dtype in which gradients are accumulated.
+        reduce_dtype: dtype in which they are reduced.
+        lowered_reduce_dtype: reduce_dtype of lowered units.
+        overlap: run reductions while the backward continues.
+        predivide_factor: factor of a gradient before the sum over ranks.
+        postdivide_factor: factor of the sum.
+        contiguous: move each gradient into the unit's buffer as it arrives; otherwise when the unit is complete.
+        offload: moves reduced shards to the tier that holds them.
 
     Attributes:
-        weight: factor of the gradients of the backward that runs (1 / accumulation steps, as a rule).
-        syncing: whether the backward that runs ends in reductions.
-        watch: called with unit, index and gradient as each arrives.
-        landed: called with each slot whose reduction ended, its sum on the way to where it rests.
-        backwards: outermost backwards since the last step that brought gradients.
-        drops: what was dropped of reduced gradients since the last step, in order, by parameter.
-        history: hash of the order of reductions and drops since the last step, those of experts left out.
-        on_drop: called with the name of each parameter that a script drops, and whether it is only zeroed.
+        gradient_weight: factor of the gradients of the running backward (usually 1 / accumulation steps).
+        reduces_this_backward: returns True if the running backward ends in reductions.
+        on_gradient: called with unit, index and gradient when a gradient arrives.
+        on_reduced: called with each slot whose reduction ended; its sum may still be in flight to its tier.
+        backward_count: outermost backwards with gradients since the last step.
+        dropped_names: parameters whose reduced gradients were dropped since the last step, in order.
+        history_hash: hash of the order of reductions and drops since the last step, without those of experts.
+        on_drop: called with the name of each parameter whose gradient a script drops, and True if it is only
+            zeroed.
     """
 
     def __init__(
@@ -121,20 +124,20 @@ class GradientReducer:
         self.on_drop: Callable[[str, bool], None] = lambda name, zero: None
 
     def buffer_requests(self, dp_group: DataParallelGroup) -> list[BufferRequest]:
-        """The buffers to allocate for a family: its ring where gradients are cut, else one for each unit."""
+        """Return the buffers to allocate for a group: its ring if gradients are sharded, else one buffer per unit."""
         if self._shards_gradients:
             ring = self._rings.get(id(dp_group))
             return ring.needs() if ring is not None else []
         return [BufferRequest(slot.unit.layout.padded, self._accumulation_dtype) for slot in self._slots_of(dp_group)]
 
     def take_buffers(self, dp_group: DataParallelGroup, buffers: list[TransportBuffer]) -> None:
-        """Keep the buffers that `needs` asked for, until `bind`."""
+        """Keep the buffers of `buffer_requests` until `bind_buffers`."""
         self._allocated[id(dp_group)] = buffers
         if self._shards_gradients and buffers:
             self._rings[id(dp_group)].bind(buffers, dp_group.transport)
 
     def bind_buffers(self) -> None:
-        """Put the buffers to use."""
+        """Assign the allocated buffers to the gradient slots."""
         for slot in self.slots:
             if self._shards_gradients:
                 self._offload.prepare(slot)
@@ -143,15 +146,16 @@ class GradientReducer:
         self._allocated = {}
 
     def number_of(self, unit: Unit) -> int | None:
-        """The number of a unit among the trainable ones; None if it is not trained."""
+        """Return the number of a unit among the trainable ones; None if the unit is frozen."""
         return self._numbers.get(unit.index)
 
     def _slots_of(self, dp_group: DataParallelGroup) -> list[GradientSlot]:
         return [slot for slot in self.slots if slot.unit.dp_group is dp_group]
 
     def extra_buffer_requests(self, dp_group: DataParallelGroup, units: list[Unit]) -> list[BufferRequest]:
-        """The buffers to add where `units` of a family begin to be trained: a larger ring, if they need one, or one for
-        each."""
+        """Return the buffers to add when `units` of a group become trainable: a larger ring if they need one, or
+        one per unit.
+        """
         if not self._shards_gradients:
             return [BufferRequest(unit.layout.padded, self._accumulation_dtype) for unit in units]
         largest, ring = max((unit.layout.padded for unit in units), default=0), self._rings.get(id(dp_group))
@@ -162,13 +166,14 @@ class GradientReducer:
         )
 
     def replace_ring(self, dp_group: DataParallelGroup, buffers: list[TransportBuffer]) -> None:
-        """Take what `needs_of` asked for where gradients are cut; between steps."""
+        """Replace the ring of a group by the `extra_buffer_requests` buffers. For sharded gradients, between steps."""
         ring = self._rings[id(dp_group)] = BufferRing(len(buffers), buffers[0].local.numel(), self._accumulation_dtype)
         ring.bind(buffers, dp_group.transport)
 
     def add_slots(self, slots: list[GradientSlot], buffers: list[TransportBuffer]) -> None:
-        """Take slots of units that begin to be trained, each with its buffer where gradients are not cut; between
-        steps."""
+        """Add slots of units that become trainable, each with its buffer unless gradients are sharded. Call between
+        steps.
+        """
         for number, slot in enumerate(slots):
             self._numbers[slot.unit.index] = len(self.slots)
             self.slots.append(slot)
@@ -178,7 +183,7 @@ class GradientReducer:
                 slot.buffer = buffers[number]
 
     def accumulate_grad(self, number: int, index: int) -> None:
-        """The gradient of parameter `index` of trainable unit `number` was added to `.grad`: take it away.
+        """Accumulate the gradient of parameter `index` of trainable unit `number`, and clear its `.grad`.
 
         Raises:
             ModelError: the gradient has a graph of its own.
@@ -224,7 +229,7 @@ class GradientReducer:
             self._move_to_buffer(slot, index)
 
     def end_backward(self) -> None:
-        """The outermost backward ended: reduce what is left, if this backward reduces at all."""
+        """End the outermost backward: reduce the units that are left, if this backward reduces."""
         if self._touched:
             self.backward_count += 1
             if not self._contiguous:
@@ -242,18 +247,18 @@ class GradientReducer:
             slot.arrived.clear()
 
     def unreduced(self) -> list[bool]:
-        """For each unit, whether this rank holds gradients of it that were not reduced."""
+        """Return for each unit whether this rank holds gradients of it that were not reduced."""
         return [bool(slot.written) for slot in self.slots]
 
     def reduce_units(self, wanted: list[bool]) -> None:
-        """Reduce the units in `wanted`, which is the same on all ranks. Collective."""
+        """Reduce the units flagged in `wanted`, which is equal on all ranks. Collective."""
         for slot, wants in zip(self.slots, wanted, strict=True):
             if wants:
                 self._reduce(slot)
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the reductions under way, and until their results are where they rest."""
+        """Wait for all reductions in flight, and until their results are on their tiers."""
         while self._in_flight:
             self._finish_first()
         self._offload.finish()
@@ -262,7 +267,7 @@ class GradientReducer:
                 self._zero_dropped(slot)
 
     def all_gather_gradients(self) -> None:
-        """Where every rank keeps the whole gradient, bring the others' cuts. Collective, once, before a step."""
+        """All-gather the reduced gradients if every rank keeps full gradients. Collective, once before a step."""
         if not self._keeps_full_gradient:
             return
         started, shared = [], []
@@ -277,11 +282,11 @@ class GradientReducer:
                 shared.append((slot.unit.transport, slot.buffer))
         for pending in started:
             pending.wait()
-        for transport, buffer in shared:  # a fused step divides gradients where they lie
+        for transport, buffer in shared:  # a fused step scales gradients in place, which peers must not read
             transport.wait_until_read(buffer)
 
     def reset(self) -> None:
-        """Forget this step's gradients; their memory stays."""
+        """Drop the gradients of this step. Their memory stays allocated."""
         for slot in self.slots:
             slot.dropped.clear()
         self.finish()
@@ -294,22 +299,23 @@ class GradientReducer:
         self.backward_count = self.history_hash = 0
         self.dropped_names = []
 
-    # what a script drops: see [Note: dropped gradients]
+    # gradients that a script drops: see [Note: dropped gradients]
 
     def has_gradient(self, number: int, index: int) -> bool:
-        """Whether this rank knows of a gradient of a parameter in this step."""
+        """Return True if this rank had a gradient of a parameter in this step."""
         return index in self.slots[number].used
 
     def unit_has_gradient(self, number: int) -> bool:
-        """Whether there is a gradient of any parameter of a unit, of any rank as far as this one knows."""
+        """Return True if any parameter of a unit has a gradient, on any rank as far as this rank knows."""
         slot = self.slots[number]
         return slot.has_reduced or bool(slot.written) or bool(slot.used)
 
     def drop_gradient(self, number: int, index: int, *, zero: bool) -> None:
-        """Drop the gradient of one parameter, or set it to zero. On this rank alone; no rank waits for another.
+        """Drop the gradient of one parameter, or set it to zero. Local: no rank waits for another.
 
         Args:
-            zero: it counts as zero then, and the optimizer steps it; else as none.
+            zero: the gradient becomes zero, and the optimizer still updates the parameter. Otherwise there is no
+                gradient.
         """
         if not self.unit_has_gradient(number):
             return
@@ -337,7 +343,7 @@ class GradientReducer:
         self.dropped_names.append(name)
         self._update_history(slot, 1 + index)
         slot.dropped.add(index)
-        if len(slot.dropped) == len(slot.unit.parameters) and not slot.used:  # nothing is left to zero
+        if len(slot.dropped) == len(slot.unit.parameters) and not slot.used:  # no gradient is left to zero
             self._finish_reductions_of(slot)
             self._offload.finish()
             slot.dropped.clear()
@@ -356,11 +362,11 @@ class GradientReducer:
             slot.shard = None
 
     def _zero_dropped(self, slot: GradientSlot) -> None:
-        """Zero what was dropped in this rank's part of a reduced gradient."""
+        """Zero the dropped gradients in this rank's part of a reduced gradient."""
         self._finish_reductions_of(slot)
         self._offload.finish()
         unit, group = slot.unit, slot.unit.dp_group.group
-        # where each rank keeps the whole gradient only this rank's part was reduced, and peers may still read the rest
+        # If each rank keeps the full gradient, only this rank's part is reduced, and peers may still read the rest.
         whole = unit.layout.shard_range(group.index, group.size)
         first, last = whole if self._keeps_full_gradient else (unit.state_start, unit.state_stop)
         values = slot.read()
@@ -372,11 +378,13 @@ class GradientReducer:
         slot.write(values)
 
     def _update_history(self, slot: GradientSlot, event: int) -> None:
-        """Add an event to the history that all data ranks share. Experts may be reduced by some of them alone."""
+        """Add an event to the history hash, which must be equal on all data-parallel ranks. Experts are left out,
+        because only some ranks reduce them.
+        """
         if not slot.unit.kind.is_expert:
             self.history_hash = hash((self.history_hash, self._numbers[slot.unit.index], event)) % _HISTORIES
 
-    # where a gradient is written
+    # buffers for gradients
 
     def _write(self, slot: GradientSlot, index: int, gradient: torch.Tensor) -> None:
         view = slot.unit.parameter_view(self._writable_buffer(slot), index)
@@ -388,7 +396,7 @@ class GradientReducer:
         elif gradient.dtype == view.dtype:
             torch.mul(gradient, factor, out=view)
         else:
-            view.copy_(gradient).mul_(factor)  # widened first: a product in 16 bits would round
+            view.copy_(gradient).mul_(factor)  # widen first: a product in 16 bits would round
         slot.written.add(index)
 
     def _writable_buffer(self, slot: GradientSlot) -> torch.Tensor:
@@ -409,7 +417,9 @@ class GradientReducer:
         return buffer.local
 
     def _reopen(self, slot: GradientSlot) -> None:
-        """Make a unit's own buffer writable again: what was reduced into it moves out, and peers have read it."""
+        """Make a unit's own buffer writable: clone the reduced gradient out of it, and wait until peers have read
+        it.
+        """
         assert slot.buffer is not None
         self._finish_reductions_of(slot)
         if (
@@ -424,7 +434,7 @@ class GradientReducer:
         return self._rings[id(slot.unit.dp_group)]
 
     def _borrow_buffer(self, slot: GradientSlot) -> TransportBuffer | None:
-        """Lend `slot` a buffer of the ring; None if all hold gradients that are still incomplete."""
+        """Lend `slot` a buffer of the ring. Return None if all buffers hold incomplete gradients."""
         while True:
             lent = self._ring_of(slot).borrow(slot.unit.layout.padded)
             if lent is not None:
@@ -435,7 +445,7 @@ class GradientReducer:
             self._finish_first()
 
     def _copy_unreduced(self, slot: GradientSlot) -> None:
-        """Move a gradient that stays out of the ring, which others need."""
+        """Copy an unreduced gradient out of the ring, so that other units can use its buffer."""
         if slot.buffer is not None and slot.ring_index is not None:
             self._zero_unwritten(slot, slot.buffer.local)
             slot.unreduced_copy = slot.buffer.local.clone()
@@ -447,19 +457,19 @@ class GradientReducer:
         for index in range(len(slot.unit.parameters)):
             if index not in slot.written:
                 slot.unit.parameter_view(flat, index).zero_()
-        if self._shards_gradients:  # a ring's buffer had other parameters in what is padding here
+        if self._shards_gradients:  # a ring buffer may have another unit's values in the padding
             for first, last in layout.gaps(0, layout.padded):
                 flat[first:last].zero_()
 
-    # when a unit is reduced
+    # reductions
 
     def _is_ready(self, number: int) -> bool:
-        """Whether what this rank will have of a unit's gradient is there, and not reduced yet."""
+        """Return True if this rank's gradient of a unit is complete, not yet reduced, and due in this backward."""
         slot = self.slots[number]
         return slot.complete and bool(slot.written) and self.reduces_this_backward()
 
     def _reduce(self, slot: GradientSlot) -> None:
-        """Start the reduction of a unit; its buffer is empty from then on."""
+        """Start the reduction of a unit. Its buffer counts as empty from then on."""
         group, transport = slot.unit.dp_group.group, slot.unit.transport
         self._finish_reductions_of(slot)
         if slot.dropped:
@@ -492,7 +502,7 @@ class GradientReducer:
             self.finish()
 
     def _prepare(self, slot: GradientSlot) -> None:
-        """Have the unit's unreduced gradient, zeros where there is none, in a buffer that peers can read."""
+        """Put the unit's unreduced gradient, with zeros for missing parameters, into a buffer that peers can read."""
         buffer = slot.buffer
         if buffer is None:
             buffer = self._borrow_buffer(slot)
@@ -517,7 +527,7 @@ class GradientReducer:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        """Finish the oldest reduction: they end in the order in which they began, as on all ranks."""
+        """Finish the oldest reduction. All ranks finish reductions in the order in which they started."""
         flight = self._in_flight.popleft()
         with WaitScope("reduce", flight.slot.unit.names):
             flight.pending.wait()

@@ -1,4 +1,4 @@
-"""Ranks have the same model and train the same of it, or all of them are told in which parameter they differ."""
+"""Check that all ranks have the same model and train the same parameters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from windlass.comm.rank_group import RankGroup
 from windlass.parallel.placement import get_placement
 from windlass.zero.core.unit_partition import UnitPlan
 
-_Summary = tuple[str, tuple[int, ...], str, str]  # name, shape, dtype, whether it is trained
+_Summary = tuple[str, tuple[int, ...], str, str]  # name, shape, dtype, trained or frozen
 
 
 def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, data: RankGroup) -> None:
-    """All data ranks have parameters of the same names, shapes and dtypes, and train the same ones; of what is cut, of
-    the same whole. Experts, which differ along their axis, are left out. Collective.
+    """Check that all data-parallel ranks have parameters of equal names, global shapes and dtypes, and train the
+    same ones.
+    Experts, which differ along ep, are left out. Collective.
 
     Raises:
-        ModelError: they do not; on all ranks, with the first parameter that differs.
+        ModelError: the ranks differ; on all ranks, with the first parameter that differs.
     """
     if data.size == 1:
         return
@@ -51,11 +52,12 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 
 
 def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
-    """All data ranks have as many units, and the same kinds of them in the same order, although they may have more or
-    fewer experts: ranks speak of units by their numbers. Collective.
+    """Check that all data-parallel ranks have the same kinds of units in the same order, because ranks identify
+    units by
+    number. The number of experts in a unit may differ. Collective.
 
     Raises:
-        ModelError: they do not; on all ranks.
+        ModelError: the ranks differ; on all ranks.
     """
     mine = [(plan.kind.is_expert, plan.dtype, plan.trainable, plan.persistent, plan.numel) for plan in plans]
     told: list[list[tuple[bool, torch.dtype, bool, bool, int]]] = [mine] * data.size

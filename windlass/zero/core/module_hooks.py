@@ -1,4 +1,4 @@
-"""Puts the runtime's calls where a model passes by: around blocks, on the graph between them, on gradients."""
+"""Hooks that call the runtime: around blocks, on the graph between blocks, and on gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from windlass.zero.core.unshard_runtime import BlockCall, UnshardRuntime
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity on leaf inputs of a block, whose own hooks would fire before the block's backward is done."""
+    """Identity on leaf inputs of a block. Hooks on the leaves themselves would fire before the block's backward is
+    complete.
+    """
 
     @staticmethod
     def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -30,10 +32,10 @@ class _Boundary(torch.autograd.Function):
 
 
 def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[RemovableHandle]:
-    """Tell the runtime when `model` runs, and when a backward enters it.
+    """Call the runtime when `model` runs forward, and when a backward enters it.
 
-    The outermost backward must be known before any that runs inside it (reentrant checkpointing), or the end of the
-    first nested one would pass for the end of all.
+    The outermost backward must be registered before any backward that runs inside it (reentrant checkpointing).
+    Otherwise the end of the first nested backward would be taken for the end of all.
     """
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -50,7 +52,7 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
 
 
 def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[RemovableHandle]:
-    """Gather the units of `block` before its forward and its backward, release them after."""
+    """Unshard the units of `block` before its forward and its backward; reshard them after each."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         call = runtime.pre_forward(block)
@@ -63,7 +65,7 @@ def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[Removabl
         if call is not None and torch.is_grad_enabled():
             _hook_outputs(output, (args, kwargs), block, runtime, call)
 
-    if getattr(block.module, "_compiled_call_impl", None) is not None:  # `block.compile()` would trace them, too
+    if getattr(block.module, "_compiled_call_impl", None) is not None:  # `block.compile()` would trace the hooks too
         before, after = torch.compiler.disable(before), torch.compiler.disable(after)
     return [
         block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -74,8 +76,10 @@ def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[Removabl
 def _hook_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], runtime: UnshardRuntime, call: BlockCall
 ) -> tuple[Any, Any] | None:
-    """Arrange for the end of the block's backward to be seen. A tensor is only replaced where it is a leaf, which
-    torch lets nobody change in place: replacing any other would cut what the block does to it from the caller's view.
+    """Hook the block's inputs, to detect the end of its backward.
+
+    Only leaf inputs are replaced. Torch allows no in-place change of a leaf that requires grad. Replacing any
+    other input would hide the block's in-place changes from the caller.
     """
     leaves: list[torch.Tensor] = []
     exit_backward = partial(runtime.post_backward, call)
@@ -94,9 +98,12 @@ def _hook_inputs(
 
 
 def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntime, call: BlockCall) -> None:
-    """Gather again when a gradient comes back, through what the block returned, put into a container that it was given,
-    or left on its modules (a loss of a router, say). Where nothing of that is found its backward comes unannounced (an
-    iterator or a closure was returned, say), so its units stay until the step."""
+    """Hook the block's outputs, to unshard its units when a gradient arrives.
+
+    The outputs are tensors that the block returned, put into a container among its inputs, or stored on its
+    modules (e.g. the loss of a router). If the block returned an object without tensors (an iterator, a
+    closure), its backward cannot be announced, so its units stay unsharded until the step.
+    """
     enter_backward = partial(runtime.pre_backward, call)
     given = {id(tensor) for tensor in call.inputs}
     made = [tensor for tensor in iterate_tensors(output) if tensor.requires_grad and tensor.grad_fn is not None]
@@ -113,13 +120,13 @@ def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntim
         runtime.keep_until_step(call)
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # what torch itself keeps on a module
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch itself keeps on a module
 
 
 def register_gradient_hooks(
     parameters: list[nn.Parameter], on_gradient: Callable[[int], None]
 ) -> list[RemovableHandle]:
-    """Call `arrived(i)` when the gradient of `parameters[i]` has been added to its `.grad`."""
+    """Call `on_gradient(i)` after the gradient of `parameters[i]` has been added to its `.grad`."""
     return [
         parameter.register_post_accumulate_grad_hook(lambda _, i=index: on_gradient(i))
         for index, parameter in enumerate(parameters)

@@ -1,19 +1,19 @@
 """`.grad` and `.data` of sharded parameters, as a script sees them between a backward and a step.
 
-[Note: gradients that a script sees] The hooks on parameters move each gradient out of `.grad` while the backward runs,
-so the attribute that autograd fills says nothing of the gradient that a step would take. While an engine exists,
-`.grad` and `.data` of `torch.nn.Parameter` are Python properties, for all parameters of the process: torch has no hook
-for reading or setting them, and a subclass of our own would change `type(parameter)`, which torch.compile and
-`nn.Parameter(other)` look at. Autograd writes the attribute in C++ and does not come by here, nor does the hot path,
-which uses `raw_grad`, `put_grad` and `put_data`. Parameters of no engine pass through.
+[Note: gradients that a script sees] The hooks on parameters move each gradient out of `.grad` while the backward
+runs, so the attribute that autograd fills does not show the gradient that a step would use. While an engine
+exists, `.grad` and `.data` of `torch.nn.Parameter` are Python properties, for all parameters of the process.
+Torch has no hook for reading or setting them, and a subclass would change `type(parameter)`, which torch.compile
+and `nn.Parameter(other)` check. Autograd writes the attribute in C++ and bypasses the properties, as does the
+hot path, which uses `raw_grad`, `put_grad` and `put_data`. Parameters of no engine behave as before.
 
-- Setting `.grad` to None drops the parameter's gradient of the step under way. All of torch's ways to drop gradients
-  (`Optimizer.zero_grad`, `Module.zero_grad`) are loops over this.
-- Reading `.grad` gives a `ShardedGradient` where the step has a gradient: it has shape and dtype, it can be zeroed, and
-  everything else raises and names the function to use.
-- Setting `.grad` to a tensor raises, or is dropped with a warning by the engines of `import deepspeed`.
-- Reading `.data` is noted where the master weights are other memory than the parameter: a change through `.data` does
-  not raise the parameter's version, so the next step compares values.
+- Setting `.grad` to None drops the parameter's gradient of the current step. All of torch's ways to drop
+gradients (`Optimizer.zero_grad`, `Module.zero_grad`) are loops over this.
+- Reading `.grad` returns a `ShardedGradient` if the step has a gradient: it has shape and dtype, it can be
+zeroed, and every other use raises and names the function to use.
+- Setting `.grad` to a tensor raises, or is ignored with a warning by the engines of `import deepspeed`.
+- Reading `.data` is recorded if the master weights are separate from the parameter. A change through `.data`
+does not raise the parameter's version, so the next step compares values.
 """
 
 from __future__ import annotations
@@ -41,38 +41,40 @@ _KEEPS = frozenset({"detach_", "requires_grad_", "set requires_grad", "record_st
 
 
 class GradientStore(Protocol):
-    """The gradients of one model, by parameter."""
+    """Access to the gradients of one model, by parameter."""
 
     def has(self, place: ParameterLocation, *, anywhere: bool) -> bool:
-        """Whether the step under way has a gradient of it.
+        """Return True if the current step has a gradient of the parameter.
 
         Args:
-            anywhere: also where only other ranks, or only other parameters of its unit, are known to have one.
+            anywhere: also if only other ranks, or only other parameters of its unit, are known to have one.
         """
         ...
 
     def drop(self, place: ParameterLocation, *, zero: bool) -> None:
-        """Drop its gradient, or set it to zero."""
+        """Drop the parameter's gradient, or set it to zero."""
         ...
 
     def refuse(self, place: ParameterLocation, parameter: nn.Parameter) -> None:
-        """A script sets its gradient: raise, or take note."""
+        """Raise, or record, that a script sets the parameter's gradient."""
         ...
 
     def hides(self) -> bool:
-        """Whether `.grad` reads as None all the time, but for functions that zero gradients."""
+        """Return True if `.grad` reads as None, except in functions that zero gradients."""
         ...
 
 
 class ShardedGradient(torch.Tensor):
     """Placeholder for the gradient of a sharded parameter. It has shape, dtype and device; `zero_()` zeroes the
-    gradient, and reading or changing values raises."""
+    gradient.
+    Reading or changing values raises.
+    """
 
     place: ParameterLocation
 
     @classmethod
     def of(cls, parameter: nn.Parameter, place: ParameterLocation) -> ShardedGradient:
-        """The placeholder of a parameter's gradient."""
+        """Return the placeholder of a parameter's gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             made = torch.Tensor._make_subclass(cls, nan_placeholder(parameter), False)
         made.place = place
@@ -153,7 +155,7 @@ def _delete_gradient(parameter: nn.Parameter) -> None:
 
 
 def _read_data(parameter: nn.Parameter) -> torch.Tensor:
-    copies = sys._getframe(1).f_code is _DEEPCOPY  # and keeps no view of it
+    copies = sys._getframe(1).f_code is _DEEPCOPY  # a deepcopy keeps no view of the data
     if not copies and is_registered(parameter) and (place := find(parameter)) is not None:
         place.model.track_data_edits(place)
     found: torch.Tensor = raw_data(parameter)
@@ -164,7 +166,7 @@ _users = 0
 
 
 def install(model: object) -> finalize[[], object]:
-    """Make `.grad` and `.data` properties as long as `model` lives, or until what this returns is called."""
+    """Make `.grad` and `.data` properties until `model` is freed or the returned finalizer is called."""
     global _users
     _users += 1
     if _users == 1:

@@ -1,4 +1,4 @@
-"""Knows from the last step in which order units are wanted: what to gather early, what not to release yet."""
+"""Predictor of the order of units, from the previous step: units to prefetch, and units to keep unsharded."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from windlass.zero.core.unit import ShardState, Unit
 
 
 class Prefetcher:
-    """The sequence of units that one forward and backward asked for, and where in it this one is.
+    """Sequence of units that the last forward and backward used, and the current position in it.
 
     Args:
-        ahead: elements to gather ahead of need (`stage3_prefetch_bucket_size`).
-        live: elements that may be present at once (`stage3_max_live_parameters`).
-        reuse: a unit wanted again within so many elements is not released (`stage3_max_reuse_distance`).
-        read: elements of this rank's cuts to read from disk ahead of their gathers (`offload_param.buffer_count` times
-            `buffer_size`).
+        prefetch_numel: elements to all-gather ahead of use (`stage3_prefetch_bucket_size`).
+        max_live_numel: elements that may be unsharded at once (`stage3_max_live_parameters`).
+        max_reuse_distance: a unit used again within this many elements is not resharded
+            (`stage3_max_reuse_distance`).
+        read_ahead_numel: elements of this rank's shards to read from disk ahead of their all-gathers
+            (`offload_param.buffer_count` times `buffer_size`).
     """
 
-    MAX_IN_FLIGHT = 2  # gathers: one that is waited for and one behind it; more only take memory
+    MAX_IN_FLIGHT = 2  # all-gathers in flight: the current one and the next; more would only use memory
 
     def __init__(
         self, prefetch_numel: int, max_live_numel: int, max_reuse_distance: int, read_ahead_numel: int
@@ -36,14 +37,16 @@ class Prefetcher:
         self._trace_matches = False
 
     def begin_forward(self, *, had_backward: bool) -> None:
-        """A new forward begins; `complete`: the one before had a backward, so its sequence is worth knowing."""
+        """Begin a new forward. `had_backward`: the previous forward had a backward, so its sequence becomes the
+        prediction.
+        """
         if had_backward:
             self._previous_trace = self._trace
         self._trace, self._position = [], 0
         self._trace_matches = bool(self._previous_trace)
 
     def record_use(self, unit: Unit) -> None:
-        """`unit` is asked for now."""
+        """Record that `unit` is used now, and advance the position in the predicted sequence."""
         self._trace.append(unit)
         if not self._trace_matches:
             return
@@ -54,10 +57,10 @@ class Prefetcher:
         self._trace_matches = False
 
     def units_to_prefetch(self, live_numel: int) -> Iterator[Unit]:
-        """The units to gather now, ahead of need.
+        """Yield the units to all-gather now, ahead of use.
 
         Args:
-            present: elements present or coming.
+            live_numel: elements that are unsharded or in flight.
         """
         budget, flying = self._prefetch_numel, 1
         for unit in self._previous_trace[self._position :] if self._trace_matches else ():
@@ -71,7 +74,7 @@ class Prefetcher:
             yield unit
 
     def units_to_read_ahead(self) -> Iterator[Unit]:
-        """The units whose cuts to read from disk now, beyond those that are gathered."""
+        """Yield the units whose shards to read from disk now, beyond the units that are prefetched."""
         budget = self._read_ahead_numel
         for unit in self._previous_trace[self._position :] if self._trace_matches else ():
             if unit.shard_state is ShardState.SHARDED and unit.tier is Tier.NVME:
@@ -81,7 +84,7 @@ class Prefetcher:
                 yield unit
 
     def is_reused_soon(self, unit: Unit, live_numel: int) -> bool:
-        """Whether `unit` is used again so soon that it should stay."""
+        """Return True if `unit` is used again within the reuse distance, so that it stays unsharded."""
         if not self._trace_matches or self._max_reuse_distance <= 0 or live_numel > self._max_live_numel:
             return False
         distance = 0

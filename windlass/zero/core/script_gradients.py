@@ -1,4 +1,4 @@
-"""What a script does to the gradients of one model: see [Note: gradients that a script sees]."""
+"""A script's access to the gradients of one model: see [Note: gradients that a script sees]."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 
 
 class ScriptGradients:
-    """Answers for `.grad` of a model's parameters, and drops gradients.
+    """Gradients of a model's parameters as `.grad` shows them, and their dropping.
 
     Args:
-        gradients: of the model.
+        gradients: gradient reducer of the model.
 
     Attributes:
-        hidden: `.grad` reads as None, as DeepSpeed's does at stages 1 to 3. Functions called `zero_grad` still see that
-            there is something to drop.
-        keeps: whether what a script drops now is kept: gradients of micro-batches that the engine accumulates.
-        raises: whether setting a gradient raises at once.
-        dropping: called before gradients are dropped that the step has.
+        hidden: True if `.grad` reads as None, as DeepSpeed's does at stages 1 to 3. Functions called `zero_grad`
+            still see a
+            placeholder.
+        keeps: returns True if drops are ignored, to keep the gradients of micro-batches that the engine
+            accumulates.
+        raises: True if setting a gradient raises at once.
+        dropping: called before existing gradients are dropped.
     """
 
     def __init__(self, gradients: GradientReducer) -> None:
@@ -55,7 +57,7 @@ class ScriptGradients:
         self._gradients.drop_gradient(number, place.index, zero=zero)
 
     def drop_all(self, parameters: Iterable[nn.Parameter], *, zero: bool) -> None:
-        """Drop the gradients of all `parameters` of any engine, what stands in their `.grad` too."""
+        """Drop the gradients of `parameters`, of any engine or none, including the tensors in their `.grad`."""
         for parameter in parameters:
             raw = raw_grad(parameter)
             if raw is not None and zero:
@@ -79,7 +81,7 @@ class ScriptGradients:
 
 
 def format_foreign_gradients(names: list[str]) -> str:
-    """The message about gradients that a script set."""
+    """Return the message about gradients that a script set."""
     return (
         f"{names[0]!r}.grad was set by hand ({len(names)} such): a step takes what backwards bring and reduce, and "
         "drops this. Have it reduced: torch.autograd.backward(parameters, gradients); or set what was reduced: "

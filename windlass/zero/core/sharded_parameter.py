@@ -1,11 +1,12 @@
-"""What a parameter is while its values are spread over ranks, and what happens to who touches it.
+"""Placeholder for a sharded parameter. Accessing it gathers it or raises.
 
-[Note: parameters used elsewhere] A released parameter keeps its shape, dtype and place in its module, but its class is
-`Released` and its data are one NaN seen through zero strides. Any torch function that gets it as an argument comes by
-here, and its keeper is asked to bring the values. A unit does so inside a forward, and is from then on tied to the
-block that runs (a head that computes with `self.embed.weight` works); a parameter that was born sharded is brought
-while its model is still being built. Anything else raises and says how to read it. What does not come by here (C++ that
-was handed the data) reads NaN, and an in-place write to overlapping memory is refused by torch itself.
+[Note: parameters used elsewhere] A sharded parameter keeps its shape, dtype and place in its module, but its
+class is `ShardedParameter` and its data are one NaN expanded with zero strides. Every torch function that gets it as an
+argument calls `ShardedParameter.__torch_function__`, which asks the parameter's `GatherHandler` for the values.
+Inside a forward, a unit is unsharded and added to the running block (a head that computes with
+`self.embed.weight` works). A parameter constructed under `zero.Init` is gathered while its model is still being
+built. Any other access raises an error that names the ways to read the parameter. Code that bypasses torch
+functions (C++ that got the data) reads NaN, and torch itself refuses an in-place write to overlapping memory.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from windlass.base.errors import ShardedParameterError
 
 
 class GatherHandler(Protocol):
-    """Who has the values of a released parameter."""
+    """Object that can gather a sharded parameter."""
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Make `parameter` present, if that can be done here; the other tensors of the call stay as present as they
-        are."""
+        """Gather `parameter` and return True, if that is possible now. The other tensors of the call stay unsharded
+        if they are.
+        """
         ...
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """What to call it in an error."""
+        """Return the name of `parameter` for error messages."""
         ...
 
 
-# The attributes themselves: see [Note: gradients that a script sees] for what reading `.grad` and `.data` may do.
+# Original attributes of torch.Tensor. [Note: gradients that a script sees] describes the side effects of reading
+# `.grad` and `.data`.
 _grad: Any = torch.Tensor.grad
 _data: Any = torch.Tensor.data
 raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
@@ -46,10 +49,10 @@ put_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STATE_DICT = nn.Module._save_to_state_dict.__code__
-_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}  # by id, as long as it is released
+_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}  # by id, while sharded
 _nan: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-# asked of a tensor without reading its values; looked up by the getter's or method's name
+# Calls that read no values, by the name of the method or property.
 METADATA_CALLS = frozenset(
     """
     shape size numel nelement dim ndim ndimension stride dtype device layout is_leaf requires_grad requires_grad_ grad
@@ -64,13 +67,15 @@ METADATA_CALLS = frozenset(
 
 
 def reads_only_metadata(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call asks something of a tensor without reading its values; `type(dtype)` is a cast."""
+    """Return True if a call reads only metadata of a tensor, no values. `type(dtype)` is a cast, so it returns
+    False.
+    """
     return name in METADATA_CALLS and not (name == "type" and len(args) + len(kwargs) > 1)
 
 
 _CAST_TO = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
-# calls that make another tensor of the same shape or dtype
+# Calls that make another tensor of the same shape or dtype.
 _FACTORIES = frozenset(
     (
         "new_empty",
@@ -85,7 +90,7 @@ _FACTORIES = frozenset(
     )
 )
 
-# in-place calls that overwrite every element and read none
+# In-place calls that overwrite every element and read none.
 _OVERWRITES = frozenset(
     """
     normal_ uniform_ fill_ zero_ copy_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ constant_ ones_
@@ -95,7 +100,7 @@ _OVERWRITES = frozenset(
 
 
 def call_name(function: Callable[..., Any]) -> str:
-    """What a torch function is called: an attribute's name where it reads one, `set name` where it writes one."""
+    """Return the name of a torch function: the attribute's name if it reads one, `set name` if it writes one."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         accessor = getattr(function, "__self__", None)
@@ -105,7 +110,7 @@ def call_name(function: Callable[..., Any]) -> str:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter whose values are not here."""
+    """Parameter whose values are sharded and not in memory."""
 
     @classmethod
     def __torch_function__(
@@ -128,7 +133,8 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
         if name == "detach" and sys._getframe(1).f_code is _NEW_PARAMETER:
-            # `nn.Parameter(this)` saw a class of its own, and insists that what it detached has the class of this now
+            # `nn.Parameter(this)` saw a subclass, and requires that the detached tensor has this parameter's
+            # current class.
             return torch.Tensor._make_subclass(type(args[0]), result, False)
         return result
 
@@ -146,8 +152,10 @@ class ShardedParameter(nn.Parameter):
 
 
 def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call only moves a released parameter, as `module.cpu()` and `module.to(device)` do with each,
-    casts it to the dtype that it has, or puts it where it is: its pieces rest where the configuration says."""
+    """Return True if a call only moves a sharded parameter (as `module.cpu()` and `module.to(device)` do), casts it
+    to its own dtype, or assigns its own data. The configuration decides where shards are stored, so such a call
+    does nothing.
+    """
     if name == "set data":
         return args[1] is args[0]
     if name in _CAST_TO:
@@ -155,14 +163,14 @@ def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name not in ("cpu", "cuda", "to", "type"):
         return False
     if name == "type" and not all(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
-        return False  # torch's old names of types, which name a device too
+        return False  # legacy type names such as "torch.cuda.FloatTensor", which name a device too
     copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
     asked = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
     return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in asked)
 
 
 def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype to which a call casts its first argument; None where it is no cast."""
+    """Return the dtype to which a call casts its first argument, or None if the call is no cast."""
     if name not in ("to", "type"):
         return _CAST_TO.get(name)
     asked = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor)))
@@ -170,7 +178,9 @@ def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of a call's result where that is a `ReleasedCopy` of the first argument; None for any other call."""
+    """Return the dtype of a call that returns a `ShardedParameterCopy` of its first argument, or None for any other
+    call.
+    """
     if name == "_weight_norm":
         dtype: torch.dtype = args[0].dtype
         return dtype
@@ -179,11 +189,13 @@ def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class _StandIn(torch.Tensor):
-    """A tensor in the place of a released parameter's values. Questions that read no values are answered; all other
-    calls go to `_use`."""
+    """Base class of placeholders for a sharded parameter's values. Calls that read only metadata succeed; all other
+    calls go
+    to `_use`.
+    """
 
     _parameter: nn.Parameter
-    _comes_from = ""  # what errors name as the call, where it is no torch function
+    _comes_from = ""  # name in errors of a call that is no torch function
 
     @classmethod
     def __torch_function__(
@@ -207,17 +219,19 @@ class _StandIn(torch.Tensor):
 
 
 class ShardedParameterCopy(_StandIn):
-    """Copy of a released parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
+    """Copy of a sharded parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
     gathered.
 
-    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8, and
-    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped): it then becomes an
+    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8,
+    and
+    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped). The copy then
+    becomes an
     ordinary tensor. Any other use raises as the parameter does.
     """
 
     @classmethod
     def of(cls, parameter: nn.Parameter, dtype: torch.dtype) -> ShardedParameterCopy:
-        """The copy of a released parameter."""
+        """Return the copy of a sharded parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             copied = torch.Tensor._make_subclass(cls, nan_placeholder(parameter, dtype), False)
         copied._parameter = parameter
@@ -252,27 +266,32 @@ def _never(parameter: nn.Parameter) -> bool:
 
 
 allows_stub: Callable[[nn.Parameter], bool] = _never
-"""Whether a released parameter may stand in a `state_dict()` by name, shape and dtype (see `Stub`)."""
+"""Returns True if a sharded parameter may be in a `state_dict()` as a stub with name, shape and dtype (see
+`StateDictStub`).
+"""
 
 read_full_value: Callable[[nn.Parameter], torch.Tensor] | None = None
-"""Reads the values behind a stub, by all ranks together; None: they cannot be had from it."""
+"""Reads the full value behind a stub; collective. None: stubs cannot be read."""
 
 
 class StateDictStub(_StandIn):
-    """What stands for a released parameter in a `state_dict()` of which often only the names are wanted: transformers
-    asks for it while it loads, and peft on one rank while it saves. It has shape and dtype. Who asks for its values
-    gets them from `whole_of`, or an error; nobody can change them."""
+    """Stub for a sharded parameter in a `state_dict()`, with its shape and dtype.
+
+    Often only the names are needed: transformers calls `state_dict` while it loads, and peft on one rank while
+    it saves. Reading the values of a stub calls `read_full_value`, or raises if that is None. Changing them
+    raises.
+    """
 
     _comes_from = "state_dict"
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter for which it stands."""
+        """Parameter that the stub replaces."""
         return self._parameter
 
     @classmethod
     def of(cls, parameter: ShardedParameter) -> StateDictStub:
-        """The stub of a released parameter."""
+        """Return the stub of a sharded parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             stub = torch.Tensor._make_subclass(cls, raw_data(parameter), False)
         stub._parameter = parameter
@@ -296,7 +315,9 @@ class StateDictStub(_StandIn):
 
 
 def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:
-    """Take the values from `parameter`; one that has none stays as it is."""
+    """Replace the values of `parameter` with the NaN placeholder. A parameter that is already sharded stays
+    unchanged.
+    """
     if isinstance(parameter, ShardedParameter):
         return
     _sharded[id(parameter)] = ref(handler), type(parameter)
@@ -321,17 +342,17 @@ def nan_placeholder(parameter: torch.Tensor, dtype: torch.dtype | None = None) -
 
 
 def mark_unsharded(parameter: nn.Parameter) -> None:
-    """Make `parameter` an ordinary one again; its data are set by who calls."""
+    """Make `parameter` an ordinary parameter again. The caller sets its data."""
     _, parameter.__class__ = _sharded.pop(id(parameter))
 
 
 def forget_sharded(identity: int) -> None:
-    """A released parameter with this id is gone."""
+    """Forget a sharded parameter that no longer exists, by its id."""
     _sharded.pop(identity, None)
 
 
 def handler_of(parameter: nn.Parameter) -> GatherHandler | None:
-    """Who has the values of a released parameter; None for any other tensor."""
+    """Return the handler that can gather a sharded parameter; None for any other tensor."""
     entry = _sharded.get(id(parameter)) if isinstance(parameter, ShardedParameter) else None
     return entry[0]() if entry is not None else None
 
@@ -350,7 +371,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _try_gather(parameter: ShardedParameter, together: Sequence[torch.Tensor]) -> bool:
-    """Have the keeper make the parameter present, where that is possible."""
+    """Ask the handler to gather the parameter. Return True on success."""
     keeper = handler_of(parameter)
     return keeper is not None and keeper.gather_parameter(parameter, together)
 

@@ -1,4 +1,4 @@
-"""What a ZeRO stage means: which kinds of slots are cut. The only place that reads the stage number."""
+"""Meaning of a ZeRO stage: the kinds of slots that it shards. Only this file reads the stage number."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from windlass.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """Which slots are cut over the shard axis of the data mesh.
+    """Slots that are sharded over the shard axis of the data-parallel mesh.
 
     Attributes:
-        stage: for people to read; no code branches on it.
-        param: every rank keeps only its cut of a parameter while nobody uses it; else each keeps all.
-        grad: gradients are reduced at every backward, and only the cut is kept; else once, at the accumulation
-        boundary.
-        state: master weights and optimizer state exist only for the cut.
+        stage: number for messages; no code branches on it.
+        param: each rank keeps only its shard of a parameter outside its use; otherwise the full parameter.
+        grad: gradients are reduced at every backward, and only the shard is kept; otherwise they are reduced
+            once, at the
+            accumulation boundary.
+        state: master weights and optimizer states exist only for the shard.
     """
 
     stage: int
@@ -34,11 +35,11 @@ _STAGES = {
 
 
 def sharding_policy(stage: int, shards: int, *, away: bool = False) -> ShardingPolicy:
-    """The policy of a stage over `shards` ranks. A cut over one rank is no cut, unless it shall rest away from the
-    device.
+    """Return the policy of a stage over `shards` ranks. With one rank nothing is sharded, unless slots are
+    offloaded.
 
     Args:
-        away: some slots have another home than the device.
+        away: True if some slots are on another tier than the device.
 
     Raises:
         ConfigError: there is no such stage.

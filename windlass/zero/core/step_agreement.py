@@ -1,4 +1,6 @@
-"""What all ranks agree on before a step, and what they then know of the gradient: its copies, its first bad element."""
+"""Agreement of all ranks before a step, and checks of the agreed gradient: replicas, non-finite elements, unused
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,18 @@ T = TypeVar("T")
 
 
 class StepAgreement:
-    """Reached once a step, in one small reduction; in two where some ranks reduced what others did not, or replicas of
-    a parameter are to be added up. Collective over all ranks when it is made.
+    """Agreement before each step, in one small reduction. It takes two if ranks reduced different units, or if
+    replicas of a
+    parameter must be summed. Construction is collective over all ranks.
 
     Args:
-        gradients: of this rank.
-        units: of its model, those too that are not trained yet.
-        policy: over which ranks they are cut.
+        gradients: gradient reducer of this rank.
+        units: all units of its model, including those not trained yet.
+        policy: decides over which ranks gradients are sharded.
         mesh: all ranks.
-        traffic: what counts the bytes of it.
-        device: where collectives take what is said.
-        bad: whether a disk of this rank failed by now, as a number.
+        traffic: counter of the reduced elements.
+        device: device of the reduced vector.
+        has_local_failure: returns 1 if a disk or update of this rank has failed, else 0.
     """
 
     def __init__(
@@ -52,15 +55,15 @@ class StepAgreement:
         self._norm_vector = NormVector(mesh, device)
         self._has_replicas = any(
             mesh.gather_from_world(any(unit.extra_reduce_groups for unit in units))
-        )  # on any rank: all agree twice then
-        self._replicas_summed = False  # gradients are the sum over replicas already
+        )  # on any rank, so that all ranks run the second reduction
+        self._replicas_summed = False  # gradients are already summed over replicas
         self._warned_uneven = False
 
     def agree(self, flags: list[float]) -> StepStatus:
-        """Reduce what is left, add up replicas, and agree. Collective over all ranks.
+        """Reduce the remaining units, sum replicas, and agree on the step status. Collective over all ranks.
 
         Args:
-            flags: numbers to add up over ranks on the same trip; in the verdict that of bad disks follows them.
+            flags: numbers to sum over ranks; in the returned status, the sum of local failures follows them.
         """
         self._gradients.finish()
         self._replicas_summed = False
@@ -68,7 +71,7 @@ class StepAgreement:
         again = self._has_replicas or verdict.flags.pop() > 0
         rest = verdict.unreduced
         used = [any(of_unit) for of_unit in verdict.used]
-        if self._has_replicas:  # another replica may have used what none of these ranks did
+        if self._has_replicas:  # another replica may have used a parameter that no rank of this group used
             rest = [
                 left or (had and bool(slot.unit.extra_reduce_groups) and not slot.has_reduced)
                 for slot, left, had in zip(self._gradients.slots, rest, used, strict=True)
@@ -89,10 +92,10 @@ class StepAgreement:
         return verdict
 
     def refuse_diverged(self) -> None:
-        """Collective over the data ranks, where all know that they diverged.
+        """Raise after the agreement found diverged gradients. Collective over the data-parallel ranks.
 
         Raises:
-            ModelError: ranks dropped gradients that others kept.
+            ModelError: some ranks dropped gradients that others kept.
         """
         ranks, drops = self._mesh.dense.data.ranks, self._all_gather_from_data_ranks(self._gradients.dropped_names)
         said = "; ".join(
@@ -106,7 +109,7 @@ class StepAgreement:
         )
 
     def first_name(self, mine: str) -> str:
-        """The name that the first rank has that has one. Collective over all ranks."""
+        """Return the non-empty name of the lowest rank that has one. Collective over all ranks."""
         found = [mine] * self._mesh.world.size
         if len(found) > 1:
             dist.all_gather_object(found, mine, group=self._mesh.world.process_group)
@@ -124,7 +127,7 @@ class StepAgreement:
             )
 
     def _all_gather_from_data_ranks(self, mine: T) -> list[T]:
-        """What each data rank has. Collective over them."""
+        """All-gather a Python value over the data-parallel ranks. Collective."""
         data = self._mesh.dense.data
         found = [mine] * data.size
         if data.size > 1:
@@ -132,25 +135,29 @@ class StepAgreement:
         return found
 
     def forget(self) -> None:
-        """The gradients that were agreed on are gone."""
+        """Reset the state of the agreement after its gradients are dropped."""
         self._replicas_summed = False
 
     def local_part(self, unit: Unit, reduced: torch.Tensor) -> torch.Tensor:
-        """What this rank's reductions bring of a unit's reduced gradient `[state_stop - state_start]`: a view."""
+        """Return the view of a unit's reduced gradient `[state_stop - state_start]` that this rank reduces."""
         group = unit.dp_group.group
         return reduced if self._policy.state else local_shard(reduced, group.index, group.size)
 
     def sum_replicas(self, unit: Unit, part: torch.Tensor) -> torch.Tensor:
-        """Add to `own_part` of a unit, in place, those of ranks that have the same and reduced it among others, unless
-        the step under way did. Collective over them."""
+        """Sum `part` (see `local_part`) in place over replicas, unless `agree` already did. Collective over the
+        replicas.
+        """
         if not self._replicas_summed:
             for group in unit.extra_reduce_groups:
                 dist.all_reduce(part, group=group.process_group)
         return part
 
     def first_nonfinite(self) -> str:
-        """The first parameter in model order whose reduced gradient is not finite; empty if all are, and only the sum
-        of their squares is not. Collective over all ranks."""
+        """Return the first parameter in model order whose reduced gradient is not finite. Collective over all
+        ranks.
+
+        Empty if all gradients are finite and only the sum of their squares overflows.
+        """
         mine: list[tuple[int, int, int, str]] = []
         stage = self._mesh.pp.index
         for slot in self._gradients.slots:
@@ -166,10 +173,10 @@ class StepAgreement:
         return min((bad for bads in found for bad in bads), default=(0, 0, 0, ""))[-1]
 
     def refuse_unused(self, used: list[list[bool]]) -> None:
-        """Collective where not all ranks are data ranks of the same.
+        """Raise if a parameter had no gradient. Collective over all ranks, unless all are data-parallel ranks.
 
         Args:
-            used: as `Verdict.used`.
+            used: as `StepStatus.used`.
 
         Raises:
             ModelError: a parameter had no gradient on any rank.
@@ -199,7 +206,7 @@ class StepAgreement:
         return verdict
 
     def _merge_stage_usage(self, verdict: StepStatus) -> None:
-        """What several stages of a pipeline hold is used where any of them uses it. Collective over those stages."""
+        """Mark a parameter that pipeline stages share as used if any of them used it. Collective over those stages."""
         for stages, axis in self._mesh.stages.items():
             numbers = [
                 number for number, slot in enumerate(self._gradients.slots) if slot.unit.kind.shared_stages == stages

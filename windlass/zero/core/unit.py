@@ -1,4 +1,4 @@
-"""A unit: parameters that are gathered, reduced and stepped together, as views into one flat buffer."""
+"""Parameters that are all-gathered, reduced and updated together, as views of one flat buffer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.zero.core.unit_partition import Block, UnitPlan
 
 
 class ShardState(Enum):
-    """Where the whole parameters of a unit are."""
+    """State of a unit's full parameters on this rank."""
 
     SHARDED = "released"
     UNSHARDING = "coming"
@@ -33,25 +33,29 @@ class ShardState(Enum):
 class Unit:
     """Parameters, their layout, and the flat tensors that hold them.
 
-    [Note: released parameters] At stage 3 `full` exists only while a block that uses the unit runs. On shared memory
-    it is one buffer for all ranks, each owning its cut, and a gather only waits until the owners have updated.
-    Elsewhere (a wire, or parameters that rest away from the device) its memory is vacated and occupied again: views
-    that autograd saved alias it, so they hold the right values again after the gather before their backward; it is
-    never lent to another unit. A released parameter keeps its shape but all its elements are one NaN (see access.py),
-    so that no use of it can go unnoticed.
+    [Note: released parameters] At stage 3, `full` holds values only while a block that uses the unit runs. On
+    shared
+    memory, `full` is one buffer that all ranks map, each rank writes its own shard, and an all-gather only waits
+    until all owners have updated. On other transports, or when parameters are offloaded, the storage of `full`
+    is freed and allocated again. Views that autograd saved alias this storage, so they have the right values
+    again after the all-gather before their backward. For this reason the storage is never lent to another unit.
+    A sharded parameter keeps its shape but all its elements are one NaN (see sharded_parameter.py), so that no
+    use of it goes unnoticed.
 
     Attributes:
-        full: `[layout.padded]` in the compute dtype; parameters are views of it while present.
-        frees: releasing gives memory back (else only the names go).
-        lowered: its gradients travel in `Settings.lowered_wire`.
-        family: the ranks that it is cut and reduced over.
-        placements: of each parameter, what of the whole one lies here.
-        sums: groups over which its reduced cut is added up besides.
-        speaks: of the ranks beside each other that have the same of it, this one counts where each element counts once.
-        share: factor of the squares of its elements in the norm, see `family.share`.
-        rests: this rank's cut of the parameters where `full` is freed; else the cut is that of `full`.
-        home: of the parameters between uses.
-        state_home: of master weights and optimizer states.
+        full: `[layout.padded]` in the param_dtype; the parameters are views of it while unsharded.
+        frees_memory: True if resharding frees the memory of `full`; otherwise it only invalidates the
+            parameters.
+        lowered: True if the unit's gradients are reduced in `lowered_reduce_dtype`.
+        dp_group: the ranks over which the unit is sharded and reduced.
+        placements: for each parameter, the part of the full parameter that lies on this rank.
+        extra_reduce_groups: further groups over which the reduced shard is summed.
+        is_primary_replica: True on the one rank whose copy is counted when replicas are summed.
+        norm_weight: factor of the squares of the unit's elements in the gradient norm.
+        shard_slot: this rank's shard of the parameters if `full` is freed; None if the shard is a view of
+            `full`.
+        tier: tier of the parameters while they are sharded.
+        state_tier: tier of master weights and optimizer states.
     """
 
     def __init__(
@@ -77,35 +81,35 @@ class Unit:
         self.is_primary_replica = True
         self.reshards = reshards
         self.shard_state = ShardState.UNSHARDED
-        self.users = 0  # blocks now between their gather and their release
-        self.keep_unsharded = False  # a graph of gradients may come back to it at any time
+        self.users = 0  # block calls between their unshard and their reshard
+        self.keep_unsharded = False  # a later double backward may read the values at any time
         self.state_start, self.state_stop = 0, layout.padded
         self.tier, self.state_tier = tier, state_tier
         self.shard_slot: Slot | None = None
         self.secondary_shard: torch.Tensor | None = None
         self.data_snapshots: dict[
             int, torch.Tensor
-        ] = {}  # by parameter, values when a script read `.data` since the gather
-        self.lost_edit_name = ""  # a parameter that was changed through `.data` before it was released
+        ] = {}  # by parameter index: values when a script read `.data`, since the unshard
+        self.lost_edit_name = ""  # a parameter that was changed through `.data` before the reshard
         self.privately_held: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
         self.unshard_for_current_block: Callable[[Unit], bool] | None = (
-            None  # set by the runtime: gather it for whoever runs now
+            None  # set by the runtime: unshard for the block that runs now
         )
-        self.order_pending: Callable[[Pending], Pending] = lambda pending: pending  # set by the order
-        self.unsharded_for_peers = False  # gathered before anybody here needed it
+        self.order_pending: Callable[[Pending], Pending] = lambda pending: pending  # set by the scheduler
+        self.unsharded_for_peers = False  # unsharded only because another rank needed it
         self._pending: Pending = DONE
-        self._secondary_valid = False  # the second copy is of the present values
-        self._all_ranks_gathered = True  # on all ranks, since the values changed
-        self.update_count = 0  # times that the cut was given new values
+        self._secondary_valid = False  # the secondary shard holds the current values
+        self._all_ranks_gathered = True  # all ranks have gathered since the values changed
+        self.update_count = 0  # number of times that the shard got new values
 
     @property
     def transport(self) -> Transport:
-        """Over the ranks that it is cut over."""
+        """Transport of the data-parallel group."""
         return self.dp_group.transport
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters, padding left out."""
+        """Number of elements of the parameters, without padding."""
         return self.layout.numel
 
     @property
@@ -115,11 +119,11 @@ class Unit:
 
     @property
     def kind(self) -> PlacementKey:
-        """What decides who else has it, and who reduces it."""
+        """Key that determines which ranks hold copies of the unit and which ranks reduce it."""
         return self.placements[0].key
 
     def buffer_request(self) -> BufferRequest:
-        """The buffer to allocate for `full`."""
+        """Return the request for the buffer of `full`."""
         away = self.reshards and self.tier is not Tier.DEVICE
         return BufferRequest(self.layout.padded, self.dtype, shared=self.reshards and not away, transient=self.reshards)
 
@@ -129,10 +133,11 @@ class Unit:
         ledger: DeviceMemoryLedger,
         make_shard_slot: Callable[[Unit, int], Slot],
     ) -> None:
-        """Take `buffer` for `full`; its content is set by `views` and `settle_in` afterwards.
+        """Use `buffer` as `full`. Its content is set afterwards, through `views` and `finish_init`.
 
         Args:
-            rests: makes a slot of so many elements for a cut whose `full` is freed.
+            make_shard_slot: returns a slot with the given number of elements, for the shard of a unit whose
+                `full` is freed.
         """
         self.buffer, self.full, self._ledger = buffer, buffer.local, ledger
         self.frees_memory = self.reshards and not buffer.shared
@@ -148,7 +153,7 @@ class Unit:
             self.secondary_shard = torch.empty_like(local_shard(self.full, near.index, near.size))
 
     def move_to(self, buffer: TransportBuffer) -> None:
-        """Take another `buffer` for `full`, with the same values; of a unit that is never released."""
+        """Move `full` and its values to another `buffer`. Only for a unit that is never resharded."""
         self.recapture_parameters()
         buffer.local.copy_(self.full)
         self.buffer, self.full = buffer, buffer.local
@@ -163,29 +168,33 @@ class Unit:
 
     @property
     def local_shard(self) -> torch.Tensor:
-        """This rank's cut of `full`, over the transport's group."""
+        """This rank's shard of `full`, over the transport's group."""
         return local_shard(self.full, self.transport.group.index, self.transport.group.size)
 
     def read_local_shard(self) -> torch.Tensor:
-        """This rank's cut of the parameters in memory; change it and give it to `write_cut`."""
+        """Return this rank's shard of the parameters in memory. Pass the changed shard to `write_local_shard`."""
         return self.shard_slot.read() if self.shard_slot is not None else self.local_shard
 
     def write_local_shard(self, values: torch.Tensor) -> None:
-        """Put what `read_cut` gave back."""
+        """Store the shard that `read_local_shard` returned."""
         if self.shard_slot is not None:
             self.shard_slot.write(values)
 
     def views(self) -> list[torch.Tensor]:
-        """The parameters' places in `full`, shaped; valid while present."""
+        """Return the views of the parameters in `full`, in their shapes. Their values are valid while the unit is
+        unsharded.
+        """
         return self._views
 
     def store_local_shard(self, values: torch.Tensor) -> None:
-        """Take this rank's cut, in the compute dtype and on the device, to where it rests while `full` is freed."""
+        """Write this rank's shard (in the param_dtype, on the device) to the tier that holds it while `full` is
+        freed.
+        """
         assert self.shard_slot is not None
         self.shard_slot.put(values).wait()
 
     def finish_init(self) -> None:
-        """After the cut was filled for the first time: point the parameters, let the rest go."""
+        """Finish the initialization after the shard was first filled: point the parameters at `full` and reshard."""
         self.point()
         if self.reshards:
             if not self.frees_memory:
@@ -193,24 +202,24 @@ class Unit:
             self.reshard()
 
     def read_ahead(self) -> bool:
-        """Start to read this rank's cut from disk, for the next gather; False if there is no room for it."""
+        """Start to read this rank's shard from disk for the next all-gather. Return False if no buffer is free."""
         return self.shard_slot is None or self.shard_slot.prefetch()
 
     def unshard(self, *, backward: bool = False) -> None:
-        """Start to make the parameters present; `await_present` finishes that."""
+        """Start to all-gather the parameters. `wait_for_unshard` completes it."""
         if self.shard_state is ShardState.SHARDED:
             self._start_unshard(backward=backward)
 
     def join_unshard(self, *, backward: bool = False) -> None:
-        """Take part in a gather that some rank needs, whether the parameters are present here or not."""
+        """Join an all-gather that some rank needs, even if the parameters are already unsharded here."""
         if self.shard_state is not ShardState.SHARDED:
             self.wait_for_unshard()
         self._start_unshard(backward=backward)
 
     def _start_unshard(self, *, backward: bool) -> None:
-        here = self.shard_state is ShardState.UNSHARDED  # then peers' cuts come once more, the same as they are
+        here = self.shard_state is ShardState.UNSHARDED  # then the all-gather writes the same values again
         self._pending = self._start_all_gather(here, backward=backward)
-        if not here:  # not before: where there is no memory for it, it is as it was
+        if not here:  # set only now: a failed allocation leaves the state unchanged
             self.shard_state = ShardState.UNSHARDING
 
     def _start_all_gather(self, is_unsharded: bool, *, backward: bool) -> Pending:
@@ -219,7 +228,7 @@ class Unit:
         if not is_unsharded:
             self._account_memory(self.nbytes)
             self.transport.allocate_memory(self.buffer)
-        # whether nearer ranks are asked must be the same on all, whatever each of them released
+        # All ranks must choose the same group for the all-gather, so the choice does not depend on local reshards.
         if backward and self._regather is not None and self.secondary_shard is not None and self._all_ranks_gathered:
             if not is_unsharded:
                 group = self._regather.group
@@ -231,7 +240,7 @@ class Unit:
             return self.order_pending(self.transport.all_gather(self.buffer, elements=self.numel, ready=fetched))
 
     def wait_for_unshard(self, *, backward: bool = False) -> None:
-        """Gather if nobody has, wait, and point the parameters at their values."""
+        """All-gather the parameters if that has not started, wait, and point the parameters at their values."""
         if self.shard_state is ShardState.UNSHARDED:
             return
         self.unshard(backward=backward)
@@ -241,10 +250,11 @@ class Unit:
         self.point()
 
     def reshard(self, *, stale: bool = False) -> None:
-        """Release: the parameters lose their values, and the memory of `full` goes back.
+        """Invalidate the parameters and free the memory of `full`.
 
         Args:
-            stale: the cut at rest has newer values than `full`, so that no second copy may be taken from it.
+            stale: the stored shard has newer values than `full`, so the secondary shard must not be copied from
+                `full`.
         """
         self._pending.wait()
         self._pending, self.unsharded_for_peers = DONE, False
@@ -252,6 +262,7 @@ class Unit:
             near = self._regather.group
             self.secondary_shard.copy_(local_shard(self.full, near.index, near.size))
             self._secondary_valid = True
+        # Edits through `.data` are lost with the memory, so detect them before it is freed.
         if self.data_snapshots:
             self._record_data_edits()
         for index, parameter in enumerate(self.parameters):
@@ -263,7 +274,9 @@ class Unit:
             self._account_memory(0)
 
     def snapshot_data(self, index: int) -> None:
-        """A script reads `.data` of a gathered parameter: find out, when it is released, whether it changed values."""
+        """Copy an unsharded parameter whose `.data` a script reads, to detect at the reshard whether the script
+        changed it.
+        """
         if (
             self.shard_state is ShardState.UNSHARDED
             and index not in self.privately_held
@@ -272,14 +285,17 @@ class Unit:
             self.data_snapshots[index] = self._views[index].clone()
 
     def _record_data_edits(self) -> None:
-        """Note parameters that were changed through `.data`. Their versions stay: a backward would refuse them."""
+        """Record the first parameter that was changed through `.data`. Versions are not increased, because a
+        backward would then
+        raise.
+        """
         for index, before in self.data_snapshots.items():
             if not torch.equal(before, self._views[index]):
                 self.lost_edit_name = self.lost_edit_name or self.names[index]
         self.data_snapshots.clear()
 
     def mark_updated(self) -> None:
-        """The cut has new values, which peers may gather."""
+        """Record that the shard has new values, and publish them on shared memory."""
         self.update_count += 1
         self._secondary_valid = self._all_ranks_gathered = False
         if self.reshards and not self.frees_memory:
@@ -289,15 +305,17 @@ class Unit:
         self._ledger.set_held_bytes(f"parameters of {self.names[0]}", nbytes)
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """As `Keeper`: inside a forward, and from then on tied to the block that runs."""
+        """Unshard for the block that runs now and add the unit to that block (see `GatherHandler`). Return False
+        outside a forward.
+        """
         return self.unshard_for_current_block is not None and self.unshard_for_current_block(self)
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """As `Keeper`."""
+        """Return the name of `parameter` for error messages."""
         return next((n for n, p in zip(self.names, self.parameters, strict=True) if p is parameter), "?")
 
     def point(self) -> None:
-        """Make the parameters views of `full`, which has their values."""
+        """Make the parameters views of `full`, and mark the unit unsharded."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if index in self.privately_held:
                 continue
@@ -307,10 +325,11 @@ class Unit:
         self.shard_state = ShardState.UNSHARDED
 
     def recapture_parameters(self) -> None:
-        """Copy parameters that were given other memory into their places, and point them there again.
+        """Copy the values of parameters that were moved to other memory into `full`, and make them views of `full`
+        again.
 
         Raises:
-            ModelError: one was resized.
+            ModelError: a parameter was resized.
         """
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if not view.numel() or parameter.data_ptr() == view.data_ptr():
@@ -322,7 +341,7 @@ class Unit:
             torch.autograd.graph.increment_version(parameter)
 
     def require_shape(self, index: int, shape: torch.Size) -> None:
-        """Raises ModelError where a parameter, or its gradient, has another shape than it had."""
+        """Raise ModelError if a parameter, or its gradient, does not have its original shape."""
         if shape != self.shapes[index]:
             raise ModelError(
                 f"{self.names[index]!r} had shape {tuple(self.shapes[index])} at initialize and has {tuple(shape)} "
@@ -330,11 +349,11 @@ class Unit:
             )
 
     def pieces(self) -> Iterator[LayoutPiece]:
-        """This rank's parts of the parameters, within its state span."""
+        """Yield this rank's fragments of the parameters, within its state span."""
         return self.layout.pieces(self.state_start, self.state_stop)
 
     def names_in(self, start: int, stop: int) -> Iterator[str]:
-        """Names of the parameters in elements `[start, stop)` of the whole unit, quoted."""
+        """Return the quoted names of the parameters in elements `[start, stop)` of the unit."""
         return (repr(self.names[piece.index]) for piece in self.layout.pieces(start, stop))
 
     def _names_in_shard(self, start: int, stop: int) -> Iterator[str]:
@@ -342,15 +361,17 @@ class Unit:
         return self.names_in(begin + start, begin + stop)
 
     def local_span(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's state span of a flat tensor over the whole unit."""
+        """Return this rank's state span of a flat tensor over the unit."""
         return flat[self.state_start : self.state_stop]
 
     def parameter_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """The place of one parameter in a flat tensor over the whole unit, shaped."""
+        """Return the view of one parameter in a flat tensor over the unit, in the parameter's shape."""
         return flat.narrow(0, self.layout.offsets[index], self.layout.numels[index]).view(self.shapes[index])
 
 
 def expert_data_group(units: Sequence[Unit]) -> RankGroup | None:
-    """The data ranks of units of experts, who read and set them by themselves; None where other units are among them,
-    whose ranks are all."""
+    """Return the data-parallel ranks of expert units, which read and set their experts independently of other
+    ranks.
+    Return None if `units` is empty or contains other units, because these involve all ranks.
+    """
     return units[0].dp_group.mesh.data if units and all(unit.kind.is_expert for unit in units) else None

@@ -1,4 +1,4 @@
-"""What the core is told, and what it tells of a step, in its own words."""
+"""Settings of the ZeRO core, and the outcome of a step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from windlass.zero.core.unit_partition import UnitRules
 
 @dataclass(frozen=True)
 class Placements:
-    """Where slots rest.
+    """Tiers of a model's slots, and the resources for offload.
 
     Attributes:
-        param: cuts of released parameters.
-        state: master weights and optimizer states.
-        gradient: reduced gradients of units whose states rest away from the device.
-        ratio: the share of elements whose states rest at `state`; the rest stays on the device.
+        param: tier of sharded parameters.
+        state: tier of master weights and optimizer states.
+        gradient: tier of reduced gradients of units whose states are offloaded.
+        ratio: fraction of elements whose states are on tier `state`; the others stay on the device.
         pin: page-lock host memory.
-        disk: for NVMe homes.
-        staging: lends the host memory through which what is on disk comes and goes.
-        read_ahead: elements of parameters to read from disk ahead of their gathers.
-        at_once: elements that one batch of an update on disk may have.
+        disk: disk of NVMe tiers.
+        staging: pool of host buffers for transfers from and to disk.
+        max_update_numel: maximum elements of one batch of an update on disk.
+        read_ahead_numel: elements of parameters to read from disk ahead of their all-gathers.
     """
 
     param: Tier = Tier.DEVICE
@@ -44,22 +44,23 @@ class Placements:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """Everything the core needs to know; `initialize` fills it from the configuration.
+    """Settings of the ZeRO core; `initialize` fills them from the configuration.
 
     Attributes:
-        compute: dtype that floating-point parameters are cast to; None: each keeps its own.
-        master: dtype of master weights; None: float32, or float64 where the parameters have it.
-        state: dtype in which the optimizer steps and keeps its states; None: that of the master weights.
-        accumulate, wire: dtypes of kept gradients and of their travel.
-        lowered_wire: that of gradients of `Rules.lowered`; None: `wire`.
-        before, after: factors of a gradient before and after the ranks' parts are added.
-        ways: how transports send.
-        contiguous: gradients leave `.grad` as they arrive; else when their unit is complete.
-        ignore_unused: a parameter without gradient is left alone; else it is an error.
-        sub_group: elements that are updated at once.
-        ahead, live, reuse: see `Foresight`.
-        homes: where slots rest.
-        delayed: updates may go on while the next forward and backward run; see [Note: delayed update].
+        param_dtype: dtype to which floating-point parameters are cast; None: each keeps its own.
+        accumulation_dtype, reduce_dtype: dtypes in which gradients are accumulated and reduced.
+        predivide_factor, postdivide_factor: factors of a gradient before and after the sum over ranks.
+        wire_options: options of network transports.
+        contiguous_gradients: move gradients out of `.grad` as they arrive; otherwise when their unit is
+            complete.
+        ignore_unused_parameters: skip parameters without gradient; otherwise they raise.
+        sub_group_size: maximum elements of one update chunk.
+        prefetch_numel, max_live_numel, max_reuse_distance: see `Prefetcher`.
+        tiers: tiers of slots.
+        delayed_update: updates may run during the next forward and backward; see [Note: delayed update].
+        lowered_reduce_dtype: reduce dtype of `UnitRules.lowered`; None: `reduce_dtype`.
+        master_dtype: dtype of master weights; None: float32, or float64 for float64 parameters.
+        state_dtype: dtype of the update and of optimizer states; None: that of the master weights.
     """
 
     policy: ShardingPolicy
@@ -87,20 +88,20 @@ class ZeroSettings:
 
     @property
     def widens_masters(self) -> bool:
-        """Whether an update widens master weights for the optimizer and rounds what it made."""
+        """True if an update widens master weights for the optimizer and rounds the result."""
         return self.master_dtype is not None and self.state_dtype is not None and self.master_dtype != self.state_dtype
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did.
+    """Result of a step.
 
     Attributes:
-        norm: of the whole unclipped gradient, loss scale removed.
-        applied: the parameters were updated. If not, the gradient was not finite and is dropped.
-        clip: the factor that clipping came to.
+        norm: norm of the whole unclipped gradient, loss scale removed.
+        applied: the parameters were updated. False: the gradient was not finite and was dropped.
+        clip: the applied clip factor.
         flags: sums over ranks of the caller's numbers.
-        bad: the first parameter whose gradient is not finite, where that was looked for.
+        bad: the first parameter with a non-finite gradient, if requested.
     """
 
     norm: float
