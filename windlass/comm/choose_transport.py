@@ -1,4 +1,4 @@
-"""Which transport a group of ranks uses, and why."""
+"""Choice of the transport of a group of ranks, with the reason."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NAMES = ("auto", "shm", "gloo", "nccl")
 def choose_transport(
     requested: str, group: RankGroup, device: torch.device, *, ways: WireOptions, timeout: timedelta
 ) -> tuple[Transport, str]:
-    """The transport for `group`, and one sentence that says why. Collective.
+    """Return the transport for `group`, and one sentence with the reason. Collective.
 
     Args:
-        requested: auto, shm, gloo or nccl; the environment's `WINDLASS_TRANSPORT` goes before it.
-        device: where the tensors lie.
-        ways: how a wire transport sends.
-        timeout: how long to wait for a peer (shm).
+        requested: auto, shm, gloo or nccl. The environment variable `WINDLASS_TRANSPORT` overrides it.
+        device: Device of the tensors.
+        ways: Options of a wire transport.
+        timeout: Time-out of waits for a peer (shm).
 
     Raises:
-        ConfigError: a name that does not exist, or a transport that can't serve this device or these ranks.
+        ConfigError: the name does not exist, or the transport does not support this device or these ranks.
     """
     source = "comm.transport"
     if os.environ.get("WINDLASS_TRANSPORT"):
