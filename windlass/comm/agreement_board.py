@@ -1,4 +1,4 @@
-"""Agreement board: fast exchange of a few integers between the ranks of a group, for the agreed order of collectives."""
+"""Agreement board: fast exchange of a few integers between the ranks of a group, for the order of collectives."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def default_timeout(otherwise: timedelta = DEFAULT_TIMEOUT) -> timedelta:
         minutes = 0.0
     if not 0 < minutes < 1e6:
         raise CommunicationError(
-            f"DEEPSPEED_TIMEOUT = {text!r} is no number of minutes; write one above 0, or unset it"
+            f"DEEPSPEED_TIMEOUT = {text!r} is not a number of minutes; set a positive number, or unset it"
         )
     return timedelta(minutes=minutes)
 
@@ -172,14 +172,14 @@ def _master_by_mpi(place: RankEnvironment) -> str:
         from mpi4py import MPI
     except ImportError as error:
         raise CommunicationError(
-            f"{place.source} started {place.world} ranks on several hosts and does not say where rank 0 is: set "
+            f"{place.source} started {place.world} ranks on several hosts and gives no address of rank 0: set "
             "MASTER_ADDR to its host on every rank (mpirun -x MASTER_ADDR=host, srun --export=ALL,MASTER_ADDR=host), "
-            f"or install mpi4py; importing it said: {error}"
+            f"or install mpi4py; its import failed: {error}"
         ) from error
     world = MPI.COMM_WORLD
     if (world.Get_rank(), world.Get_size()) != (place.rank, place.world):
         raise CommunicationError(
-            f"{place.source} says rank {place.rank} of {place.world}, mpi4py says {world.Get_rank()} of "
+            f"{place.source} sets rank {place.rank} of {place.world}, mpi4py reports {world.Get_rank()} of "
             f"{world.Get_size()}: mpi4py was built for another MPI; set MASTER_ADDR instead"
         )
     return str(world.bcast(_own_address() if place.rank == 0 else None, root=0))
@@ -205,7 +205,7 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
                 dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch.distributed raises different classes for different failures
         raise CommunicationError(
-            f"rank {place.rank} of {place.world} could not meet the others at {place.master}:{place.port}: "
+            f"rank {place.rank} of {place.world} could not connect to the others at {place.master}:{place.port}: "
             f"{str(error).strip().splitlines()[0]}; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank, "
             "and that rank 0 can be reached there"
         ) from error
@@ -217,7 +217,7 @@ def _rendezvous_at(url: str, place: RankEnvironment | None, backend: str, timeou
         dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch.distributed raises different classes for different failures
         raise CommunicationError(
-            f"the ranks could not meet at init_method = {url!r} (rank {rank} of {world}; -1: not said): "
+            f"the ranks could not connect at init_method = {url!r} (rank {rank} of {world}; -1: not given): "
             f"{str(error).strip().splitlines()[0]}; check the URL, and rank and world_size or RANK and WORLD_SIZE"
         ) from error
 
@@ -272,10 +272,8 @@ def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
     except (RuntimeError, ValueError):  # torch raises different classes for the failures of a store
         if met.is_set():
             return
-    who = ", ".join(map(str, missing)) or "nobody, and yet they do not meet: look at the network"
-    logger.error(
-        "rank %d waits in initialize for %.0f s now; not there yet: %s (of %d ranks)", rank, seconds, who, world
-    )
+    who = ", ".join(map(str, missing)) or "none, but the ranks cannot connect: check the network"
+    logger.error("rank %d has waited in initialize for %.0f s; missing ranks: %s (of %d)", rank, seconds, who, world)
 
 
 def _warn_of_an_allocation() -> None:
@@ -285,7 +283,7 @@ def _warn_of_an_allocation() -> None:
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if tasks not in ("", "0", "1"):
         logger.warning(
-            "SLURM_NTASKS is %s, but this process is no task of Slurm's: it trains alone; start it with srun or "
+            "SLURM_NTASKS is %s, but srun did not start this process: it trains alone; start it with srun or "
             "`windlass run`",
             tasks,
         )

@@ -35,7 +35,7 @@ def choose_transport(
     if os.environ.get("WINDLASS_TRANSPORT"):
         requested, source = os.environ["WINDLASS_TRANSPORT"].lower(), "WINDLASS_TRANSPORT"
     if requested not in NAMES:
-        raise ConfigError(f"{source} = {requested!r} is no transport; use one of {', '.join(NAMES)}")
+        raise ConfigError(f"{source} = {requested!r} is not a transport; use one of {', '.join(NAMES)}")
     if device.type == "cuda":
         if requested not in ("auto", "nccl"):
             raise ConfigError(
@@ -45,12 +45,12 @@ def choose_transport(
     if requested == "nccl":
         raise ConfigError(f"{source} = 'nccl' moves GPU tensors, but the model is on the CPU; use auto, shm or gloo")
     if requested == "gloo":
-        return GlooTransport(group, ways), f"{source} asks for it"
+        return GlooTransport(group, ways), f"{source} requests it"
     if group.size == 1 and requested == "auto":
-        return GlooTransport(group, ways), "one rank has nobody to talk to"
+        return GlooTransport(group, ways), "one rank has no peers"
     problem = shared_memory_problem(group)
     if problem is None:
         return ShmTransport(group, timeout), f"{group.size} CPU ranks of one host"
     if requested == "shm":
-        raise ConfigError(f"{source} = 'shm' can't be had: {problem}; use gloo or auto")
+        raise ConfigError(f"{source} = 'shm' is not available: {problem}; use gloo or auto")
     return GlooTransport(group, ways), f"no shared memory: {problem}"

@@ -100,7 +100,7 @@ class GatherWindows:
             if self._counters.read(index, self._base + 2 + window) != one.buffer.key:
                 raise CommunicationError(
                     f"rank {self._group.ranks[index]} and this rank {self._group.ranks[self._group.index]} gather "
-                    "parameters in different orders, which [Note: agreed order] rules out: please report this"
+                    "parameters in different orders, which [Note: agreed order] excludes: please report this"
                 )
             into = local_shard(one.buffer.local, index, self._group.size)
             into.copy_(_like(self._blocks[window][index], into))

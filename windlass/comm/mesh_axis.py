@@ -112,7 +112,7 @@ class MeshAxis:
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0] // self.size] * self.size
         if sum(lengths) != moved.shape[0]:
-            raise ValueError(f"{moved.shape[0]} rows can't be cut into parts of {lengths} over {self.name}")
+            raise ValueError(f"{moved.shape[0]} rows cannot be split into parts of {lengths} over {self.name}")
         longest, row = max(lengths), moved[:1].numel()
         self._count("reduce_scatter", lengths[self.index] * row * tensor.element_size() * (self.size - 1))
         whole = moved.contiguous()

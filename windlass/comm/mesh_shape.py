@@ -71,7 +71,7 @@ class MeshShape:
             ValueError: the rank is not in the mesh.
         """
         if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} does not lie in a world of {self.world}")
+            raise ValueError(f"rank {rank} is not in a world of {self.world}")
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, self.size(axis))

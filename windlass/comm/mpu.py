@@ -40,7 +40,7 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
     try:
         sizes, problem = _read(mpu, world, rank)
     except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # the unit's groups were never created
-        problem = f"the mpu does not answer: {type(error).__name__}: {error}"
+        problem = f"the mpu failed: {type(error).__name__}: {error}"
     heard: list[Any] = [(sizes, problem)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         heard *= dist.get_world_size()
@@ -50,7 +50,7 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
             raise ConfigError(f"rank {other}: {told}")
     for other, (found, _) in enumerate(heard):
         if found != heard[0][0]:
-            raise ConfigError(f"the mpu says {heard[0][0]} to rank 0 and {found} to rank {other}; all have one mesh")
+            raise ConfigError(f"the mpu has {heard[0][0]} on rank 0 and {found} on rank {other}; all must agree")
     return sizes
 
 
@@ -70,8 +70,8 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
     data = _ask(mpu, "data_parallel", "world_size") if hasattr(mpu, "get_data_parallel_world_size") else readers
     # Megatron's data-parallel group may include context parallelism (sp).
     if data not in (readers, readers * sp):
-        told = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, and it says {data}"
-        return sizes, f"{told}; sizes multiply to the world"
+        told = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, but it has {data}"
+        return sizes, f"{told}; the product of the sizes must be the world size"
     grid = MeshShape(dp_shard=readers // sizes["ep"], **sizes)
     for axis, word in words.items():
         for what, here, wanted in _places(mpu, word, grid, rank, axis):

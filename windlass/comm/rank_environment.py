@@ -65,7 +65,7 @@ def rank_environment(environ: Environment, *, others: bool = True) -> RankEnviro
         return None
     if not 0 <= found.rank < found.world:
         raise CommunicationError(
-            f"{found.source} says that this is rank {found.rank} of {found.world}; ranks go from 0 to {found.world - 1}"
+            f"{found.source} sets rank {found.rank} of {found.world}; ranks go from 0 to {found.world - 1}"
         )
     return _cloud(environ, replace(found, **_given(environ)))
 
@@ -170,7 +170,7 @@ def _slurm(environ: Environment) -> RankEnvironment | None:
     job = _number(environ, "SLURM_JOB_ID", 0) or _number(environ, "SLURM_JOBID", 0) or 0
     warning = (
         f"SLURM_NTASKS is {world}, but no variable of a job step is set: if this process was not started by srun, the "
-        "others will not come; start the script with srun, or with `windlass run`"
+        "other ranks will not start; start the script with srun, or with `windlass run`"
     )
     return RankEnvironment(
         SLURM,
@@ -215,7 +215,7 @@ def _given(environ: Environment) -> dict[str, Any]:
 def half(missing: list[str]) -> str:
     """Return the message about an incomplete environment."""
     return (
-        f"the environment names some ranks but not all it takes: {', '.join(missing)} is missing; "
+        f"the environment of the ranks is incomplete: {', '.join(missing)} is missing; "
         "start the script with `windlass run --nproc N script.py` or torchrun"
     )
 
@@ -228,7 +228,7 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int 
         return int(text)
     except ValueError:
         raise CommunicationError(
-            f"the environment variable {name} = {text!r} is no whole number; mend or unset it"
+            f"the environment variable {name} = {text!r} is not a whole number; correct or unset it"
         ) from None
 
 

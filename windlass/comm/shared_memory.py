@@ -44,7 +44,7 @@ def _agree(group: RankGroup, problem: str | None) -> str | None:
 
 
 def shared_memory_problem(group: RankGroup) -> str | None:
-    """Return the reason why these ranks cannot share memory, or None if they can. Collective, and equal on all ranks."""
+    """Return the reason why these ranks cannot share memory, or None if they can. Collective, equal on all ranks."""
     problem = None
     if not hasattr(os, "memfd_create"):
         problem = f"{platform.system()} has no anonymous memory files"
@@ -97,7 +97,7 @@ class SharedMemory:
                 maps = [self._map(*offer, own=own) for offer in offers]
                 self.blocks = [torch.frombuffer(one, dtype=torch.uint8) for one in maps]
             except OSError as error:
-                problem = f"rank {dist.get_rank()} may not map a peer's memory ({error})"
+                problem = f"rank {dist.get_rank()} cannot map a peer's memory ({error})"
             self.pids = [pid for pid, _, _ in offers]
             problem = _agree(group, problem)  # also a barrier, after which no peer needs the descriptor
             if problem is not None:
@@ -217,6 +217,6 @@ class Counters:
             if waited > self._timeout:
                 raise CommunicationError(
                     f"rank {rank} (process {pid}) did not join {what} within {self._timeout:.0f} s; "
-                    "it is alive, and the watchdog's hang report says what it runs instead; raise the time-out of "
+                    "it is alive, and the watchdog's hang report names its current call; raise the time-out of "
                     "init_distributed if it needs longer"
                 )

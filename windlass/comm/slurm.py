@@ -28,7 +28,7 @@ def expand_hosts(text: str) -> list[str]:
     for name in re.split(r",(?![^\[]*\])", text.strip()):
         parts = re.split(r"\[([^\[\]]*)\]", name)  # alternately text and the content of brackets
         if not name or not all(re.fullmatch(r"[\w.-]*", part) for part in parts[::2]):
-            raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {name!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm host list, at {name!r}")
         choices = [_numbers(part, text) if at % 2 else [part] for at, part in enumerate(parts)]
         if math.prod(map(len, choices)) + len(found) > MAX_HOSTS:
             raise CommunicationError(f"{text!r} names more than {MAX_HOSTS:,} hosts")
@@ -46,10 +46,10 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise CommunicationError(f"{text!r} is no list of counts as Slurm writes them, at {part!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm list of counts, at {part!r}")
         tasks, hosts = parse_int(match[1]), parse_int(match[2] or "1")
         if tasks is None or hosts is None or tasks > MAX_RANKS_PER_HOST or hosts > MAX_HOSTS:
-            raise CommunicationError(f"{text!r} is no list of counts as Slurm writes them, at {part!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm list of counts, at {part!r}")
         found += [tasks] * hosts
     return found
 
@@ -110,6 +110,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
         first, dash, last = part.partition("-")
         begin, end = parse_int(first), parse_int(last or first)
         if begin is None or end is None or (dash and not last) or not 0 <= begin <= end < begin + MAX_HOSTS:
-            raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {part!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm host list, at {part!r}")
         found += [str(number).zfill(len(first)) for number in range(begin, end + 1)]
     return found

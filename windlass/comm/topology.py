@@ -57,7 +57,7 @@ class ProcessTopology:
         """
         if set(places) != set(self.axes):
             raise ValueError(
-                f"a rank has a place on each of {self.axes}, not on {list(places)}; filter_match takes a part of them"
+                f"get_rank needs a coordinate on each of {self.axes}, got {list(places)}; filter_match accepts a subset"
             )
         rank = 0
         for axis, dim in zip(self.axes, self.dims, strict=True):

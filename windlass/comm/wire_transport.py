@@ -209,7 +209,7 @@ class GlooReduction:
 
 
 class NcclTransport(_WireTransport):
-    """Transport over NCCL: reduce-scatter and all-gather, which run on NCCL's own stream as soon as they are started."""
+    """Transport over NCCL: reduce-scatter and all-gather, which run on NCCL's own stream once they are started."""
 
     name = "nccl"
 

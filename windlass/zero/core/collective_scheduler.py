@@ -165,7 +165,7 @@ class CollectiveScheduler:
         self._finish_all()
         posts = [begun.mine] if begun.posted is None else self._wait_for(begun.posted, begun.what)
         value = begun.mine[1]
-        # A failed attempt means that other ranks were elsewhere (e.g. in a request): repeat rounds until all ranks start the phase.
+        # Other ranks may be elsewhere, e.g. in a request: repeat rounds until all ranks start the phase.
         if not self._act_on_posts(posts, _Message.BEGIN_PHASE, value, begun.expected):
             while not self._agreement_round(_Message.BEGIN_PHASE, value, begun.what, begun.expected):
                 pass
@@ -292,7 +292,7 @@ class CollectiveScheduler:
             self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
 
     def reduce_remaining(self, numbers: Sequence[int], is_left: Callable[[int], bool]) -> None:
-        """Finish the reductions of a backward: join the rest of the list, then request those still left on this rank."""
+        """Finish the reductions of a backward: join the rest of the list, then request those left on this rank."""
         self._finish_begin()
         self._join_remaining()
         for number in numbers:
@@ -427,8 +427,8 @@ class CollectiveScheduler:
         if any(post[1] != value for post in posts):
             places = ", ".join(f"rank {rank} is at {SYNC_POINTS[post[1]]}" for rank, post in enumerate(posts))
             raise CommunicationError(
-                f"ranks wait for each other in different places, and would for ever: {places}; all ranks have to call "
-                "the same of these, in the same order"
+                f"ranks wait for each other at different calls, and would wait forever: {places}; all ranks must make "
+                "the same one of these calls, in the same order"
             )
         return True
 

@@ -13,14 +13,14 @@ from windlass.storage.deferred_failure_tier import DeferredFailureTier
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.staging_pool import StagingPool
 
-UNTOUCHED = "parameters and optimizer states are as they were, so far as the disk can still be read"
+UNTOUCHED = "parameters and optimizer states are unchanged, as far as the disk can still be read"
 LOST = (
-    "some parameters or optimizer states are lost, or of another step than the others, so nothing can go on from them: "
-    "load the last checkpoint, with its optimizer states, into this engine; where the disk does not work any more, "
+    "some parameters or optimizer states are lost, or belong to another step, so training cannot continue from them: "
+    "load the last checkpoint, with its optimizer states, into this engine; if the disk no longer works, "
     "destroy() it and load into a new one on another disk"
 )
 
-HALF_UPDATED = LOST.partition("; where the disk")[0]
+HALF_UPDATED = LOST.partition("; if the disk")[0]
 
 
 class DiskHealth:
@@ -104,7 +104,7 @@ class DiskHealth:
         said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(told) if words)
         updates = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(told) if words)
         if updates:
-            self.loss_reason = f"the update of the step before was made in part ({updates})"
+            self.loss_reason = f"the update of the previous step was made in part ({updates})"
             if not said:
                 raise UpdateError(f"{what}: {self.loss_reason}. As for the model: {HALF_UPDATED}") from error
         if loses or any(tears for _, tears, _ in told):
@@ -149,10 +149,10 @@ class DiskHealth:
             StorageError: lost data were not loaded, or could not be written. Raised on all ranks.
         """
         self.loss_reason = ""
-        self.check("not all that was lost was loaded", loses=True)
+        self.check("some of the lost data were not loaded", loses=True)
 
     def _lost_extent_error(self) -> StorageError | None:
-        """Return the error of a lost part of the state: a failed write, or damage on the disk. None if nothing is lost."""
+        """Return the error of a lost part of the state: a failed write or damage on the disk. None if all is intact."""
         if self._staging is not None:
             self._staging.has_room(0)  # updates the list of finished writes
         if self._disk is None or not self._disk.damaged_extents:

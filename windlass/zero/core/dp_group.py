@@ -1,4 +1,4 @@
-"""Data-parallel groups: ranks over which units are sharded and reduced. Experts have smaller groups than dense units."""
+"""Data-parallel groups: ranks over which units are sharded and reduced. Experts have smaller ones than dense units."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def norm_weight(mesh: Mesh, kind: PlacementKey) -> float:
 
 
 def is_primary_replica(mesh: Mesh, kind: PlacementKey) -> bool:
-    """Return True if this rank is the first among the ranks with copies of the parameter that are not its data ranks."""
+    """Return True on the first of the ranks that hold a copy of the parameter and are not data ranks of each other."""
     beside = all(axis in kind.sharded_axes or mesh.axes[axis].index == 0 for axis in REPLICA_AXES)
     return beside and (not kind.shared_stages or mesh.pp.index == kind.shared_stages[0])
 

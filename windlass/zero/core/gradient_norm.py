@@ -181,7 +181,7 @@ def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> 
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """Return the factor that clips gradients of this norm to `limit`, as torch's `clip_grad_norm_` does; `limit` 0: 1."""
+    """Return the factor that clips a gradient to norm `limit`, as torch's `clip_grad_norm_`; `limit` 0: no clipping."""
     if limit <= 0:
         return 1.0
     coefficient = limit / (norm + 1e-6)

@@ -200,8 +200,8 @@ class GradientReducer:
             put_grad(parameter, None)
             raise ModelError(
                 f"backward(create_graph=True) left a gradient with a graph on {slot.unit.names[index]!r}; a sharded "
-                "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on what you "
-                "make of it"
+                "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on the "
+                "result"
             )
         if self.on_gradient is not None:
             # Observe the gradient before the buffer write scales it.
@@ -397,7 +397,7 @@ class GradientReducer:
         slot.write(values)
 
     def _update_history(self, slot: GradientSlot, event: int) -> None:
-        """Add an event to the history that all data ranks share. Expert units are left out: not all ranks reduce them."""
+        """Add an event to the history that all data ranks share. Except for experts, which not all ranks reduce."""
         if not slot.unit.kind.is_expert:
             self.history_hash = hash((self.history_hash, self._numbers[slot.unit.index], event)) % _HISTORIES
 

@@ -65,7 +65,7 @@ class GradientSlot:
 
     @property
     def stepped(self) -> Slot | torch.Tensor | None:
-        """Gradient for the optimizer: the reduced shard, or the one handed over to a delayed update; None: no gradient."""
+        """Gradient for the optimizer: the reduced shard, or that of a delayed update; None: no gradient."""
         if self.handed_over is not None:
             return self.spare_storage if self.handed_over else None
         return (self.storage if self.storage is not None else self.shard) if self.has_reduced else None

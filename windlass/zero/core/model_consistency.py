@@ -46,9 +46,9 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
             "model by the same code on every rank"
         )
     raise ModelError(
-        f"the model is not the same on all ranks: {name!r} is {_difference(here.get(name))} on rank {data.ranks[0]} and "
-        f"{_difference(there.get(name))} on rank {data.ranks[other]}; build the same model on every rank, and freeze or "
-        "unfreeze the same parameters"
+        f"the model is not the same on all ranks: {name!r} is {_difference(here.get(name))} on rank {data.ranks[0]} "
+        f"and {_difference(there.get(name))} on rank {data.ranks[other]}; build the same model on every rank, and "
+        "freeze or unfreeze the same parameters"
     )
 
 
@@ -70,9 +70,9 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
     counts = ", ".join(f"{len(one)} on rank {rank}" for rank, one in zip(data.ranks, kinds, strict=True))
     largest = max(sum(one[4] for one in of_rank if one[0]) for of_rank in told)
     raise ModelError(
-        f"ranks have unequal numbers of experts, and cut a block with them into other units ({counts}): set "
+        f"ranks have different numbers of experts, and split a block with experts differently ({counts}): set "
         f"zero_optimization.stage3_max_live_parameters above {largest}, the elements of all experts of a rank, so that "
-        "no rank cuts such a block, or take a number of experts that parallel.ep divides"
+        "no rank splits such a block, or choose a number of experts that parallel.ep divides"
     )
 
 

@@ -1,4 +1,4 @@
-"""Registration of the runtime's calls on modules (around blocks), on autograd graphs between blocks, and on gradients."""
+"""Hooks that call the runtime: on modules (around blocks), on the autograd graph between blocks, and on gradients."""
 
 from __future__ import annotations
 

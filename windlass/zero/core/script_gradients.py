@@ -81,7 +81,7 @@ class ScriptGradients:
 def format_foreign_gradients(names: list[str]) -> str:
     """Return the message about gradients that a script set."""
     return (
-        f"{names[0]!r}.grad was set by hand ({len(names)} such): a step takes what backwards bring and reduce, and "
-        "drops this. Have it reduced: torch.autograd.backward(parameters, gradients); or set what was reduced: "
-        "windlass.zero.set_full_grad(parameter, gradient)"
+        f"{names[0]!r}.grad was set by hand ({len(names)} such): a step uses only gradients that a backward reduces, "
+        "and drops this one. To reduce it, call torch.autograd.backward(parameters, gradients); to replace the reduced "
+        "gradient, call windlass.zero.set_full_grad(parameter, gradient)"
     )

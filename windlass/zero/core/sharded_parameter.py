@@ -140,7 +140,7 @@ class ShardedParameter(nn.Parameter):
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Released parameter of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+        return f"Sharded parameter of shape {tuple(self.shape)}, {self.dtype}: its values are sharded over ranks"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if not _try_gather(self, [self]):
@@ -180,7 +180,7 @@ def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype of a call's result if the result is a `ShardedParameterCopy` of the first argument; else None."""
+    """Return the dtype of a call's result if it is a `ShardedParameterCopy` of the first argument; else None."""
     if name == "_weight_norm":
         dtype: torch.dtype = args[0].dtype
         return dtype
@@ -254,7 +254,9 @@ class ShardedParameterCopy(_StandIn):
         self.__class__ = torch.Tensor  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Copy of a released parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not here"
+        return (
+            f"Copy of a sharded parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not on this rank"
+        )
 
 
 def _never(parameter: nn.Parameter) -> bool:
@@ -303,7 +305,7 @@ class StateDictStub(_StandIn):
         return read_full_value(self._parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+        return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are sharded over ranks"
 
 
 def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:
@@ -370,7 +372,7 @@ def _error(parameter: nn.Parameter, what: str) -> ShardedParameterError:
     keeper = handler_of(parameter)
     name = keeper.name_of(parameter) if keeper is not None else "?"
     return ShardedParameterError(
-        f"{what!r} on parameter {name!r}: its values are spread over ranks (stage 3 outside of a forward, or built "
+        f"{what!r} on parameter {name!r}: its values are sharded over ranks (stage 3 outside of a forward, or built "
         "under windlass.zero.Init); read or "
         "change it inside `with windlass.zero.GatheredParameters([parameter], modifier_rank=None or a rank):`, or read "
         "it with windlass.zero.full_param(parameter)"

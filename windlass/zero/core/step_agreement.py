@@ -102,9 +102,9 @@ class StepAgreement:
             for rank, mine in zip(ranks, drops, strict=True)
         )
         raise ModelError(
-            f"ranks dropped gradients that were reduced already, and not the same at the same place: {said}. Each rank "
-            "has a shard of every gradient, so zero_grad() or parameter.grad = None has to be called by all ranks, "
-            "after the same backwards. This step was not made and all its gradients are dropped"
+            f"ranks dropped reduced gradients differently: {said}. Each rank has a shard of every gradient, so all "
+            "ranks must call zero_grad() or set parameter.grad = None after the same backwards. This step was skipped "
+            "and all its gradients are dropped"
         )
 
     def first_name(self, mine: str) -> str:
@@ -120,8 +120,8 @@ class StepAgreement:
             counts = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks, made, strict=True))
             logger.warning(
                 "ranks made different numbers of backwards in this step (%s): the gradient is the mean over ranks of "
-                "each rank's sum, as with DistributedDataParallel's no_sync around all backwards but the last. This is "
-                "not said again",
+                "each rank's sum, as with DistributedDataParallel's no_sync around all backwards but the last. This "
+                "warning is logged once",
                 counts,
             )
 

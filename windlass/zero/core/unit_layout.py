@@ -65,7 +65,7 @@ class UnitLayout:
         `ranks`.
         """
         if self.ranks % count:
-            raise ValueError(f"a layout for {self.ranks} ranks can't be cut in {count}")
+            raise ValueError(f"a layout for {self.ranks} ranks cannot be divided into {count} shards")
         size = self.padded // count
         return index * size, (index + 1) * size
 

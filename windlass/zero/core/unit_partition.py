@@ -73,7 +73,7 @@ class UnitPlan:
 
     @property
     def full_numel(self) -> int:
-        """Number of elements of the full parameters. Equal on all ranks, even if ranks hold parts of different sizes."""
+        """Number of elements of the full parameters: equal on all ranks, even if their parts differ in size."""
         return sum(get_global_numel(p) for p in self.parameters)
 
 
@@ -129,7 +129,7 @@ def _has_container(module: nn.Module) -> bool:
 
 
 def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
-    """Return the blocks with these module or class names. Parameters outside of them belong to a block of their module."""
+    """Return the blocks with these module or class names. Each other parameter belongs to a block of its module."""
     blocks: list[Block] = []
 
     def visit(module: nn.Module, name: str) -> None:
