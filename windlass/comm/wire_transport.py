@@ -166,6 +166,7 @@ class GlooReduction:
         self.squares: torch.Tensor | None = None
         self._group, self._flat, self._out, self._tag = group, flat, out, tag
         self._add, self._factor, self._wire, self._rotate = add, factor, wire, ways.rotate_peers
+        # Chunks bound the memory of the receive buffers, of which there is one per peer.
         self._span = max(1, min(out.numel(), ways.reduce_chunk // group.size))
         self._works: list[dist.Work] = []
         self._parts: list[torch.Tensor] = []

@@ -53,7 +53,7 @@ SYNC_POINTS = (
     "the end of a schedule",
     "destroy",
 )
-_REMEMBERED = 64  # phases of one kind per step that are recorded separately; later ones share the list of the latest
+_REMEMBERED = 64  # phases of one kind per step with a list of their own; later ones share one list
 _LATEST = -1
 
 
@@ -141,8 +141,7 @@ class CollectiveScheduler:
             return
         self.end_phase()
         self._interrupted_kind = ""
-        # Evaluation forwards are usually alike, so they share few lists; the bound limits memory for long
-        # accumulations.
+        # Evaluations may have thousands of similar forwards: all but the first share one list.
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
         known = self._previous.get((kind, number), self._previous.get((kind, _LATEST), ()))
@@ -150,8 +149,7 @@ class CollectiveScheduler:
         self._phase = (kind, number)
         # The shift keeps the hash within the range of a signed 64-bit integer on the board.
         mine = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self.has_local_failure())]
-        # Only post here. The replies are read at the first statement that needs them, to overlap the exchange with
-        # compute.
+        # Only post here. The replies are read when they are first needed, to overlap the exchange with compute.
         self._pending_begin = _PendingBegin(
             expected, what, mine, None if self.skips_agreement else self._board.post(mine, what)
         )
@@ -180,7 +178,7 @@ class CollectiveScheduler:
         self._join_remaining()
         self._reshard_gathered_for_peers(0)
         kind, _ = self._phase
-        # A phase that was never seen before uses the list of the latest phase of its kind.
+        # Also stored as the latest list of its kind, for phases that have no list of their own yet.
         self._previous[self._phase] = self._previous[kind, _LATEST] = tuple(self._recorded)
         self._phase, self._recorded = None, []
 
@@ -226,8 +224,7 @@ class CollectiveScheduler:
             return
         self._resume_after_sync()
         code = _code(unit.index, _Operation.REGATHER if backward else _Operation.GATHER)
-        # A unit that was gathered for peers would have been needed here too, so it belongs on the list of the next
-        # step.
+        # This rank needs the unit even if peers caused its gather, so it expects the gather in the next step too.
         if unit.shard_state is ShardState.SHARDED or unit.unsharded_for_peers:
             self._record(code)
         if unit.shard_state is ShardState.SHARDED:
@@ -236,8 +233,8 @@ class CollectiveScheduler:
             # Start all collectives of the list up to this unit's gather.
             while at is not None and self._position <= at:
                 self._start_next(wanted=self._position == at)
-            # The list has no gather of this unit: finish the list, then request the gather from all ranks.
             if at is None:
+                # The list has no gather of this unit: finish the list, then request the gather from all ranks.
                 self._join_remaining()
             if unit.shard_state is ShardState.SHARDED:
                 self._agreement_round(_Message.REQUEST, code, f"a gather of {unit.names[0]!r}")

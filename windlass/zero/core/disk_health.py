@@ -49,9 +49,7 @@ class DiskHealth:
         self.temporary_extents: Callable[[], set[Extent]] = set
 
     def has_local_failure(self) -> float:
-        """Return 1 if a transfer or an update of this rank failed and not all ranks have received the failure yet, else
-        0.
-        """
+        """Return 1 if this rank has a failed transfer or update that not all ranks have received yet, else 0."""
         if self.update_error is not None and not self.update_changed_nothing:
             return 1.0
         return float(

@@ -63,8 +63,9 @@ class NormVector:
         self.size = 0
 
     def fit(self, slots: list[GradientSlot]) -> None:
-        """Rebuild the layout for `slots`, if their number changed. All ranks have equally many. Collective if it
-        changed.
+        """Rebuild the layout for `slots` if their number changed. Collective in that case.
+
+        The number of slots is equal on all ranks.
         """
         if len(slots) == len(self.of):
             return

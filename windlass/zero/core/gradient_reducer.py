@@ -204,7 +204,7 @@ class GradientReducer:
                 "result"
             )
         if self.on_gradient is not None:
-            # Observe the gradient before the buffer write scales it.
+            # Called before the gradient is scaled and moved to the buffer.
             self.on_gradient(slot.unit, index, gradient)
         self._touched = True
         if self._contiguous:
@@ -227,7 +227,7 @@ class GradientReducer:
         parameter = slot.unit.parameters[index]
         gradient = raw_grad(parameter)
         if gradient is not None:
-            # Free the memory of `.grad` early, and let the next gradient arrive as a copy, not a sum.
+            # Empty `.grad`, so that autograd does not add the next gradient to this one.
             put_grad(parameter, None)
             slot.unit.require_shape(index, gradient.shape)
             self._write(slot, index, gradient.to_dense() if gradient.is_sparse else gradient)
@@ -301,8 +301,8 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Drop this step's gradients; their memory stays allocated."""
+        # Clear this first: all gradients are dropped anyway, so `finish` need not zero any of them.
         for slot in self.slots:
-            # Clear first, because `finish` would zero dropped gradients that are dropped altogether now.
             slot.dropped.clear()
         self.finish()
         for slot in self.slots:
@@ -397,7 +397,10 @@ class GradientReducer:
         slot.write(values)
 
     def _update_history(self, slot: GradientSlot, event: int) -> None:
-        """Add an event to the history that all data ranks share. Except for experts, which not all ranks reduce."""
+        """Add an event to the history that all data ranks share.
+
+        Events of experts are left out, because not all ranks reduce the same experts.
+        """
         if not slot.unit.kind.is_expert:
             self.history_hash = hash((self.history_hash, self._numbers[slot.unit.index], event)) % _HISTORIES
 
@@ -408,9 +411,8 @@ class GradientReducer:
         factor = self._predivide_factor * self.gradient_weight()
         if index in slot.written:
             view.add_(gradient, alpha=factor)
-        # A plain copy needs no multiplication and no temporary.
         elif factor == 1.0:
-            view.copy_(gradient)
+            view.copy_(gradient)  # the common case: no multiplication and no temporary
         elif gradient.dtype == view.dtype:
             torch.mul(gradient, factor, out=view)
         else:
@@ -426,8 +428,8 @@ class GradientReducer:
                 self._reopen(slot)
             return slot.buffer.local
         buffer = slot.buffer if slot.buffer is not None else self._borrow_buffer(slot)
-        # All ring buffers hold incomplete gradients: accumulate in private memory until the reduction.
         if buffer is None:
+            # All ring buffers hold incomplete gradients: accumulate in private memory until the reduction.
             unit = slot.unit
             slot.unreduced_copy = torch.zeros(
                 unit.layout.padded, dtype=self._accumulation_dtype, device=unit.full.device
@@ -539,8 +541,8 @@ class GradientReducer:
             if slot.unreduced_copy is not None:
                 buffer.local.copy_(slot.unreduced_copy)
                 slot.unreduced_copy = None
-        # This rank takes part with zeros, but the buffer still has the reduced gradient.
         elif not self._shards_gradients and not slot.written:
+            # This rank takes part with zeros, but the buffer still has the reduced gradient.
             self._reopen(slot)
         self._zero_unwritten(slot, buffer.local)
 

@@ -21,7 +21,7 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.after = after
-        # An autograd function must not return its inputs unchanged, so return views.
+        # Views are new tensors with this node as their `grad_fn`, unlike the leaves themselves.
         return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod

@@ -50,9 +50,8 @@ class StepAgreement:
         self._gradients, self._policy, self._mesh = gradients, policy, mesh
         self._traffic, self._device, self._has_local_failure = traffic, device, has_local_failure
         self._norm_vector = NormVector(mesh, device)
-        self._has_replicas = any(
-            mesh.gather_from_world(any(unit.extra_reduce_groups for unit in units))
-        )  # on any rank, so that all ranks agree twice
+        # Over all ranks, so that either all of them agree twice or none does.
+        self._has_replicas = any(mesh.gather_from_world(any(unit.extra_reduce_groups for unit in units)))
         self._replicas_summed = False  # gradients are summed over replicas
         self._warned_uneven = False
 

@@ -84,14 +84,12 @@ class Unit:
         self.tier, self.state_tier = tier, state_tier
         self.shard_slot: Slot | None = None
         self.secondary_shard: torch.Tensor | None = None
-        self.data_snapshots: dict[
-            int, torch.Tensor
-        ] = {}  # by parameter: values when a script read `.data` since the unshard
+        # By parameter: values when a script read `.data` since the unshard.
+        self.data_snapshots: dict[int, torch.Tensor] = {}
         self.lost_edit_name = ""  # parameter that a script changed through `.data` before it was resharded
         self.privately_held: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
-        self.unshard_for_current_block: Callable[[Unit], bool] | None = (
-            None  # set by the runtime: unshard the unit for the running block
-        )
+        # Set by the runtime: unshards the unit for the running block.
+        self.unshard_for_current_block: Callable[[Unit], bool] | None = None
         self.order_pending: Callable[[Pending], Pending] = lambda pending: pending  # set by the collective scheduler
         self.unsharded_for_peers = False  # gathered for peers before this rank needed it
         self._pending: Pending = DONE
@@ -209,7 +207,7 @@ class Unit:
 
     def join_unshard(self, *, backward: bool = False) -> None:
         """Take part in a gather that some rank needs, even if the parameters are unsharded on this rank."""
-        # A collective is needed again even here, so a gather in flight has to end first.
+        # This rank joins the collective again, so its own gather in flight has to end first.
         if self.shard_state is not ShardState.SHARDED:
             self.wait_for_unshard()
         self._start_unshard(backward=backward)
@@ -231,7 +229,7 @@ class Unit:
         if backward and self._regather is not None and self.secondary_shard is not None and self._all_ranks_gathered:
             if not is_unsharded:
                 group = self._regather.group
-                # The secondary shard is local and saves the traffic to the ranks of other nodes.
+                # With the secondary shard in place, only nearby ranks take part, which saves traffic between nodes.
                 local_shard(self.full, group.index, group.size).copy_(self.secondary_shard)
             return self.order_pending(self._regather.all_gather(self.buffer, elements=self.numel))
         self._all_ranks_gathered = True
@@ -259,7 +257,7 @@ class Unit:
         # The memory must not be freed while a gather still writes to it.
         self._pending.wait()
         self._pending, self.unsharded_for_peers = DONE, False
-        # `full` has all values only now; copy the part of the secondary shard before its memory is freed.
+        # Copy the secondary shard while `full` is unsharded, before its memory is freed.
         if self._regather is not None and self.secondary_shard is not None and not self._secondary_valid and not stale:
             near = self._regather.group
             self.secondary_shard.copy_(local_shard(self.full, near.index, near.size))
@@ -284,8 +282,8 @@ class Unit:
             self.data_snapshots[index] = self._views[index].clone()
 
     def _record_data_edits(self) -> None:
-        """Record a parameter that was changed through `.data`. Its version counter stays: a backward would reject a new
-        one.
+        """Record a parameter that was changed through `.data`. Its version counter is not incremented,
+        because a backward would then reject its saved views.
         """
         for index, before in self.data_snapshots.items():
             if not torch.equal(before, self._views[index]):

@@ -163,12 +163,10 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
     plans: dict[tuple[object, ...], UnitPlan] = {}
     kept_elements = 0
     for name, parameter in model.named_parameters():
-        kind, numel = (
-            get_placement(parameter).key,
-            get_global_numel(parameter),
-        )  # equal on all ranks, however the parameter is sharded
-        # Experts are not counted: ranks may hold different numbers of them, and must decide alike.
+        # Both are equal on all ranks, however the parameter is sharded.
+        kind, numel = get_placement(parameter).key, get_global_numel(parameter)
         kept = numel < rules.persistence_threshold and kept_elements + numel <= rules.max_persistent_numel
+        # Experts are not counted: ranks may hold different numbers of them, and must decide alike.
         kept_elements += numel if kept and not kind.is_expert else 0
         # Parameters that no block lists belong to the model's own block.
         used_by = users.get(id(parameter), blocks[:1])
@@ -186,9 +184,8 @@ def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
     merged: list[UnitPlan] = []
     last: dict[tuple[object, ...], _Growing] = {}
     for plan in plans:
-        if (
-            plan.kind.shared_stages or plan.kind.is_expert
-        ):  # ranks may hold different numbers of experts, but must have the same number of units
+        # Not merged: ranks may hold different numbers of experts, but must have the same number of units.
+        if plan.kind.shared_stages or plan.kind.is_expert:
             merged.append(plan)
             continue
         kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.persistent, plan.lowered)

@@ -58,9 +58,8 @@ class UnshardRuntime:
         self._call_stack: list[BlockCall] = []
         self._depth = 0
         self._open_backwards: set[int] = set()
-        self._calls_in_backward: dict[int, set[int]] = {
-            unit.index: set() for unit in units
-        }  # by unit: calls whose backward runs
+        # By unit: calls whose backward runs.
+        self._calls_in_backward: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._had_backward = False
 
     @property
@@ -201,7 +200,7 @@ class UnshardRuntime:
                 none.
             names: Parameters to name in reports of hangs; by default all of the first unit.
         """
-        # Counted before the gather, so that an end of phase during the sync does not reshard them.
+        # Counted first, because the sync may reshard units without users.
         for unit in units:
             unit.users += 1
         try:
@@ -223,7 +222,7 @@ class UnshardRuntime:
         self.prefetcher.record_use(unit)
         self.scheduler.unshard(unit, backward=backward)
         unit.wait_for_unshard(backward=backward)
-        # Prefetch only after the unit in use arrived, so that its gather has the bandwidth for itself.
+        # Start the next gathers now, to overlap them with this block's computation.
         if unit.frees_memory:
             for other in self.prefetcher.units_to_prefetch(self.live_numel()):
                 if not self.scheduler.prefetch(other, backward=backward):
