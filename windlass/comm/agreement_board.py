@@ -32,8 +32,9 @@ class AgreementBoard(Protocol):
     """Small exchanges over one group, independent of the collectives of a transport."""
 
     def post(self, mine: list[int], what: str) -> Posted:
-        """Post `mine`, at most `WIDTH` integers, equally many on all ranks. Wait for one exchange before the next one
-        starts.
+        """Post `mine`, at most `WIDTH` integers, equally many on all ranks.
+
+        Wait for one exchange before the next one starts.
 
         Args:
             what: Description of the exchange, for the error if a peer does not arrive.

@@ -105,8 +105,9 @@ def init_distributed(
 
 
 def discover(port: int = DEFAULT_PORT) -> None:
-    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from the launcher's variables. Without a
-    launcher, the values are those of a single process.
+    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from the launcher's variables.
+
+    Without a launcher, the values are those of a single process.
 
     Raises:
         CommunicationError: as `init_distributed`.
@@ -277,8 +278,9 @@ def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
 
 
 def _warn_of_an_allocation() -> None:
-    """Warn about a process in a Slurm allocation of several tasks that srun did not start. It trains alone, perhaps by
-    mistake.
+    """Warn about a process in a Slurm allocation of several tasks that srun did not start.
+
+    It trains alone, perhaps by mistake.
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if tasks not in ("", "0", "1"):
@@ -290,8 +292,9 @@ def _warn_of_an_allocation() -> None:
 
 
 def _shutdown() -> None:
-    """Destroy the default group at exit. A gloo group that exists at interpreter shutdown occasionally aborts the
-    process.
+    """Destroy the default group at exit.
+
+    A gloo group that exists at interpreter shutdown occasionally aborts the process.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -56,8 +56,9 @@ class GatherWindows:
         return _WindowPending(self, self._started)
 
     def advance(self, number: int, *, wait: bool) -> bool:
-        """Advance the gathers up to the `number`-th. Return True if that one is finished, which is always so with
-        `wait`.
+        """Advance the gathers up to the `number`-th.
+
+        Return True if that one is finished, which is always so with `wait`.
 
         Raises:
             CommunicationError: peers gather another buffer, or a peer is missing.

@@ -29,8 +29,9 @@ def _own(rank: int, timeout: timedelta | None) -> Any:
 
 
 class _GroupMaker:
-    """Cache of process groups: creates each partition of the ranks once. Collective: all ranks request the same
-    partitions.
+    """Cache of process groups: creates each partition of the ranks once.
+
+    Collective: all ranks request the same partitions.
     """
 
     def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
@@ -123,8 +124,9 @@ class Mesh:
         return self.dense.data.size == self.world.size and self.experts is self.dense
 
     def gather_from_world(self, said: Any) -> list[Any]:
-        """All-gather a plain Python value from all ranks. If `only_data`, all ranks have the same value, so return only
-        this one. Collective.
+        """All-gather a plain Python value from all ranks.
+
+        If `only_data`, all ranks have the same value, so return only this one. Collective.
         """
         if self.only_data:
             return [said]
@@ -133,8 +135,9 @@ class Mesh:
         return heard
 
     def of_stages(self, said: Any) -> list[Any]:
-        """Return the value of the first rank of each pipeline stage, a plain Python value. With one stage, return only
-        this rank's value. Collective over all ranks.
+        """Return the value of the first rank of each pipeline stage, a plain Python value.
+
+        With one stage, return only this rank's value. Collective over all ranks.
         """
         if self.pp.size == 1:
             return [said]
@@ -142,15 +145,17 @@ class Mesh:
         return heard[:: self.grid.world // self.grid.pp]  # pp is the outermost axis
 
     def over(self, *axes: str) -> RankGroup:
-        """Return this rank's group of the ranks that differ only along these axes. Collective over all ranks, with the
-        same axes.
+        """Return this rank's group of the ranks that differ only along these axes.
+
+        Collective over all ranks, with the same axes.
         """
         assert self._maker is not None
         return self._maker.over(*axes)
 
     def add_stage_group(self, stages: tuple[int, ...]) -> None:
-        """Create the groups of ranks that differ only in the stage, among `stages`. Collective over all ranks of all
-        stages.
+        """Create the groups of ranks that differ only in the stage, among `stages`.
+
+        Collective over all ranks of all stages.
         """
         assert self._maker is not None
         partition: list[tuple[int, ...]] = []
@@ -161,8 +166,9 @@ class Mesh:
         self.stages[stages] = MeshAxis("pp", self._maker.of(partition))
 
     def close_with_model(self) -> None:
-        """Close the groups' sockets, unless modules communicate along tp, ep or sp: those groups stay open until the
-        process ends. Pipeline stages communicate only through their engine.
+        """Close the groups' sockets, unless modules communicate along tp, ep or sp.
+
+        Sockets of these axes stay open until the process ends. Pipeline stages communicate only through their engine.
         """
         if self.tp.size == self.ep.size == self.sp.size == 1:
             self.close()

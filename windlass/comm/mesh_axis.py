@@ -62,8 +62,9 @@ class MeshAxis:
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
-        """Start `all_reduce`. `tensor`, which must be contiguous, has the result once the returned operation is
-        finished.
+        """Start `all_reduce`.
+
+        `tensor`, which must be contiguous, has the result once the returned operation is finished.
         """
         if self.size == 1:
             return DONE
@@ -154,8 +155,9 @@ class MeshAxis:
         return out
 
     def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> list[torch.Tensor]:
-        """Send tensors to the rank `by` places ahead on the ring, and return those of the rank `by` places behind,
-        which must have the same sizes.
+        """Send tensors to the rank `by` places ahead on the ring, and return those of the rank `by` places behind.
+
+        Tensors must have the same sizes on all ranks.
         """
         if self.size == 1 or by % self.size == 0:
             return list(tensors)

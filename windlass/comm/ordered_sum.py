@@ -62,8 +62,9 @@ def ordered_sum(
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of `flat` `[n]` as a float64 scalar tensor. On a CPU it is bitwise equal to that of
-    `ordered_sum`.
+    """Return the sum of squares of `flat` `[n]` as a float64 scalar tensor.
+
+    On a CPU it is bitwise equal to that of `ordered_sum`.
     """
     wide = flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float32
     if flat.device.type != "cpu":

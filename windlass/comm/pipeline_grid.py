@@ -1,5 +1,6 @@
-"""`PipelineParallelGrid`: groups of a topology with the axes pipe, data and model, under the names of Megatron's
-model-parallel unit (`mpu`) and of DeepSpeed's pipelines.
+"""`PipelineParallelGrid`: groups of a topology with the axes pipe, data and model.
+
+Its methods have the names of Megatron's model-parallel unit (`mpu`) and of DeepSpeed's pipelines.
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ class PipelineParallelGrid:
         return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
 
     def _mine(self, partition: list[list[int]]) -> tuple[Any, list[int]]:
-        """Return this rank's process group in a partition, and the group's ranks. Every rank creates all groups, in the
-        same order.
+        """Return this rank's process group in a partition, and the group's ranks.
+
+        Every rank creates all groups, in the same order.
         """
         key = tuple(map(tuple, partition))
         for ranks in partition if key not in self._made else ():

@@ -76,8 +76,9 @@ def local_rank_of(environ: Environment) -> int | None:
 
 
 def _torchrun(environ: Environment) -> RankEnvironment:
-    """Return the rank environment of torchrun, windlass run, DeepSpeed's launcher, Kubernetes, or variables set by
-    hand.
+    """Return the rank environment that `RANK` and `WORLD_SIZE` describe.
+
+    These are set by torchrun, windlass run, DeepSpeed's launcher and Kubernetes, or by hand.
     """
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -32,10 +32,13 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class DataMesh:
-    """Groups of the data ranks: `data` has all of them, `shard` those that shard states among them, `replicate` those
-    with equal shards.
+    """Groups of the data ranks.
 
-    `secondary` has the nearby ranks that hold a second sharded copy of the parameters (hpZ), or None.
+    Attributes:
+        data: All data ranks.
+        shard: Ranks over which states are sharded.
+        replicate: Ranks with equal shards.
+        secondary: Nearby ranks that hold a second sharded copy of the parameters (hpZ), or None.
     """
 
     data: RankGroup

@@ -118,8 +118,9 @@ class SharedMemory:
 
 
 class Counters:
-    """Counters in shared memory: each rank raises its own, and all ranks read all of them. The constructor is
-    collective.
+    """Counters in shared memory: each rank raises its own, and all ranks read all of them.
+
+    The constructor is collective.
 
     Args:
         group: Ranks of one host.

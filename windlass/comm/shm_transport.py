@@ -40,8 +40,9 @@ class ShmTransport:
         self._lanes: list[int] = []  # first counter of each lane
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Allocate zeroed buffers in shared memory. `shared` buffers exist once per host; transient private ones use
-        the gather windows.
+        """Allocate zeroed buffers in shared memory.
+
+        `shared` buffers exist once per host; transient private ones use the gather windows.
         """
         size = self.group.size
         alone = [need for need in needs if need.transient and not need.shared]

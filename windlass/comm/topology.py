@@ -126,8 +126,9 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Topology of pipeline stages and data-parallel copies of each stage. Copies are neighbours, for gradient
-    reductions.
+    """Topology of pipeline stages and data-parallel copies of each stage.
+
+    Copies are neighbours, for gradient reductions.
     """
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
@@ -135,8 +136,9 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Topology of stages, data-parallel copies, and ranks over which a stage's matrices are sharded. The last are
-    neighbours.
+    """Topology of stages, data-parallel copies, and ranks over which a stage's matrices are sharded.
+
+    The last are neighbours.
     """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:

@@ -10,8 +10,9 @@ _observer: Callable[[str, int], None] | None = None
 
 
 def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
-    """Call `observer` for every collective of every engine of this process, with the operation and the bytes that this
-    rank read from others. None removes the observer.
+    """Call `observer` for every collective of every engine of this process; None removes the observer.
+
+    Its arguments are the operation and the number of bytes that this rank read from others.
     """
     global _observer
     _observer = observer

@@ -103,14 +103,16 @@ class Transport(Protocol):
     traffic: Traffic
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Allocate zeroed buffers for `needs`, and `lanes` lanes for reductions. Collective; called once, with equal
-        arguments on all ranks.
+        """Allocate zeroed buffers for `needs`, and `lanes` lanes for reductions.
+
+        Collective; called once, with equal arguments on all ranks.
         """
         ...
 
     def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Allocate more buffers, neither shared nor transient, and append lanes to the existing ones. Collective, after
-        `allocate`.
+        """Allocate more buffers, neither shared nor transient, and append lanes to the existing ones.
+
+        Collective, after `allocate`.
         """
         ...
 
@@ -139,8 +141,10 @@ class Transport(Protocol):
         ...
 
     def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
-        """All-gather the shards of `buffer`. This rank's shard is in place once `ready`. The call publishes the shard
-        of a transient buffer; other buffers are published before it.
+        """All-gather the shards of `buffer`.
+
+        This rank's shard is in place once `ready`. The call publishes the shard of a transient buffer; other buffers
+        are published before it.
         """
         ...
 

@@ -23,8 +23,9 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class _WireTransport:
-    """Common part of both transports: private buffers. `wait_until_read` is empty, because a collective ends only after
-    its buffers were read.
+    """Common part of both transports: private buffers.
+
+    `wait_until_read` is empty, because a collective ends only after its buffers were read.
     """
 
     name = "wire"
@@ -91,8 +92,9 @@ class _WireTransport:
         return FinishingPending(None, lambda: _wait(works), lambda: None)
 
     def _begin_waiting(self) -> None:
-        """Start deferred gathers whose local shard was not ready yet. Only for transports that match messages by order:
-        all ranks must start their collectives in one order.
+        """Start deferred gathers whose local shard was not ready yet.
+
+        Only for transports that match messages by order: all ranks must start their collectives in one order.
         """
         while self._waiting:
             first = self._waiting.popleft()
@@ -305,8 +307,9 @@ def _broadcasts(flat: torch.Tensor, group: RankGroup) -> Iterator[dist.Work]:
 
 
 def _peers(group: RankGroup, *, rotate: bool) -> list[int]:
-    """Return the indices of the other ranks. With `rotate`, each rank starts with its successor, which spreads the
-    load.
+    """Return the indices of the other ranks.
+
+    With `rotate`, each rank starts with its successor, which spreads the load.
     """
     if rotate:
         return [(group.index + step) % group.size for step in range(1, group.size)]

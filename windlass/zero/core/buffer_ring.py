@@ -33,8 +33,9 @@ class BufferRing:
         self._free = deque(range(len(buffers)))
 
     def borrow(self, numel: int) -> tuple[int, TransportBuffer] | None:
-        """Borrow the buffer that was returned longest ago. Return its index in the ring and its first `numel` elements,
-        or None if all are lent.
+        """Borrow the buffer that was returned longest ago.
+
+        Return its index in the ring and its first `numel` elements, or None if all are lent.
 
         The buffer has the content that its last unit left.
         """

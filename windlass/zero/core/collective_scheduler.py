@@ -183,8 +183,9 @@ class CollectiveScheduler:
         self._phase, self._recorded = None, []
 
     def sync(self, what: str, *, experts_only: bool = False) -> None:
-        """Wait until all ranks reach the same sync point of `SYNC_POINTS`; meanwhile join collectives that they
-        request. Collective.
+        """Wait until all ranks reach the same sync point of `SYNC_POINTS`. Collective.
+
+        Meanwhile this rank joins the collectives that other ranks request.
 
         Args:
             experts_only: The next operation needs only ranks that hold the same experts, and other ranks may skip it.
@@ -303,8 +304,9 @@ class CollectiveScheduler:
             self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
 
     def advance(self) -> None:
-        """Start the next collectives that cost nothing now: reductions of complete gradients, gathers of unsharded
-        units.
+        """Start the next collectives in order that cost nothing now.
+
+        These are reductions of complete gradients, and gathers of units that are unsharded on this rank.
         """
         while self._position < len(self._agreed):
             code = self._agreed[self._position]
@@ -356,8 +358,10 @@ class CollectiveScheduler:
         return None
 
     def _join_reductions_before(self, code: int) -> None:
-        """Join the reductions between the current position and `code`. This rank appears to have no gradients for them
-        in this phase. Until it joins them, peers wait and all later collectives of this rank are held back.
+        """Join the reductions between the current position and `code`.
+
+        This rank appears to have no gradients for them in this phase. Until it joins them, peers wait and all later
+        collectives of this rank are held back.
         """
         for at in range(self._position, len(self._agreed)):
             if self._agreed[at] == code:
@@ -515,8 +519,10 @@ def _unit_of(code: int) -> int | None:
 
 @lru_cache(maxsize=256)
 def merge_sequences(lists: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Merge the ranks' lists into one. Collectives that several lists have in the same order occur once. Between them,
-    each rank's own collectives alternate, so that ranks that run different modules run them at the same time.
+    """Merge the ranks' lists into one.
+
+    Collectives that several lists have in the same order occur once. Between them, each rank's own collectives
+    alternate, so that ranks that run different modules run them at the same time.
     """
     result: tuple[int, ...] = ()
     for other in lists:

@@ -120,8 +120,9 @@ class DiskHealth:
             raise StorageError(f"{what}: {error}. As for the model: {LOST if loses else UNTOUCHED}") from error
 
     def raise_local_failure(self) -> None:
-        """Raise StorageError if a transfer of this rank failed and not all ranks have received that yet. The failure
-        stays recorded, so that a later `check` sends it to all ranks.
+        """Raise StorageError if a transfer of this rank failed and not all ranks have received that yet.
+
+        The failure stays recorded, so that a later `check` sends it to all ranks.
         """
         if self._disk is not None and self._disk.failure is not None:
             raise StorageError(str(self._disk.failure)) from self._disk.failure

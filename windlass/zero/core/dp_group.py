@@ -37,8 +37,10 @@ class DataParallelGroup:
     secondary_transport: Transport | None = None
 
     def extra_reduce_groups(self, mesh: Mesh, kind: PlacementKey, *, cut: bool) -> list[RankGroup]:
-        """Return further groups over which a reduced shard is summed: the other replicas of sharded states, ranks that
-        compute only parts of a gradient, and pipeline stages that share the parameter.
+        """Return further groups over which a reduced shard is summed.
+
+        These are the other replicas of sharded states, ranks that compute only parts of a gradient, and pipeline stages
+        that share the parameter.
         """
         groups = [self.mesh.replicate] if cut else []
         groups += [mesh.axes[axis].group for axis in sorted(kind.partial_axes)]
@@ -48,8 +50,9 @@ class DataParallelGroup:
 
 
 def norm_weight(mesh: Mesh, kind: PlacementKey) -> float:
-    """Return the weight of the squares of this rank's shard in the norm. A parameter with copies outside its data ranks
-    counts once in total.
+    """Return the weight of the squares of this rank's shard in the norm.
+
+    A parameter with copies outside its data ranks counts once in total.
     """
     copies = mesh.grid.size(*(axis for axis in REPLICA_AXES if axis not in kind.sharded_axes))
     return 1.0 / (copies * max(1, len(kind.shared_stages)))

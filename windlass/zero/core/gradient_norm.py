@@ -85,8 +85,9 @@ class NormVector:
 
 
 def local_norm_squares(slot: GradientSlot, policy: ShardingPolicy) -> tuple[int, int]:
-    """Return the range `[start, stop)` of a slot's shard whose squares this rank adds. Over the data ranks of the
-    slot's group, each element counts once.
+    """Return the range `[start, stop)` of a slot's shard whose squares this rank adds.
+
+    Over the data ranks of the slot's group, each element counts once.
     """
     data, size = slot.unit.dp_group.mesh.data, slot.numel
     cuts = slot.unit.dp_group.group.size if policy.state else data.size

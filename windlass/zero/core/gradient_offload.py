@@ -60,8 +60,10 @@ class GradientOffload:
                 self._free, self._taken = [], {}  # they are too small now
 
     def output_buffer(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the tensor for the sum of `own`, this rank's shard of the unit's buffer, and True if the sum is added
-        to it.
+        """Return the output of a reduction, and True if the sum is added to its content.
+
+        Args:
+            own: This rank's shard of the unit's buffer.
         """
         if slot.storage is None:
             assert slot.shard is not None

@@ -123,8 +123,9 @@ class GradientReducer:
         self.on_drop: Callable[[str, bool], None] = lambda name, zero: None
 
     def buffer_requests(self, dp_group: DataParallelGroup) -> list[BufferRequest]:
-        """Return the buffers to allocate for a group: two ring buffers if gradients are sharded, else one for each
-        unit.
+        """Return the buffers to allocate for a group.
+
+        These are two ring buffers if gradients are sharded, else one buffer for each unit.
         """
         if self._shards_gradients:
             ring = self._rings.get(id(dp_group))
@@ -154,8 +155,9 @@ class GradientReducer:
         return [slot for slot in self.slots if slot.unit.dp_group is dp_group]
 
     def extra_buffer_requests(self, dp_group: DataParallelGroup, units: list[Unit]) -> list[BufferRequest]:
-        """Return the buffers to add when `units` of a group are unfrozen. With sharded gradients: a larger ring, if
-        needed. Otherwise: one buffer for each unit.
+        """Return the buffers to add when `units` of a group are unfrozen.
+
+        With sharded gradients: a larger ring, if needed. Otherwise: one buffer for each unit.
         """
         if not self._shards_gradients:
             return [BufferRequest(unit.layout.padded, self._accumulation_dtype) for unit in units]
@@ -167,15 +169,17 @@ class GradientReducer:
         )
 
     def replace_ring(self, dp_group: DataParallelGroup, buffers: list[TransportBuffer]) -> None:
-        """Replace the ring of a group by the buffers that `extra_buffer_requests` requested. Between steps, if
-        gradients are sharded.
+        """Replace the ring of a group by the buffers that `extra_buffer_requests` requested.
+
+        Between steps, if gradients are sharded.
         """
         ring = self._rings[id(dp_group)] = BufferRing(len(buffers), buffers[0].local.numel(), self._accumulation_dtype)
         ring.bind(buffers, dp_group.transport)
 
     def add_slots(self, slots: list[GradientSlot], buffers: list[TransportBuffer]) -> None:
-        """Add slots of units that are unfrozen. `buffers` has one buffer for each slot if gradients are not sharded.
-        Between steps.
+        """Add slots of units that are unfrozen.
+
+        `buffers` has one buffer for each slot if gradients are not sharded. Between steps.
         """
         for number, slot in enumerate(slots):
             self._numbers[slot.unit.index] = len(self.slots)
@@ -276,8 +280,9 @@ class GradientReducer:
                 self._zero_dropped(slot)
 
     def all_gather_gradients(self) -> None:
-        """All-gather the gradient shards of the peers if every rank keeps full gradients. Collective, once, before a
-        step.
+        """All-gather the gradient shards of the peers if every rank keeps full gradients.
+
+        Collective, once, before a step.
         """
         if not self._keeps_full_gradient:
             return
@@ -321,9 +326,7 @@ class GradientReducer:
         return index in self.slots[number].used
 
     def unit_has_gradient(self, number: int) -> bool:
-        """Return True if this rank has a gradient of any parameter of the unit, or took part in a reduction of the
-        unit.
-        """
+        """Return True if this rank has a gradient of the unit, or took part in a reduction of it."""
         slot = self.slots[number]
         return slot.has_reduced or bool(slot.written) or bool(slot.used)
 
@@ -438,8 +441,9 @@ class GradientReducer:
         return buffer.local
 
     def _reopen(self, slot: GradientSlot) -> None:
-        """Make a unit's own buffer writable again: move out the reduced gradient, and wait until peers have read the
-        buffer.
+        """Make a unit's own buffer writable again.
+
+        The reduced gradient moves out of it, and peers have finished reading it.
         """
         assert slot.buffer is not None
         self._finish_reductions_of(slot)

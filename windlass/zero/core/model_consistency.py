@@ -20,6 +20,7 @@ _Summary = tuple[str, tuple[int, ...], str, str]
 
 def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, data: RankGroup) -> None:
     """Check that all data ranks have parameters of the same names, global shapes and dtypes, and train the same ones.
+
     Experts are left out, because they differ along their axis. Collective.
 
     Raises:
@@ -53,8 +54,9 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 
 
 def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
-    """Check that all data ranks have the same number of units, of the same kinds in the same order, because ranks
-    identify units by number. The number of experts in a unit may differ. Collective.
+    """Check that all data ranks have the same number of units, of the same kinds in the same order. Collective.
+
+    Ranks identify units by number. The number of experts in a unit may differ.
 
     Raises:
         ModelError: the units differ. Raised on all ranks.

@@ -65,8 +65,9 @@ class GradientStore(Protocol):
 
 
 class ShardedGradient(torch.Tensor):
-    """Placeholder for the gradient of a sharded parameter, with shape, dtype and device. `zero_()` zeroes the gradient.
-    Reading or changing values raises.
+    """Placeholder for the gradient of a sharded parameter, with shape, dtype and device.
+
+    `zero_()` zeroes the gradient. Reading or changing values raises.
     """
 
     place: ParameterLocation

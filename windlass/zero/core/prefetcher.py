@@ -37,8 +37,9 @@ class Prefetcher:
         self._trace_matches = False
 
     def begin_forward(self, *, had_backward: bool) -> None:
-        """Begin the trace of a new forward. `had_backward`: the trace of the last forward includes a backward, so
-        predict from it.
+        """Begin the trace of a new forward.
+
+        `had_backward`: the trace of the last forward includes a backward, so predict from it.
         """
         # An evaluation forward must not replace the trace of a training step.
         if had_backward:

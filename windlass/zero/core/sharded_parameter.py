@@ -28,8 +28,9 @@ class GatherHandler(Protocol):
     """Owner of the values of sharded parameters, e.g. their unit."""
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Gather `parameter` if possible here, and return True on success. The other tensors of the call, `together`,
-        must not be resharded by this.
+        """Gather `parameter` if possible here, and return True on success.
+
+        The other tensors of the call, `together`, must not be resharded by this.
         """
         ...
 
@@ -153,8 +154,9 @@ class ShardedParameter(nn.Parameter):
 
 
 def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call only moves a sharded parameter (as `module.cpu()` and `module.to(device)` do), casts it to
-    its own dtype, or assigns its data to itself. Such calls have no effect, because the configuration sets the tier of
+    """Return True if a call only moves a sharded parameter, casts it to its own dtype, or assigns its own data to it.
+
+    Such calls (e.g. `module.cpu()` and `module.to(device)`) have no effect, because the configuration sets the tier of
     the shards.
     """
     if name == "set data":
@@ -216,12 +218,12 @@ class _StandIn(torch.Tensor):
 
 
 class ShardedParameterCopy(_StandIn):
-    """Copy of a sharded parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
-    gathered.
+    """Copy of a sharded parameter in another dtype or normalised by `weight_norm`, without values.
 
-    Initialisers overwrite such a copy without reading it, and the copy then becomes an ordinary tensor. Examples are
-    `init.normal_(weight.float())` in transformers 5.8, and `init.normal_(conv.weight)` of a convolution with
-    weight_norm, whose results are dropped. Any other use raises the error of the parameter.
+    It is returned where the parameter cannot be gathered. Initialisers overwrite such a copy without reading it, and
+    the copy then becomes an ordinary tensor. Examples are `init.normal_(weight.float())` in transformers 5.8, and
+    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped. Any other use raises the
+    error of the parameter.
     """
 
     @classmethod
@@ -271,9 +273,10 @@ read_full_value: Callable[[nn.Parameter], torch.Tensor] | None = None
 
 
 class StateDictStub(_StandIn):
-    """Stub of a sharded parameter in a `state_dict()`, with shape and dtype. Callers often need only the names:
-    transformers calls `state_dict()` while it loads, and peft on one rank while it saves. An access to the values
-    returns the result of `read_full_value` or raises. The values cannot be changed.
+    """Stub of a sharded parameter in a `state_dict()`, with shape and dtype.
+
+    Callers often need only the names: transformers calls `state_dict()` while it loads, and peft on one rank while it
+    saves. An access to the values returns the result of `read_full_value` or raises. The values cannot be changed.
     """
 
     _comes_from = "state_dict"

@@ -24,8 +24,10 @@ T = TypeVar("T")
 
 
 class StepAgreement:
-    """Agreement of all ranks before a step, in one small reduction. A second one follows if some ranks still have
-    unreduced gradients, or if replicas of a parameter are summed. Its construction is collective over all ranks.
+    """Agreement of all ranks before a step, in one small reduction.
+
+    A second one follows if some ranks still have unreduced gradients, or if replicas of a parameter are summed. Its
+    construction is collective over all ranks.
 
     Args:
         gradients: Gradient reducer of this rank.
@@ -142,8 +144,12 @@ class StepAgreement:
         return reduced if self._policy.state else local_shard(reduced, group.index, group.size)
 
     def sum_replicas(self, unit: Unit, part: torch.Tensor) -> torch.Tensor:
-        """Sum `part`, the `local_part` of a unit, in place over the unit's further groups, unless this step's agreement
-        did so already. Collective over these groups.
+        """Sum `part` in place over the unit's further groups, unless this step's agreement did so already.
+
+        Collective over these groups.
+
+        Args:
+            part: The `local_part` of the unit.
         """
         if not self._replicas_summed:
             for group in unit.extra_reduce_groups:
@@ -151,8 +157,10 @@ class StepAgreement:
         return part
 
     def first_nonfinite(self) -> str:
-        """Return the first parameter in model order whose reduced gradient is not finite. Return an empty string if all
-        are finite, and only the sum of their squares overflows. Collective over all ranks.
+        """Return the first parameter in model order whose reduced gradient is not finite.
+
+        Return an empty string if all are finite, and only the sum of their squares overflows. Collective over all
+        ranks.
         """
         mine: list[tuple[int, int, int, str]] = []
         stage = self._mesh.pp.index
@@ -202,8 +210,9 @@ class StepAgreement:
         return verdict
 
     def _merge_stage_usage(self, verdict: StepStatus) -> None:
-        """Mark a parameter that several pipeline stages share as used if any of the stages used it. Collective over
-        these stages.
+        """Mark a parameter that several pipeline stages share as used if any of the stages used it.
+
+        Collective over these stages.
         """
         for stages, axis in self._mesh.stages.items():
             numbers = [

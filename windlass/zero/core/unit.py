@@ -282,8 +282,9 @@ class Unit:
             self.data_snapshots[index] = self._views[index].clone()
 
     def _record_data_edits(self) -> None:
-        """Record a parameter that was changed through `.data`. Its version counter is not incremented,
-        because a backward would then reject its saved views.
+        """Record a parameter that was changed through `.data`.
+
+        Its version counter is not incremented, because a backward would then reject its saved views.
         """
         for index, before in self.data_snapshots.items():
             if not torch.equal(before, self._views[index]):
@@ -302,8 +303,9 @@ class Unit:
         self._ledger.set_held_bytes(f"parameters of {self.names[0]}", nbytes)
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Unshard for the block that runs, which then holds the unit. Return False outside a forward. See
-        `GatherHandler`.
+        """Unshard for the block that runs, which then holds the unit.
+
+        Return False outside a forward. See `GatherHandler`.
         """
         return self.unshard_for_current_block is not None and self.unshard_for_current_block(self)
 
@@ -368,6 +370,7 @@ class Unit:
 
 def expert_data_group(units: Sequence[Unit]) -> RankGroup | None:
     """Return the data-parallel group of expert units, whose ranks access the experts independently of other ranks.
+
     Return None if `units` is empty or contains other units: then all ranks take part.
     """
     return units[0].dp_group.mesh.data if units and all(unit.kind.is_expert for unit in units) else None

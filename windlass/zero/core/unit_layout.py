@@ -61,8 +61,9 @@ class UnitLayout:
         return -(-end // step) * step
 
     def shard_range(self, index: int, count: int) -> tuple[int, int]:
-        """Return the range `[start, stop)` of the buffer that the `index`-th of `count` ranks owns. `count` divides
-        `ranks`.
+        """Return the range `[start, stop)` of the buffer that the `index`-th of `count` ranks owns.
+
+        `count` divides `ranks`.
         """
         if self.ranks % count:
             raise ValueError(f"a layout for {self.ranks} ranks cannot be divided into {count} shards")

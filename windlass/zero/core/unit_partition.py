@@ -45,8 +45,10 @@ class UnitRules:
 
 @dataclass(eq=False)
 class UnitPlan:
-    """Plan of a unit. Its parameters have one dtype, are all trainable or all frozen, and all persistent or none. They
-    are sharded and reduced over the same ranks, in one dtype.
+    """Plan of a unit.
+
+    Its parameters have one dtype, are all trainable or all frozen, and all persistent or none. They are sharded and
+    reduced over the same ranks, in one dtype.
     """
 
     names: list[str]
@@ -200,8 +202,9 @@ def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
 
 
 class _Growing:
-    """Plan that absorbs the parameters of other plans, with running counts of its elements and blocks. Counting again
-    for each absorbed plan would take quadratic time.
+    """Plan that absorbs the parameters of other plans, with running counts of its elements and blocks.
+
+    Counting again for each absorbed plan would take quadratic time.
 
     Attributes:
         whole: Number of elements of its full parameters.

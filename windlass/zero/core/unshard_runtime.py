@@ -101,8 +101,9 @@ class UnshardRuntime:
         return call
 
     def post_forward(self, block: Block, output: object = None) -> BlockCall | None:
-        """Reshard the block's units after its forward, unless they are still in use, e.g. because the output is a view
-        of a parameter.
+        """Reshard the block's units after its forward, unless they are still in use.
+
+        A unit is still in use if, for example, the output is a view of one of its parameters.
         """
         if not self._call_stack or self._call_stack[-1].block is not block:
             return None  # an error occurred before `pre_forward`, and torch calls forward hooks in any case
@@ -138,8 +139,9 @@ class UnshardRuntime:
             self._reshard(unit)
 
     def unshard_for_current_block(self, unit: Unit) -> bool:
-        """Unshard `unit` for a running block that does not own it, and add it to that block. Return False outside a
-        forward.
+        """Unshard `unit` for a running block that does not own it, and add it to that block.
+
+        Return False outside a forward.
         """
         if not self._call_stack:
             return False
@@ -161,8 +163,9 @@ class UnshardRuntime:
             self._unshard(unit, backward=False)
 
     def register_backward(self) -> None:
-        """Register the running backward, to detect its end. Every hook in a backward calls this. A nested backward
-        keeps the outermost one open until all have ended.
+        """Register the running backward, to detect its end.
+
+        Every hook in a backward calls this. A nested backward keeps the outermost one open until all have ended.
         """
         number = current_backward_id()
         if number >= 0 and number not in self._open_backwards:
@@ -175,8 +178,10 @@ class UnshardRuntime:
             queue_end_of_backward(lambda: self._end_backward(number))
 
     def reshard_all(self) -> None:
-        """Reshard all units that are not in use, and clear `keep_unsharded`. Only between a backward and a forward:
-        calls without a recorded end (an exception in a backward, Ctrl-C in a forward) count as ended.
+        """Reshard all units that are not in use, and clear `keep_unsharded`.
+
+        Only between a backward and a forward: calls without a recorded end (an exception in a backward, Ctrl-C in a
+        forward) count as ended.
         """
         if current_backward_id() < 0:
             self._open_backwards.clear()
