@@ -1,4 +1,4 @@
-"""Small exchanges of integers between the ranks of a group, for the agreed order of collectives."""
+"""Agreement board: fast exchange of a few integers between the ranks of a group, for the order of collectives."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ import torch.distributed as dist
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory import Counters
 
-WIDTH = 32  # integers per exchange in shared memory
+WIDTH = 32  # maximum number of integers in one exchange through shared memory
 COUNTERS = 1 + 2 * WIDTH
-"""Number of counters that a board uses: the count of exchanges, and the integers of the current and the previous
-exchange.
+"""Number of counters of a board: the number of started exchanges, and the integers of the current and the previous one.
 """
 
 
 class Posted(Protocol):
-    """Exchange in flight: this rank has sent its integers and receives those of the others."""
+    """Exchange in flight: this rank has posted its integers and will receive those of the others."""
 
     def poll(self) -> bool:
-        """Return True if all ranks have sent their integers."""
+        """Return True if all ranks have posted their integers."""
         ...
 
     def wait(self) -> list[list[int]]:
-        """Wait for all ranks, and return every rank's integers in group order."""
+        """Wait for the exchange and return every rank's integers, in group order."""
         ...
 
 
 class AgreementBoard(Protocol):
-    """Small exchanges over one group, which never interleave with the collectives of a transport."""
+    """Small exchanges over one group, independent of the collectives of a transport."""
 
     def post(self, mine: list[int], what: str) -> Posted:
-        """Send `mine`, at most `WIDTH` integers, as many on each rank. Wait for this exchange before the next one
-        starts.
+        """Post `mine`, at most `WIDTH` integers, equally many on all ranks.
+
+        Wait for one exchange before the next one starts.
 
         Args:
-            what: description of the exchange, for errors about a missing peer.
+            what: Description of the exchange, for the error if a peer does not arrive.
         """
         ...
 
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        """Return every rank's integers, of any count, in group order. Collective; all ranks send as many."""
+        """Return every rank's integers in group order. Any number of integers, equal on all ranks. Collective."""
         ...
 
 
 class SharedMemoryBoard:
-    """Board on counters in shared memory; an exchange takes some microseconds once all ranks have arrived.
+    """Board on counters in shared memory. An exchange takes some microseconds once all ranks have posted.
 
-    Integers alternate between two places. A rank that sends exchange n has read exchange n - 1 completely. So
-    once exchange n is complete, all ranks have read exchange n - 1, and its place can be overwritten.
+    Integers are stored at two places in turn. A rank that posts an exchange has read the one before. So when all ranks
+    have posted, every rank has read the exchange before the last one, and its place may be overwritten.
 
     Args:
-        counters, base: counters to use: `COUNTERS` of them, from `base` on.
+        counters, base: Shared counters, of which the board uses `COUNTERS` from `base` on.
     """
 
     def __init__(self, group: RankGroup, counters: Counters, base: int) -> None:
@@ -63,6 +63,7 @@ class SharedMemoryBoard:
     def post(self, mine: list[int], what: str) -> Posted:
         self._turn += 1
         place = self._base + 1 + self._turn % 2 * WIDTH
+        # Set last: it makes the integers visible to peers.
         for at, number in enumerate(mine):
             self._counters.set(place + at, number)
         self._counters.raise_to(self._base, self._turn)
@@ -76,11 +77,11 @@ class SharedMemoryBoard:
         return told
 
     def shown(self, turn: int) -> bool:
-        """Return True if all ranks have sent their integers of an exchange."""
+        """Return True if all ranks have posted their integers of this exchange."""
         return self._counters.reached(self._base, turn)
 
     def read(self, turn: int, count: int, what: str) -> list[list[int]]:
-        """Wait for all ranks, and return every rank's integers of the last exchange."""
+        """Wait until all ranks have posted the last exchange, and return every rank's integers."""
         self._counters.wait(self._base, turn, what)
         place = self._base + 1 + turn % 2 * WIDTH
         return [[self._counters.read(rank, place + at) for at in range(count)] for rank in range(self._group.size)]
@@ -98,9 +99,7 @@ class _PostedCounters:
 
 
 class WireBoard:
-    """Board over gloo, on the CPU, whatever transport moves the tensors. No collective of a transport may be in
-    flight.
-    """
+    """Board over gloo on the CPU, for any wire transport. It needs no collective of the transport in flight."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Choice of the transport of a group of ranks, with its reason."""
+"""Choice of the transport of a group of ranks, with the reason."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NAMES = ("auto", "shm", "gloo", "nccl")
 def choose_transport(
     requested: str, group: RankGroup, device: torch.device, *, ways: WireOptions, timeout: timedelta
 ) -> tuple[Transport, str]:
-    """Return the transport for `group`, and a sentence with the reason. Collective.
+    """Return the transport for `group`, and one sentence with the reason. Collective.
 
     Args:
-        requested: auto, shm, gloo or nccl; the environment variable `WINDLASS_TRANSPORT` overrides it.
-        device: device of the tensors.
-        ways: options of network transports.
-        timeout: maximum time to wait for a peer (shm).
+        requested: auto, shm, gloo or nccl. The environment variable `WINDLASS_TRANSPORT` overrides it.
+        device: Device of the tensors.
+        ways: Options of a wire transport.
+        timeout: Time-out of waits for a peer (shm).
 
     Raises:
-        ConfigError: unknown name, or a transport that does not support this device or these ranks.
+        ConfigError: the name does not exist, or the transport does not support this device or these ranks.
     """
     name, why = choose_transport_name(requested, group, device)
     if name == "nccl":
@@ -44,7 +44,7 @@ def choose_transport_name(requested: str, group: RankGroup, device: torch.device
     if os.environ.get("WINDLASS_TRANSPORT"):
         requested, source = os.environ["WINDLASS_TRANSPORT"].lower(), "WINDLASS_TRANSPORT"
     if requested not in NAMES:
-        raise ConfigError(f"{source} = {requested!r} is no transport; use one of {', '.join(NAMES)}")
+        raise ConfigError(f"{source} = {requested!r} is not a transport; use one of {', '.join(NAMES)}")
     if device.type == "cuda":
         if requested not in ("auto", "nccl"):
             raise ConfigError(
@@ -54,12 +54,12 @@ def choose_transport_name(requested: str, group: RankGroup, device: torch.device
     if requested == "nccl":
         raise ConfigError(f"{source} = 'nccl' moves GPU tensors, but the model is on the CPU; use auto, shm or gloo")
     if requested == "gloo":
-        return "gloo", f"{source} asks for it"
+        return GlooTransport(group, ways), f"{source} requests it"
     if group.size == 1 and requested == "auto":
-        return "gloo", "one rank has nobody to talk to"
+        return GlooTransport(group, ways), "one rank has no peers"
     problem = shared_memory_problem(group)
     if problem is None:
         return "shm", f"{group.size} CPU ranks of one host"
     if requested == "shm":
-        raise ConfigError(f"{source} = 'shm' can't be had: {problem}; use gloo or auto")
-    return "gloo", f"no shared memory: {problem}"
+        raise ConfigError(f"{source} = 'shm' is not available: {problem}; use gloo or auto")
+    return GlooTransport(group, ways), f"no shared memory: {problem}"

@@ -1,4 +1,4 @@
-"""Sizes and speeds of collectives, in the figures of DeepSpeed's log and of nccl-tests."""
+"""Sizes and bandwidths of collectives, as defined by DeepSpeed's log and nccl-tests."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def convert_size(size_bytes: int) -> str:
 def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = None) -> tuple[float, float]:
     """Return the algorithmic and the bus bandwidth of one operation, in Gbit/s.
 
-    The algorithmic bandwidth is DeepSpeed's: bytes over time, with twice the bytes for an all-reduce, and the
-    bytes of all ranks for an all-gather or reduce-scatter. The bus bandwidth is that of nccl-tests (its
-    doc/PERFORMANCE.md): the load of a link, comparable with the link's speed for any number of ranks.
+    The algorithmic bandwidth is DeepSpeed's: bytes over time, where an all-reduce counts twice its bytes, and a gather
+    or reduce-scatter the bytes of all ranks. The bus bandwidth is that of nccl-tests (its doc/PERFORMANCE.md): the
+    traffic of a link, comparable with the link's speed for any number of ranks.
 
     Args:
-        comm_op: name of the operation; for an unknown one, both are bytes over time.
-        size: bytes of this rank's message.
-        duration: in milliseconds.
-        ranks: size of the group; by default that of the world.
+        comm_op: Name of the operation. For an unknown one, both bandwidths are bytes over time.
+        size: Bytes of this rank's message.
+        duration: In milliseconds.
+        ranks: Number of ranks of the group; by default of the world.
     """
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -55,7 +55,7 @@ def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = No
 
 
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """Return the mean without the lowest and the highest `share` of the values."""
+    """Return the mean without the smallest and the largest `share` of the values."""
     if not values:
         return 0.0
     cut = int(len(values) * share)

@@ -1,4 +1,4 @@
-"""Mesh of ranks: process groups for all axes and for the data-parallel ranks of each kind of parameter."""
+"""Process groups of all mesh axes, and the groups over which dense and expert parameters are sharded and reduced."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.comm.rank_group import DataMesh, RankGroup
 
-_alone: list[Any] = []  # cached group of this rank alone, because torch creates such a group only once
+_alone: list[Any] = []  # group of this rank alone, if it exists: torch creates such a group only once
 
 
 def _own(rank: int, timeout: timedelta | None) -> Any:
-    """Return the process group of this rank alone. It ends with the default group."""
+    """Return the process group of this rank alone. It is destroyed with the default group."""
     if _alone:
-        with contextlib.suppress(ValueError):  # the cached group ended with its default group
+        with contextlib.suppress(ValueError):  # it was destroyed together with its default group
             if dist.get_rank(_alone[0]) == 0 and dist.get_process_group_ranks(_alone[0]) == [rank]:
                 return _alone[0]
         _alone.clear()
@@ -29,7 +29,10 @@ def _own(rank: int, timeout: timedelta | None) -> Any:
 
 
 class _GroupMaker:
-    """Creates each partition of the ranks into groups once. Collective: all ranks request the same partitions."""
+    """Cache of process groups: creates each partition of the ranks once.
+
+    Collective: all ranks request the same partitions.
+    """
 
     def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
         self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
@@ -41,7 +44,7 @@ class _GroupMaker:
         return list(self._found.values())
 
     def over(self, *axes: str) -> RankGroup:
-        """Return this rank's group of ranks that differ only in these axes."""
+        """Return this rank's group of the ranks that differ only along these axes."""
         return self.of(self._grid.groups(*axes))
 
     def of(self, partition: list[tuple[int, ...]]) -> RankGroup:
@@ -54,10 +57,11 @@ class _GroupMaker:
     def _make(self, partition: list[tuple[int, ...]]) -> RankGroup:
         mine: RankGroup | None = None
         for ranks in partition:
-            if len(ranks) == 1:  # no collective creation for a group of one
+            if len(ranks) == 1:  # such a group needs no other rank, so no rank waits here
                 if ranks == (self._rank,):
                     mine = RankGroup(_own(self._rank, self._timeout), ranks, 0)
                 continue
+            # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
             process_group = dist.new_group(list(ranks), timeout=self._timeout)
             beside = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
             if self._rank in ranks:
@@ -68,16 +72,16 @@ class _GroupMaker:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Process groups of the mesh, from one rank's view.
+    """Mesh of ranks, from the view of one rank.
 
     Attributes:
-        grid: sizes of the axes.
-        world: all ranks.
-        dense: data-parallel ranks of dense parameters.
-        experts: data-parallel ranks of experts; `dense` itself if ep is 1.
-        axes: the other axes by name: pp, ep, sp, tp.
-        stages: for each set of pipeline stages that share a parameter, the axis over these stages; see
-            `add_stage_group`.
+        grid: Sizes of its axes.
+        world: All ranks.
+        dense: Data ranks of dense parameters.
+        experts: Data ranks of experts; `dense` itself if ep is 1.
+        axes: The other axes by name: pp, ep, sp, tp.
+        stages: For each set of pipeline stages that share a parameter, the axis of these stages within the ranks along
+            pp; see `add_stage_group`.
     """
 
     grid: MeshShape
@@ -106,22 +110,23 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's coordinate along each axis."""
+        """Coordinate of this rank along each axis."""
         return self.grid.coordinates(self.world.ranks[self.world.index])
 
     @property
     def first_of_stage(self) -> bool:
-        """True if this rank represents its pipeline stage in values that are equal on all of the stage's ranks."""
+        """True on one rank per pipeline stage, which represents the stage if all its ranks have the same value."""
         return self.dense.data.index == 0 and self.tp.index == 0
 
     @property
     def only_data(self) -> bool:
-        """True if every rank is a data-parallel rank of every parameter."""
+        """True if every rank is a data rank of every parameter."""
         return self.dense.data.size == self.world.size and self.experts is self.dense
 
     def gather_from_world(self, said: Any) -> list[Any]:
-        """Gather a Python value from each rank of the world. Returns only the local value if all ranks are
-        data-parallel ranks of all parameters, because the values are equal then. Collective.
+        """All-gather a plain Python value from all ranks.
+
+        If `only_data`, all ranks have the same value, so return only this one. Collective.
         """
         if self.only_data:
             return [said]
@@ -130,8 +135,9 @@ class Mesh:
         return heard
 
     def of_stages(self, said: Any) -> list[Any]:
-        """Gather a Python value from the first rank of each pipeline stage. Collective over all ranks; local with
-        one stage.
+        """Return the value of the first rank of each pipeline stage, a plain Python value.
+
+        With one stage, return only this rank's value. Collective over all ranks.
         """
         if self.pp.size == 1:
             return [said]
@@ -139,38 +145,40 @@ class Mesh:
         return heard[:: self.grid.world // self.grid.pp]  # pp is the outermost axis
 
     def over(self, *axes: str) -> RankGroup:
-        """Return this rank's group of ranks that differ only in these axes. Collective over all ranks, with the
-        same axes.
+        """Return this rank's group of the ranks that differ only along these axes.
+
+        Collective over all ranks, with the same axes.
         """
         assert self._maker is not None
         return self._maker.over(*axes)
 
     def add_stage_group(self, stages: tuple[int, ...]) -> None:
-        """Create the group of ranks that differ only in which of these stages they are in. Collective over all
-        ranks of all
-        stages.
+        """Create the groups of ranks that differ only in the stage, among `stages`.
+
+        Collective over all ranks of all stages.
         """
         assert self._maker is not None
         partition: list[tuple[int, ...]] = []
         for column in self.grid.groups("pp"):
             partition += [tuple(column[stage] for stage in stages)]
+            # Ranks of other stages are in groups of one, because a partition contains every rank.
             partition += [(rank,) for stage, rank in enumerate(column) if stage not in stages]
         self.stages[stages] = MeshAxis("pp", self._maker.of(partition))
 
     def close_with_model(self) -> None:
-        """Close the groups' sockets, unless modules use their axes (tp, ep, sp), in which case the sockets close
-        with the process.
-        Pipeline stages communicate only through the engine, so pp needs no exception.
+        """Close the groups' sockets, unless modules communicate along tp, ep or sp.
+
+        Sockets of these axes stay open until the process ends. Pipeline stages communicate only through their engine.
         """
         if self.tp.size == self.ep.size == self.sp.size == 1:
             self.close()
 
     def close(self) -> None:
-        """Close the groups' sockets. No communication over them is possible afterwards."""
+        """Close the groups' sockets. No rank may communicate over them afterwards."""
         made = [group for group in self._maker.made if group.size > 1] if self._maker is not None else []
         each = [one for group in made for one in (group.process_group, group.cpu_process_group) if one is not None]
         for process_group in {id(one): one for one in each}.values():
-            with contextlib.suppress(ValueError):  # already destroyed, alone or with the default group
+            with contextlib.suppress(ValueError):  # it was destroyed with the default group, or earlier
                 dist.destroy_process_group(process_group)
 
 
@@ -178,13 +186,11 @@ def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedel
     """Create the mesh over all ranks. Collective.
 
     Args:
-        regather: number of neighbouring data-parallel ranks that hold a secondary copy of the parameters (hpZ);
-            None: none.
-        timeout: time after which a collective fails if a peer does not join; None: torch's default (nccl: 10
-            minutes).
+        regather: Number of nearby data ranks that hold a second copy of the parameters (hpZ); None: no second copy.
+        timeout: Time after which a collective fails if a peer does not join; None: torch's default (nccl: 10 minutes).
 
     Raises:
-        ConfigError: the axes do not multiply to the world size, or `regather` does not divide the data-parallel
+        ConfigError: the product of the axes is not the world size, or `regather` does not divide the number of data
             ranks.
     """
     world = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""One mesh axis of a rank: the peers along it, and their collectives."""
+"""Mesh axis: the peers of a rank along one axis, and the collectives over them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def run_pending_checks() -> None:
 
 
 class MeshAxis:
-    """Ranks along one axis, and their collectives. All ranks start the same collectives in the same order.
+    """Ranks along one axis, and their collectives. All of these ranks start the same collectives in the same order.
 
-    `traffic.bytes_moved` counts, by operation, the minimum bytes that a rank receives: `2 B (n - 1) / n` for an
-    all-reduce of B bytes over n ranks; the bytes of other ranks for an all-gather or all-to-all; `n - 1` times
-    its own part for a reduce-scatter. On an axis of one rank, nothing moves and every call returns its input.
+    `traffic.bytes_moved` counts, by operation, the minimum number of bytes that a rank receives. For an all-reduce of B
+    bytes over n ranks this is `2 B (n - 1) / n`; for an all-gather and an all-to-all, the parts of the other ranks; for
+    a reduce-scatter, the rank's own part `n - 1` times. On an axis of one rank nothing is sent, and every call returns
+    its input.
 
     Args:
-        name: name of the axis ("tp", ...), for messages.
-        group: this rank's group.
-        traffic: counter; by default the axis has its own.
+        name: Name of the axis ("tp", ...), for messages.
+        group: This rank's group along the axis.
+        traffic: Traffic counters; new ones by default.
     """
 
     def __init__(self, name: str, group: RankGroup, traffic: Traffic | None = None) -> None:
@@ -53,7 +54,7 @@ class MeshAxis:
 
     @property
     def index(self) -> int:
-        """This rank's index along the axis."""
+        """Index of this rank along the axis."""
         return self.group.index
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -62,8 +63,9 @@ class MeshAxis:
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
-        """Start an `all_reduce` of a contiguous tensor, which holds the result when the returned operation is
-        complete.
+        """Start `all_reduce`.
+
+        `tensor`, which must be contiguous, has the result once the returned operation is finished.
         """
         if self.size == 1:
             return DONE
@@ -72,10 +74,10 @@ class MeshAxis:
         return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Concatenate the tensors of all ranks along `dim`.
+        """All-gather `tensor`: return the tensors of all ranks, concatenated along `dim`.
 
         Args:
-            sizes: each rank's size along `dim`, if they differ.
+            sizes: Size of each rank's tensor along `dim`, if they differ.
         """
         if self.size == 1:
             return tensor
@@ -86,6 +88,7 @@ class MeshAxis:
         self._count("all_gather", (sum(lengths) - lengths[self.index]) * row * tensor.element_size())
         longest = max(lengths)
         own = moved.contiguous()
+        # The collective needs equal sizes: pad to the longest, and remove the padding afterwards.
         if moved.shape[0] < longest:
             own = torch.cat([own, own.new_zeros((longest - moved.shape[0], *moved.shape[1:]))])
         whole = own.new_empty((self.size * longest, *moved.shape[1:]))
@@ -97,13 +100,13 @@ class MeshAxis:
         return whole.movedim(0, dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Return this rank's part, along `dim`, of the sum of the tensors of all ranks.
+        """Sum the tensors of all ranks, and return this rank's part along `dim`.
 
         Args:
-            sizes: size of each rank's part along `dim`; equal by default.
+            sizes: Size of each rank's part along `dim`; equal by default.
 
         Raises:
-            ValueError: the parts do not add up to the size along `dim`.
+            ValueError: the size along `dim` is not the sum of `sizes`, or not a multiple of the axis size.
         """
         if self.size == 1:
             return tensor
@@ -111,10 +114,11 @@ class MeshAxis:
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0] // self.size] * self.size
         if sum(lengths) != moved.shape[0]:
-            raise ValueError(f"{moved.shape[0]} rows can't be cut into parts of {lengths} over {self.name}")
+            raise ValueError(f"{moved.shape[0]} rows cannot be split into parts of {lengths} over {self.name}")
         longest, row = max(lengths), moved[:1].numel()
         self._count("reduce_scatter", lengths[self.index] * row * tensor.element_size() * (self.size - 1))
         whole = moved.contiguous()
+        # The collective needs equal parts: pad each to the longest.
         if len(set(lengths)) > 1:
             padded = whole.new_zeros((self.size, longest, *moved.shape[1:]))
             for rank, part in enumerate(whole.split(lengths)):
@@ -128,11 +132,11 @@ class MeshAxis:
     def all_to_all(
         self, tensor: torch.Tensor, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Send rows to each rank, and receive rows from each.
+        """Send rows to the other ranks and receive theirs.
 
         Args:
             tensor: `[sum(sends), ...]`, the rows for rank 0 first.
-            sends, receives: number of rows for and from each rank; equal by default.
+            sends, receives: Number of rows for and from each rank; equal by default.
 
         Returns:
             `[sum(receives), ...]`, the rows from rank 0 first.
@@ -152,8 +156,9 @@ class MeshAxis:
         return out
 
     def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> list[torch.Tensor]:
-        """Send tensors to the rank `by` places ahead on the ring, and return the equally large ones of the rank
-        `by` places behind.
+        """Send tensors to the rank `by` places ahead on the ring, and return those of the rank `by` places behind.
+
+        Tensors must have the same sizes on all ranks.
         """
         if self.size == 1 or by % self.size == 0:
             return list(tensors)
@@ -170,7 +175,7 @@ class MeshAxis:
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Broadcast from the rank at index `source` along the axis, in place. The tensor is contiguous."""
+        """Broadcast the values of the rank at index `source` into `tensor`, which must be contiguous. In place."""
         if self.size > 1:
             run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
@@ -179,7 +184,7 @@ class MeshAxis:
         return tensor
 
     def all_gather_object(self, said: Any) -> list[Any]:
-        """Gather a Python value from each rank, in the order of the axis."""
+        """All-gather a plain Python value, in the order of the axis."""
         heard: list[Any] = [said] * self.size
         if self.size > 1:
             run_pending_checks()

@@ -1,4 +1,4 @@
-"""Coordinates of ranks on the mesh axes. Pure arithmetic, for worlds of any size."""
+"""Mesh shape: sizes of all axes, and coordinates of each rank. Pure arithmetic, for worlds of any size."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from itertools import product
 from windlass.base.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")
-"""Mesh axes, outermost first. Neighbouring ranks, which share a node, differ in the last axes."""
+"""Axes, outermost first. Neighbouring ranks, which share a node, differ along the last ones."""
 
 DATA_AXES = ("dp_replicate", "dp_shard", "ep", "sp")
-"""Axes over which gradients of dense parameters are reduced, because their ranks process different tokens."""
+"""Axes over which gradients of dense parameters are reduced: their ranks process different tokens."""
 
 EXPERT_DATA_AXES = ("dp_replicate", "dp_shard", "sp")
-"""Axes over which gradients of experts are reduced. Ranks along `ep` hold different experts."""
+"""Axes over which gradients of experts are reduced. `ep` is missing, because its ranks hold different experts."""
 
 DATA_LOADING_AXES = ("dp_replicate", "dp_shard", "ep")
-"""Axes whose ranks read different samples. Ranks along sp read different parts of the same samples, others the
-same.
+"""Axes whose ranks read different samples. Ranks along sp read different parts of the same samples; ranks along pp and
+tp read the same samples.
 """
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of all mesh axes.
+    """Sizes of all axes, and the arithmetic of ranks.
 
-    Ranks are numbered along `AXES` like digits, with tp the fastest. `ep` splits the data-parallel ranks:
-    gradients of dense parameters are reduced over it, gradients of experts are not.
+    Ranks are numbered along the axes of `AXES` like digits, tp fastest. `ep` is a part of the data ranks: dense
+    parameters are reduced over it, experts are not.
     """
 
     pp: int = 1
@@ -47,7 +47,7 @@ class MeshShape:
 
     @cached_property
     def world(self) -> int:
-        """Number of all ranks."""
+        """World size."""
         return self.size(*AXES)
 
     @property
@@ -57,7 +57,7 @@ class MeshShape:
 
     @property
     def data_loading_size(self) -> int:
-        """Number of data-loading ranks."""
+        """Number of ranks that read different samples."""
         return self.size(*DATA_LOADING_AXES)
 
     def size(self, *axes: str) -> int:
@@ -68,20 +68,20 @@ class MeshShape:
         """Return the coordinate of `rank` along each axis.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: the rank is not in the mesh.
         """
         if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} does not lie in a world of {self.world}")
+            raise ValueError(f"rank {rank} is not in a world of {self.world}")
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, self.size(axis))
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, **places: int) -> int:
-        """Return the rank at these coordinates, which default to 0.
+        """Return the rank at these coordinates; axes that are left out have coordinate 0.
 
         Raises:
-            ValueError: there is no such axis, or no such coordinate.
+            ValueError: an axis does not exist, or a coordinate is outside of it.
         """
         for axis, place in places.items():
             if axis not in AXES or not 0 <= place < self.size(axis):
@@ -92,22 +92,20 @@ class MeshShape:
         return rank
 
     def data_loading_rank(self, rank: int) -> int:
-        """Return the index of a rank among the data-loading ranks. Ranks along pp, sp and tp read the same samples."""
+        """Return the data-loading index of a rank. Ranks along pp, sp and tp share it and read the same samples."""
         places, number = self.coordinates(rank), 0
         for axis in DATA_LOADING_AXES:
             number = number * self.size(axis) + places[axis]
         return number
 
     def along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only in these axes, including itself, in ascending order."""
+        """Return the ranks that differ from `rank` only along these axes, including `rank`, in ascending order."""
         here = self.coordinates(rank)
         spans: list[Sequence[int]] = [range(self.size(axis)) if axis in axes else (here[axis],) for axis in AXES]
         return tuple(self.rank(**dict(zip(AXES, places, strict=True))) for places in product(*spans))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return the partition of all ranks into groups that differ only in these axes, in the order of first
-        ranks.
-        """
+        """Return all ranks in groups that differ only along these axes, ordered by their first rank."""
         others = [range(self.size(axis)) if axis not in axes else (0,) for axis in AXES]
         firsts = (self.rank(**dict(zip(AXES, places, strict=True))) for places in product(*others))
         return [self.along(first, *axes) for first in firsts]

@@ -1,5 +1,6 @@
-"""`PipelineParallelGrid`: process groups of a topology with the axes pipe, data and model, with the method names of
-Megatron's model-parallel unit (`mpu`) and DeepSpeed's pipelines.
+"""`PipelineParallelGrid`: groups of a topology with the axes pipe, data and model.
+
+Its methods have the names of Megatron's model-parallel unit (`mpu`) and of DeepSpeed's pipelines.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ from windlass.comm.topology import PipeDataParallelTopology, ProcessTopology
 
 
 class PipelineParallelGrid:
-    """Groups of ranks along each axis of a topology. Construction is collective.
+    """Groups of ranks along each axis of a topology. The constructor is collective over all ranks.
 
-    "Model parallel" has DeepSpeed's meaning: all ranks that hold one copy of the model together, along pipe and
-    model. "Slice parallel" ranks are those along model alone.
+    "Model parallel" has DeepSpeed's meaning: all ranks that together hold one copy of the model, along pipe and model.
+    "Slice parallel" means the ranks along model alone.
 
     Args:
-        topology: with axes among pipe, data and model; by default pipe x data, between which the prime factors
-            of the
-            world size alternate.
-        process_group: group of these ranks; all ranks by default.
+        topology: Topology with axes among pipe, data and model. Default: pipe x data, to which the prime factors of the
+            world size are assigned in turn.
+        process_group: Group of these ranks; all ranks by default.
 
     Raises:
-        ConfigError: the axes do not multiply to the number of ranks.
+        ConfigError: the product of the axes is not the number of ranks.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
@@ -71,11 +71,11 @@ class PipelineParallelGrid:
         return self._place("pipe")
 
     def get_data_parallel_id(self) -> int:
-        """Return this rank's index along the data axis."""
+        """Return the index of this rank among the copies of its stage."""
         return self._place("data")
 
     def stage_to_global(self, stage_id: int, **places: int) -> int:
-        """Return the rank of stage `stage_id` with this rank's other coordinates, or with the given ones."""
+        """Return the rank of stage `stage_id` at this rank's coordinates on the other axes, or at the given ones."""
         here = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**here, "pipe": stage_id, **places})
 
@@ -92,11 +92,11 @@ class PipelineParallelGrid:
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
-        """Return the group of ranks that differ only in their stage."""
+        """Return the group of the ranks that differ only in their stage."""
         return self.pp_proc_group
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's index along the data axis."""
+        """Return this rank's index among the copies of its part of the model."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
@@ -104,7 +104,7 @@ class PipelineParallelGrid:
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """Return the group of ranks with copies of this rank's part of the model."""
+        """Return the group of the ranks with copies of this rank's part of the model."""
         return self.dp_proc_group
 
     def get_model_parallel_rank(self) -> int:
@@ -112,15 +112,15 @@ class PipelineParallelGrid:
         return self.ds_model_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that hold one copy of the model together, over stages and slices."""
+        """Return the number of ranks that together hold one copy of the model, over stages and slices."""
         return self.ds_model_world_size
 
     def get_model_parallel_group(self) -> Any:
-        """Return the group of ranks that hold this copy of the model."""
+        """Return the group of the ranks that hold this copy of the model."""
         return self.ds_model_proc_group
 
     def get_slice_parallel_rank(self) -> int:
-        """Return this rank's index along the model axis."""
+        """Return this rank's index among the ranks over which matrices are sharded."""
         return self._place("model")
 
     def get_slice_parallel_world_size(self) -> int:
@@ -128,7 +128,7 @@ class PipelineParallelGrid:
         return self.slice_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
-        """Return the group of ranks over which this rank's matrices are sharded."""
+        """Return the group of the ranks over which this rank's matrices are sharded."""
         return self.slice_proc_group
 
     def _place(self, axis: str) -> int:
@@ -138,8 +138,9 @@ class PipelineParallelGrid:
         return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
 
     def _mine(self, partition: list[list[int]]) -> tuple[Any, list[int]]:
-        """Return this rank's process group in a partition, and its ranks. Every rank creates all groups in one
-        order.
+        """Return this rank's process group in a partition, and the group's ranks.
+
+        Every rank creates all groups, in the same order.
         """
         key = tuple(map(tuple, partition))
         for ranks in partition if key not in self._made else ():
@@ -150,7 +151,7 @@ class PipelineParallelGrid:
 
 
 def prime_factors(number: int) -> list[int]:
-    """Return the prime factors of a positive number in ascending order; none of 1.
+    """Return the prime factors of a positive number in ascending order; none for 1.
 
     Raises:
         ValueError: the number is not positive.
@@ -168,6 +169,6 @@ def prime_factors(number: int) -> list[int]:
 
 
 def _two_axes(world: int) -> ProcessTopology:
-    """Return a topology in which the prime factors of the world size alternate between pipe and data."""
+    """Return pipe and data axes, to which the prime factors of the world size are assigned in turn."""
     factors = prime_factors(world)
     return PipeDataParallelTopology(num_pp=math.prod(factors[::2]), num_dp=math.prod(factors[1::2]))

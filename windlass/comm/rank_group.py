@@ -1,4 +1,4 @@
-"""Groups of ranks that communicate."""
+"""Groups of ranks that communicate, and the groups of data ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that communicate. `ranks` are global; `index` is this rank's position among them.
+    """Group of ranks that communicate. `ranks` are global ranks, and `index` is this rank's position among them.
 
-    `cpu_process_group` is a second process group of the same ranks, if `process_group` does not support CPU
-    tensors.
+    `cpu_process_group` is a second process group of the same ranks for CPU tensors, if `process_group` does not support
+    these.
     """
 
     process_group: dist.ProcessGroup
@@ -32,10 +32,13 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class DataMesh:
-    """Data-parallel ranks: `data` is all of them, `shard` the ranks over which states are sharded, `replicate` the
-    ranks with equal shards.
+    """Groups of the data ranks.
 
-    `secondary` are the neighbours that hold a secondary copy of the parameters together (hpZ), or None.
+    Attributes:
+        data: All data ranks.
+        shard: Ranks over which states are sharded.
+        replicate: Ranks with equal shards.
+        secondary: Nearby ranks that hold a second sharded copy of the parameters (hpZ), or None.
     """
 
     data: RankGroup

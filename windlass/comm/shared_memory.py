@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host map together, and counters on which they wait for each other.
+"""Memory that the ranks of one host map together, and counters for synchronization.
 
-[Note: transports] The memory is an anonymous file (`memfd`): it has no name in any file system, so a small
-/dev/shm does not limit it, and nothing is left behind when a rank dies. Peers open it through `/proc/PID/fd/N`,
-which the kernel allows only for the same user. If one rank cannot open it, all ranks use gloo.
+[Note: transports] The memory is an anonymous file (`memfd`). It has no name on any file system, so a small /dev/shm
+does not limit it, and nothing is left behind when a rank dies. Peers open it through `/proc/PID/fd/N`, which the kernel
+allows only to the same user. If any rank cannot open it, all ranks use gloo.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _fence = threading.Lock()
 
 
 def fence() -> None:
-    """Order memory accesses of this thread: peers see earlier writes before later ones.
+    """Order memory accesses of this thread: earlier writes are visible before later ones.
 
-    x86 keeps stores in order by itself. Arm does not; there, acquiring a lock includes the barrier.
+    x86 keeps stores in order. Arm does not; there, acquiring a lock includes the barrier.
     """
     with _fence:
         pass
 
 
 def _agree(group: RankGroup, problem: str | None) -> str | None:
-    """Return the first problem of any rank, equal on all ranks; None if there is none."""
+    """Return the first problem in rank order, equal on all ranks; None if no rank has one. Collective."""
     problems: list[str | None] = [None] * group.size
     dist.all_gather_object(problems, problem, group=group.process_group)
     return next((p for p in problems if p is not None), None)
@@ -50,12 +50,14 @@ def shared_memory_problem(group: RankGroup) -> str | None:
     if not hasattr(os, "memfd_create"):
         problem = f"{platform.system()} has no anonymous memory files"
     hosts: list[tuple[str, str]] = [("", "")] * group.size
+    # Different machines may have equal host names (e.g. in containers); the boot id distinguishes them.
     dist.all_gather_object(hosts, (socket.gethostname(), _boot_id()), group=group.process_group)
     if len(set(hosts)) > 1:
         problem = f"the ranks are on {len(set(hosts))} hosts"
     problem = _agree(group, problem)
     if problem is not None:
         return problem
+    # Permissions (e.g. of /proc) show only in an attempt.
     try:
         SharedMemory(group, 4096)
     except CommunicationError as error:
@@ -70,18 +72,18 @@ def _boot_id() -> str:
 
 
 class SharedMemory:
-    """One block of bytes per rank of a group, mapped by all of them. Construction is collective.
+    """One block of bytes for each rank of a group, each mapped by all ranks. The constructor is collective.
 
     Args:
-        group: ranks of one host.
-        size: bytes of this rank's own block; ranks may differ.
+        group: Ranks of one host.
+        size: Bytes of this rank's own block; ranks may differ.
 
     Attributes:
         blocks: `[size]` uint8 tensors, one per rank, in group order.
-        pids: the process that owns each block.
+        pids: Id of the process that owns each block.
 
     Raises:
-        CommunicationError: a rank could not map another's block; on every rank.
+        CommunicationError: a rank could not map a peer's block. Raised on every rank.
     """
 
     def __init__(self, group: RankGroup, size: int) -> None:
@@ -96,9 +98,9 @@ class SharedMemory:
                 maps = [self._map(*offer, own=own) for offer in offers]
                 self.blocks = [torch.frombuffer(one, dtype=torch.uint8) for one in maps]
             except OSError as error:
-                problem = f"rank {dist.get_rank()} may not map a peer's memory ({error})"
+                problem = f"rank {dist.get_rank()} cannot map a peer's memory ({error})"
             self.pids = [pid for pid, _, _ in offers]
-            problem = _agree(group, problem)  # also the barrier after which no peer needs the descriptor
+            problem = _agree(group, problem)  # also a barrier, after which no peer needs the descriptor
             if problem is not None:
                 raise CommunicationError(problem)
         finally:
@@ -117,12 +119,14 @@ class SharedMemory:
 
 
 class Counters:
-    """Counters in shared memory: each rank sets its own, and all ranks read all. Construction is collective.
+    """Counters in shared memory: each rank raises its own, and all ranks read all of them.
+
+    The constructor is collective.
 
     Args:
-        group: ranks of one host.
-        count: counters per rank; all start at 0.
-        timeout: maximum time that `wait` waits for a peer.
+        group: Ranks of one host.
+        count: Number of counters per rank; all start at 0.
+        timeout: Time-out of `wait` for a peer.
     """
 
     def __init__(self, group: RankGroup, count: int, timeout: timedelta) -> None:
@@ -138,45 +142,47 @@ class Counters:
         self._rest: Counters | None = None  # counters added by `extend`
 
     def extend(self, count: int) -> int:
-        """Add `count` counters, and return the index of the first. Collective."""
+        """Add `count` counters and return the index of the first. Collective."""
         if self._rest is not None:
             return self._count + self._rest.extend(count)
         self._rest = Counters(self._group, count, timedelta(seconds=self._timeout))
         return self._count
 
     def raise_to(self, counter: int, value: int) -> None:
-        """Set this rank's counter. A rank that reads the new value also sees everything written before."""
+        """Set this rank's own counter. A peer that reads the new value also sees everything written before."""
+        # Data written before must become visible before the counter does.
         fence()
         self.set(counter, value)
 
     def set(self, counter: int, value: int) -> None:
-        """Set this rank's value without a fence. Peers may read it after another counter is raised."""
+        """Set an own number without a fence. Peers read it only after another counter was raised."""
         if self._rest is not None and counter >= self._count:
             self._rest.set(counter - self._count, value)
         else:
             self._own[counter] = value
 
     def read(self, rank: int, counter: int) -> int:
-        """Return a rank's value, by its index in the group."""
+        """Return the counter of a rank, given by its group index."""
         if self._rest is not None and counter >= self._count:
             return self._rest.read(rank, counter - self._count)
         return int(self._views[rank][counter])
 
     def reached(self, counter: int, value: int) -> bool:
-        """Return True if every peer's counter is at least `value`."""
+        """Return True if every peer's counter is at `value` or above."""
         if self._rest is not None and counter >= self._count:
             return self._rest.reached(counter - self._count, value)
         for _, view in self._peers:
             if view[counter] < value:
                 return False
+        # Reads after this see everything that the peers wrote before they raised the counter.
         fence()
         return True
 
     def wait(self, counter: int, value: int, what: str) -> None:
-        """Block until `reached`.
+        """Block until every peer's counter is at `value` or above.
 
         Raises:
-            CommunicationError: a peer died, or the time-out passed; the message names the rank and `what`.
+            CommunicationError: a peer died, or the time-out passed. The message names the rank and `what`.
         """
         if self._rest is not None and counter >= self._count:
             self._rest.wait(counter - self._count, value, what)
@@ -212,12 +218,14 @@ class Counters:
         start, pause, checked = time.monotonic(), 0.0, 0.0
         while not reached():
             waited = time.monotonic() - start
+            # Spin for 2 ms, because most waits are short; then sleep, to leave the core to other ranks.
             if waited > 0.002:
                 pause = min(0.001, waited / 64)
             if pause:
                 time.sleep(pause)
             else:
                 os.sched_yield()
+            # Checking processes takes system calls, so do it twice a second only.
             if waited - checked > 0.5:
                 checked = waited
                 self._check_peers(peers, counter, value, what, waited)
@@ -229,11 +237,12 @@ class Counters:
             if view[counter] >= value:
                 continue
             rank, pid = self._group.ranks[index], self._memory.pids[index]
+            # Read the counter again: the peer may have raised it before it ended.
             if not is_alive(pid) and view[counter] < value:
                 raise CommunicationError(f"rank {rank} (process {pid}) ended while {what} was waiting for it")
             if waited > self._timeout:
                 raise CommunicationError(
                     f"rank {rank} (process {pid}) did not join {what} within {self._timeout:.0f} s; "
-                    "it is alive, and the watchdog's hang report says what it runs instead; raise the time-out of "
+                    "it is alive, and the watchdog's hang report names its current call; raise the time-out of "
                     "init_distributed if it needs longer"
                 )

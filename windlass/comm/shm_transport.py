@@ -1,4 +1,4 @@
-"""Transport for CPU ranks on one host, which read each other's buffers in place."""
+"""Shared-memory transport for CPU ranks on one host: ranks read each other's buffers directly."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from windlass.comm.transport import BufferRequest, TransportBuffer, local_shard
 
 _ALIGN = 64
 _PER_BUFFER = 2  # counters: published, gathered
-_PER_LANE = 3  # counters: offered, taken, and index in the ring
+_PER_LANE = 3  # counters: offered, taken, and ring index of the offered buffer
 
 
 class ShmTransport:
-    """One-sided transport: an operation waits until peers have offered their parts, but does not need them to run
-    it at the same time.
+    """One-sided transport: an operation needs the peers' parts, but not the peers' participation at the same moment.
 
-    A rank raises `offered` (or `published`) once its part may be read, and `taken` (or `gathered`) once it has
-    read the peers' parts. Before the buffer is written again, `wait_until_read` waits for the peers' `taken`. A
-    transient buffer that is not `shared` is private to this rank and gathered through `GatherWindows`.
+    A rank raises the counter `offered` (or `published`) once its part may be read, and `taken` (or `gathered`) once it
+    has read the peers' parts. Before a rank writes a buffer again, it waits for its peers' `taken` (`wait_until_read`).
+
+    A transient buffer that is not `shared` is private to this rank, and is gathered through `GatherWindows`.
     """
 
     name = "shm"
@@ -40,18 +40,20 @@ class ShmTransport:
         self._lanes: list[int] = []  # first counter of each lane
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Allocate zeroed buffers in shared memory. `shared` buffers exist once; private transient ones are
-        gathered via windows.
+        """Allocate zeroed buffers in shared memory.
+
+        `shared` buffers exist once per host; transient private ones use the gather windows.
         """
         size = self.group.size
         alone = [need for need in needs if need.transient and not need.shared]
+        # A window holds one shard of the largest transient buffer.
         window = max((_bytes(need) // size for need in alone), default=0) if size > 1 else 0
         starts = iter(_places([window] * WINDOWS + [_bytes(n) for n in needs if not n.shared and not n.transient]))
         own = [next(starts) for _ in range(WINDOWS)]
         places = {False: starts, True: iter(_places([_bytes(n) for n in needs if n.shared]))}
         planned = [None if n.transient and not n.shared else next(places[n.shared]) for n in needs]
         memory = SharedMemory(self.group, next(starts))
-        # The common block is in the first rank's memory; the others contribute an empty one.
+        # The shared block lies in the first rank's memory; the other ranks contribute an empty block.
         total = next(places[True])
         shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
         rest = self._open_lanes(_PER_BUFFER * len(needs), lanes)
@@ -61,6 +63,7 @@ class ShmTransport:
         self._windows = GatherWindows(self.group, shown, self._counters, rest, self.traffic)
         buffers: list[TransportBuffer] = []
         for number, (need, start) in enumerate(zip(needs, planned, strict=True)):
+            # Private pages: peers do not map them, so they are cheap to free and allocate again.
             if start is None:
                 pages = AnonymousPages(_bytes(need))
                 local = pages.bytes[: _bytes(need)].view(need.dtype)
@@ -83,7 +86,7 @@ class ShmTransport:
         return buffers
 
     def _open_lanes(self, first: int, lanes: int) -> int:
-        """Add lanes whose counters begin at `first`, and return the end of these counters."""
+        """Add lanes whose counters begin at `first`. Return the index after the last counter."""
         self._lanes += [first + _PER_LANE * lane for lane in range(lanes)]
         self._turns += [0] * lanes
         return first + _PER_LANE * lanes
@@ -115,10 +118,12 @@ class ShmTransport:
         def read() -> None:
             size, moved = self.group.size, 0
             for index, part in enumerate(buffer.parts):
+                # A shared buffer already has the peers' values.
                 if index != self.group.index and not buffer.shared:
                     theirs = local_shard(part, index, size)
                     local_shard(buffer.local, index, size).copy_(theirs)
                     moved += theirs.numel() * theirs.element_size()
+            # Peers may write their shards again after this.
             counters.raise_to(buffer.key + 1, turn)
             self.traffic.add("gather", elements, moved)
 
@@ -143,22 +148,23 @@ class ShmTransport:
             self.wait_until_read(buffer)
 
     def allocate_memory(self, buffer: TransportBuffer) -> None:
-        return  # the kernel allocates the pages again at the next access
+        return  # pages are allocated again at the first access
 
     def offer(self, lane: int, buffer: TransportBuffer) -> int:
-        """Allow peers to read this rank's part of a lane's next sum. Return the turn that peers must have offered."""
+        """Mark this rank's part of a lane's next sum as readable. Return the turn that peers must have offered."""
         base = self._lane(lane)
-        # A peer that still reads the previous turn would use the ring index of this one.
+        # A peer that has not read the previous turn would look for it at this buffer's ring index.
         self._counters.wait(base + 1, self._turns[lane], "the reduction before")
         self._turns[lane] += 1
         turn = self._turns[lane]
         buffer.mark.lane, buffer.mark.turn = lane, turn
         self._counters.set(base + 2, buffer.ring_index)
+        # Set last: it makes the ring index and the buffer's content visible to peers.
         self._counters.raise_to(base, turn)
         return turn
 
     def taken(self, lane: int, turn: int) -> None:
-        """Record that this rank has read the parts of its peers."""
+        """Record that this rank has read its peers' parts of this turn."""
         self._counters.raise_to(self._lane(lane) + 1, turn)
 
     def offered(self, lane: int, turn: int) -> bool:
@@ -166,14 +172,15 @@ class ShmTransport:
         return self._counters.reached(self._lane(lane), turn)
 
     def wait(self, lane: int, turn: int) -> None:
-        """Block until `offered`."""
+        """Block until all peers have offered their parts of this turn."""
         self._counters.wait(self._lane(lane), turn, "a gradient reduction")
 
     def parts(self, lane: int, buffer: TransportBuffer) -> list[torch.Tensor]:
-        """Return this rank's shard of every rank's offered part in a lane, in rank order."""
+        """Return this rank's shard of every rank's buffer that is offered in a lane, in rank order."""
         group, numel = self.group, buffer.local.numel()
         found = []
         for rank in range(group.size):
+            # Ranks borrow ring buffers independently, so a peer's buffer may have another index.
             place = buffer.ring_index if rank == group.index else self._counters.read(rank, self._lane(lane) + 2)
             whole = buffer.ring[place][rank] if buffer.ring else buffer.parts[rank]
             found.append(local_shard(whole[:numel], group.index, group.size))
@@ -184,7 +191,7 @@ class ShmTransport:
 
 
 class ShmReduction:
-    """Reduction that is computed locally once all peers have offered their parts."""
+    """Reduction whose sum this rank computes once all peers have offered their parts."""
 
     def __init__(
         self,
@@ -214,6 +221,7 @@ class ShmReduction:
     def _finish(self) -> None:
         size = self._transport.group.size
         parts = self._transport.parts(self._lane, self._buffer)
+        # Round to the reduce dtype as a wire would, so that transports give the same bits.
         if self._wire != parts[0].dtype:
             parts = [part.to(self._wire) for part in parts]
         self.squares = ordered_sum(parts, self._out, add=self._add, factor=self._factor, measure=True)
@@ -227,7 +235,7 @@ def _bytes(need: BufferRequest) -> int:
 
 
 def _places(sizes: list[int]) -> list[int]:
-    """Return the start of each block of these sizes, aligned, and last the total size."""
+    """Return the start of each size in a block, aligned, and last the size of the block."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)

@@ -18,7 +18,7 @@ class StoreNotes:
     """Notes between some ranks for one purpose.
 
     Args:
-        purpose: equal on all of them, and unique to them.
+        purpose: Name of the purpose, equal on all of these ranks and used for nothing else.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -26,23 +26,23 @@ class StoreNotes:
 
     @classmethod
     def numbered(cls, purpose: str, rank: int) -> StoreNotes:
-        """Return the next notes of that purpose on `rank`. All ranks make equally many calls."""
+        """Return the next notes of this purpose on `rank`. All ranks must call this equally often."""
         number = _get_default_store().add(f"windlass {purpose} of {rank}", 1)
         return cls(f"{purpose} {number}")
 
     def post(self, key: str, text: str) -> None:
-        """Post a note, without waiting."""
+        """Write a note without waiting."""
         self._store().set(key, text)
 
     def wait_for_keys(self, keys: Iterable[str], what: str, seconds: float | None = None) -> str:
         """Wait until there is a note under each of `keys`.
 
         Args:
-            what: description of the wait, for hang reports.
-            seconds: maximum time.
+            what: Description of the wait, for reports of hangs.
+            seconds: Time-out; None: wait forever.
 
         Returns:
-            The first key without a note after that time; empty if all are there.
+            The first key without a note at the time-out; empty if all notes are there.
         """
         store, until = self._store(), None if seconds is None else time.monotonic() + seconds
         with WaitScope(what):

@@ -1,4 +1,4 @@
-"""Counters of communication: payload elements by formula, bytes as actually moved."""
+"""Traffic counters: payload elements by operation, and bytes that were actually moved."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _observer: Callable[[str, int], None] | None = None
 
 
 def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
-    """Call `observer` for every collective of every engine of this process, with its operation and the bytes that
-    this rank
-    read from others. None: stop.
+    """Call `observer` for every collective of every engine of this process; None removes the observer.
+
+    Its arguments are the operation and the number of bytes that this rank read from others.
     """
     global _observer
     _observer = observer
@@ -22,8 +22,8 @@ def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
 class Traffic:
     """Totals since `reset`. An all-reduce counts as a reduction and a gather. Padding is not counted."""
 
-    payload: Counter[str] = field(default_factory=Counter)  # elements of parameters, by operation
-    bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes this rank read from others, by operation
+    payload: Counter[str] = field(default_factory=Counter)  # parameter elements, by operation
+    bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank read from others, by operation
     control: int = 0  # elements of the small control reductions
 
     def add(self, operation: str, elements: int, moved: int) -> None:

@@ -1,4 +1,4 @@
-"""Interface of transports: buffers that peers can reach, and collectives on shards of them."""
+"""Transport protocol: buffers that peers can reach, and collectives on shards of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from windlass.comm.traffic import Traffic
 
 @dataclass(frozen=True)
 class WireOptions:
-    """Options of network transports. Shared memory has no options, because each rank reads what it needs.
+    """Options of a wire transport. Shared memory has none: each rank reads what it needs.
 
     Args:
-        reduce_chunk: elements of a gradient in one message (`reduce_bucket_size`).
-        gather_chunk: elements of parameters in one message (`allgather_bucket_size`).
-        use_reduce_scatter: send each rank only its shard of a sum; otherwise the whole sum (`reduce_scatter`).
-        use_all_gather: all shards in one collective; otherwise one broadcast per rank (`allgather_partitions`).
-        rotate_peers: each rank begins with a different peer (`round_robin_gradients`).
+        reduce_chunk: Gradient elements sent at once (`reduce_bucket_size`).
+        gather_chunk: Parameter elements sent at once (`allgather_bucket_size`).
+        use_reduce_scatter: Send each rank only its shard of a sum; else all-reduce (`reduce_scatter`).
+        use_all_gather: Gather all shards in one collective; else one broadcast per rank (`allgather_partitions`).
+        rotate_peers: Each rank starts with a different peer (`round_robin_gradients`).
     """
 
     reduce_chunk: int = 500_000_000
@@ -38,11 +38,10 @@ class BufferRequest:
     """Request for a buffer.
 
     Args:
-        numel: elements, a multiple of the group's size.
-        dtype: dtype of the elements.
-        shared: one buffer for the whole group, in which each rank writes its shard, if the transport supports
-            that.
-        transient: its memory will be freed and allocated again.
+        numel: Elements, a multiple of the group's size.
+        dtype: Dtype of the elements.
+        shared: One buffer for the whole group, in which each rank owns its shard, if the transport supports it.
+        transient: The memory will be freed and allocated again.
     """
 
     numel: int
@@ -53,7 +52,7 @@ class BufferRequest:
 
 @dataclass
 class OfferMark:
-    """Last reduction that was offered from a buffer: its lane and turn; turn 0 means none."""
+    """Last reduction offered from a buffer: its lane and turn; turn 0 means none."""
 
     lane: int = 0
     turn: int = 0
@@ -64,15 +63,15 @@ class TransportBuffer:
     """Flat buffer of this rank and, if the transport maps them, the same buffer of its peers.
 
     Attributes:
-        local: `[numel]`, this rank's.
-        parts: every rank's `local` in group order, or empty if peers cannot be read.
+        local: `[numel]`, the buffer of this rank.
+        parts: Every rank's `local` in group order; empty if peers cannot be read.
         shared: `local` is the same memory on all ranks.
-        key: index of its first counter.
-        published: number of times that its shards were published.
-        ring: parts of all buffers of its ring, including this one.
-        ring_index: its index in `ring`; ranks may hold the same gradient at different indices.
-        mark: last offer, common to all views of one buffer.
-        pages: private memory of `local` that is freed and allocated again; None: it is permanent.
+        key: Key of the buffer's counters.
+        published: Number of times that its shards were published.
+        ring: `parts` of all buffers of its ring, including this one.
+        ring_index: Index in `ring`. Ranks may have the same gradient at different indices.
+        mark: Mark of the last reduction, common to all slices of one buffer.
+        pages: Memory of `local` if it is freed and allocated again and belongs to this rank alone; else None.
     """
 
     local: torch.Tensor
@@ -86,7 +85,7 @@ class TransportBuffer:
     pages: AnonymousPages | None = None
 
     def first(self, numel: int) -> TransportBuffer:
-        """Return a view of the first `numel` elements as the same buffer."""
+        """Return the first `numel` elements as a slice of the same buffer."""
         return replace(self, local=self.local[:numel])
 
 
@@ -97,20 +96,24 @@ def local_shard(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
 
 
 class Transport(Protocol):
-    """Collectives over one group. All ranks start them in one order; buffers come from `allocate`."""
+    """Collectives over one group. All ranks start them in the same order. Buffers come from `allocate`."""
 
     name: str
     group: RankGroup
     traffic: Traffic
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Allocate zeroed buffers for `needs`, and lanes for reductions. Collective: all ranks make the same
-        requests, once.
+        """Allocate zeroed buffers for `needs`, and `lanes` lanes for reductions.
+
+        Collective; called once, with equal arguments on all ranks.
         """
         ...
 
     def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Allocate more buffers (neither shared nor transient), and more lanes. Collective, after `allocate`."""
+        """Allocate more buffers, neither shared nor transient, and append lanes to the existing ones.
+
+        Collective, after `allocate`.
+        """
         ...
 
     def reduce(
@@ -124,48 +127,46 @@ class Transport(Protocol):
         elements: int,
         wire: torch.dtype,
     ) -> Reduction:
-        """Sum the buffers that the ranks offer in `lane`. This rank's shard of `factor *` the sum is written or
-        added to `out`.
+        """Sum the ranks' buffers of `lane`. This rank's shard of `factor *` the sum is written (or added) to `out`.
 
         Args:
             out: `[numel / size]`; may be this rank's shard of the buffer.
-            elements: payload to count.
-            wire: dtype in which the parts are sent.
+            elements: Number of payload elements, for traffic counts.
+            wire: Dtype in which the parts are sent.
         """
         ...
 
     def publish(self, buffer: TransportBuffer) -> None:
-        """Allow peers to read this rank's shard of `buffer` until the next `wait_until_read`."""
+        """Mark this rank's shard of `buffer` as final. Peers may read it until the next `wait_until_read`."""
         ...
 
     def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
-        """All-gather `buffer`. This rank's shard is in place once `ready` is done.
+        """All-gather the shards of `buffer`.
 
-        A transient buffer is published by this call; publish others before it.
+        This rank's shard is in place once `ready`. The call publishes the shard of a transient buffer; other buffers
+        are published before it.
         """
         ...
 
     def board(self) -> AgreementBoard:
-        """Return the board on which ranks agree on their collectives. Collective, after `allocate`."""
+        """Return a board on which the group's ranks agree on the collectives to start. Collective, after `allocate`."""
         ...
 
     def wait_until_read(self, buffer: TransportBuffer) -> None:
-        """Block until no peer still reads this rank's last offer in `buffer`."""
+        """Block until no peer reads what this rank last offered in `buffer`."""
         ...
 
     def free_memory(self, buffer: TransportBuffer) -> None:
-        """Free the memory of a transient buffer once no peer reads it. Views stay valid objects but lose their
-        content.
-        """
+        """Free the memory of a transient buffer once no peer reads it. Views stay valid, but their content is lost."""
         ...
 
     def allocate_memory(self, buffer: TransportBuffer) -> None:
-        """Allocate the memory again, with undefined content."""
+        """Allocate the memory of a transient buffer again, with undefined content."""
         ...
 
 
 class Reduction(Protocol):
-    """Reduction in flight. `squares` is the sum of squares of `out` once it is complete (float64 scalar)."""
+    """Reduction in flight. `squares` is the sum of squares of `out` once it is finished (float64 scalar), or None."""
 
     squares: torch.Tensor | None
 

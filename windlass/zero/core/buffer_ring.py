@@ -1,4 +1,4 @@
-"""Ring of buffers in which units' gradients are reduced."""
+"""Ring of buffers that hold units' gradients until they are reduced."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from windlass.comm.transport import BufferRequest, Transport, TransportBuffer
 
 
 class BufferRing:
-    """Buffers as large as the largest unit, each lent to one unit at a time.
+    """Buffers of the size of the largest unit, each lent to one unit at a time.
 
     Args:
-        count: number of buffers.
-        numel: elements of each buffer.
-        dtype: dtype in which gradients are accumulated.
+        count: Number of buffers.
+        numel: Elements of each buffer.
+        dtype: Dtype in which gradients are accumulated.
     """
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype) -> None:
@@ -33,15 +33,18 @@ class BufferRing:
         self._free = deque(range(len(buffers)))
 
     def borrow(self, numel: int) -> tuple[int, TransportBuffer] | None:
-        """Lend the buffer that was given back longest ago: its index and its first `numel` elements. None if all
-        are lent.
+        """Borrow the buffer that was returned longest ago.
 
-        The content is undefined.
+        Return its index in the ring and its first `numel` elements, or None if all are lent.
+
+        The buffer has the content that its last unit left.
         """
         if not self._free:
             return None
+        # The oldest returned buffer is the one that peers have most likely finished reading.
         place = self._free.popleft()
         whole = self._buffers[place]
+        # Peers may still read the last reduction from it.
         self._transport.wait_until_read(whole)
         return place, whole.first(numel)
 

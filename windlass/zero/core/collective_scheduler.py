@@ -1,30 +1,29 @@
-"""Scheduler of collectives: all ranks start a model's collectives in one order, even if they run different modules.
+"""Collective scheduler: all ranks start the collectives of a model in one order, even if they run different modules.
 
-[Note: agreed order] An all-gather over a network transport, or through the windows of shared memory, and every
-reduction need all ranks, in one order. Ranks may run different modules (an expert chosen per rank, a tower for
-which a batch has no input), or different numbers of micro-batches. So this file alone starts the collectives of
-forwards and backwards.
+[Note: agreed order] A gather over a wire transport or through shared-memory windows, and every reduction, needs all
+ranks in one order. Ranks may run different modules (e.g. an expert chosen per rank, or a tower that has no input in a
+batch), or different numbers of micro-batches. So this module alone starts the collectives of forwards and backwards.
 
-*Phases.* One forward or one backward is a phase. Each rank records which units it all-gathered and which it
-reduced in the same phase of the previous step, in program order. When a phase begins, the ranks exchange a hash
-of this list. A rank that still waits for the other hashes continues with local work. If all hashes are equal,
-the list is binding: every rank starts these collectives in this order, and no message is needed until the phase
-ends. If the hashes differ, the ranks exchange the lists, and the merged list is binding. A rank that skips a
-unit of the list still joins its collective, when it reaches a later one or the end of its phase. For an
-all-gather it gathers and reshards; for a reduction it contributes zeros.
+*Phases.* Each forward and each backward is a phase. Each rank records, in program order, which units it gathered and
+which it reduced in each phase. This list is what the rank expects of the same phase in the next step. At the start of a
+phase the ranks exchange a hash of their lists. A rank that still waits for the other hashes continues with local work.
+If all hashes are equal, all ranks start the collectives of the list in its order, and exchange nothing more until the
+phase ends. If they differ, the ranks exchange the lists themselves and all follow the merged list. A rank that skips a
+unit of the list still joins the unit's collective, when it needs a later unit or when its phase ends: it gathers and
+reshards the unit, or it reduces zeros.
 
-*Agreement rounds.* A rank that needs a collective that is not on the list (or no longer is) first joins the rest
-of the list, then requests the collective in an agreement round. In a round every rank sends its position, and
-all ranks join every requested collective, in the order of ranks. A rank that begins a phase, or is at a sync
-point (e.g. a step), repeats rounds until all ranks are there, and so serves the requests of the others. Ranks
-wait for peers only in rounds and in binding collectives. So ranks hang only if one of them never arrives.
+*Agreement rounds.* A rank that needs a collective that is not on the rest of the list first joins the rest of the list,
+then requests the collective in an agreement round. In a round every rank sends its position, and all ranks join every
+requested collective, in rank order. A rank that begins a phase or reaches a sync point (e.g. a step) repeats rounds
+until all ranks are there, and so joins the collectives that other ranks request. Ranks wait for peers only in rounds
+and in collectives of the agreed list. So a rank waits forever only if another rank never arrives.
 
-*Experts.* Ranks along ep hold different experts, possibly different numbers of them. Reading or setting an
-expert involves only the ranks that hold it. So all ranks synchronise at the first such access after a step or a
-phase, after which no rank is inside a phase. Later accesses need no synchronisation.
+*Experts.* Ranks along ep hold different experts, and may hold different numbers of them. An access to an expert's
+parameters needs only the ranks that hold the same expert. So all ranks sync at the first such access after a step or a
+phase, which ensures that no rank is inside a phase, and do not sync at later accesses.
 
-*Completion order.* A rank that waits for a collective first finishes all that it started before. So the oldest
-unfinished collective was started by all ranks, and no rank that could finish it waits for anything else.
+*Completion order.* A rank that waits for a collective first finishes all collectives that it started earlier. So every
+rank has started the oldest unfinished collective, and no rank that could finish it waits for something else.
 """
 
 from __future__ import annotations
@@ -54,48 +53,48 @@ SYNC_POINTS = (
     "the end of a schedule",
     "destroy",
 )
-_REMEMBERED = 64  # phases of one kind in a step that are remembered individually
+_REMEMBERED = 64  # phases of one kind per step with a list of their own; later ones share one list
 _LATEST = -1
 
 
 class _Message(IntEnum):
-    REQUEST = 0  # request of one collective, to be started now
-    BEGIN_PHASE = 1  # begin of a phase, with the hash of its expected list
-    SYNC = 2  # at a sync point
-    SHARE_FAILURES = 3  # asks all ranks for local failures
+    REQUEST = 0  # a collective that this rank needs now
+    BEGIN_PHASE = 1  # the start of a phase, with a hash of the expected list
+    SYNC = 2  # arrival at a sync point
+    SHARE_FAILURES = 3  # exchange of failures in a forward
 
 
 class _Operation(IntEnum):
     GATHER = 0
-    REGATHER = 1  # in a backward: from the secondary group if it has copies of the shards
+    REGATHER = 1  # in a backward, from a nearby secondary shard if there is one
     REDUCE = 2
 
 
 class CollectiveScheduler:
-    """Starts the collectives of one model. A single rank starts each collective when it needs it.
+    """Scheduler of the collectives of one model. A single rank starts each collective when it needs it.
 
     Args:
-        units: all units of the model.
-        hoist_gathers: move each all-gather one position ahead of its use.
+        units: All units of the model.
+        hoist_gathers: Start each gather before the reductions that precede it in the list.
 
     Attributes:
-        start_reduction: starts the reduction of a trainable unit, by its number, with this rank's gradient so
-            far.
-        is_gradient_ready: returns True if this rank's part of a unit's gradient is complete.
-        reshard_unused: reshards a unit that was gathered for other ranks, unless this rank uses it.
-        has_local_failure: returns True if this rank has a failure that all ranks must learn of.
-        raise_failure: raises the error on all ranks after such a failure. Collective.
-        waiting_for: description of the exchange for which this rank waits; empty while it does not wait.
-        paused: True while unsharded units stay unsharded on every rank, so that forwards need no collectives.
-        skips_agreement: assume that ranks agree and skip the exchanges, as a baseline for
-            bench/collective_agreement.py.
+        start_reduction: Starts the reduction of the trainable unit with this number, with this rank's gradient or
+            zeros.
+        is_gradient_ready: Returns True if this rank's part of the unit's gradient is complete.
+        reshard_unused: Reshards a unit that was gathered for peers, unless this rank uses it.
+        has_local_failure: Returns True if this rank has a failure that all ranks must raise.
+        raise_failure: Raises that failure on all ranks. Collective.
+        waiting_for: Description of the agreement round that this rank waits for; empty if it waits for none.
+        paused: True while gathered units stay unsharded on every rank, so that forwards need no agreement.
+        skips_agreement: Assume that all ranks agree and exchange nothing. Used by bench/collective_agreement.py as a
+            baseline.
     """
 
     def __init__(self, units: list[Unit], *, hoist_gathers: bool) -> None:
         self._units, self._hoist_gathers = units, hoist_gathers
         self._board: AgreementBoard | None = None
         self._has_gathers = False
-        self._synced_since_step = False  # since the last step or phase
+        self._synced_since_step = False  # all ranks synced since the last step or phase
         self.start_reduction: Callable[[int], None] = lambda number: None
         self.is_gradient_ready: Callable[[int], bool] = lambda number: False
         self.reshard_unused: Callable[[Unit], None] = lambda unit: None
@@ -104,11 +103,11 @@ class CollectiveScheduler:
         self.waiting_for = ""
         self.paused = False
         self.skips_agreement = False
-        self._agreed: tuple[int, ...] = ()  # collectives that all ranks are bound to start
-        self._position = 0  # this rank's position in `_agreed`
-        self._phase: tuple[str, int] | None = None  # this rank's open phase: kind and number
-        self._pending_begin: _PendingBegin | None = None  # its begin, sent but not yet answered by all ranks
-        self._interrupted_kind = ""  # kind of a phase that a sync point interrupted and that may continue
+        self._agreed: tuple[int, ...] = ()  # collectives that all ranks start, in order
+        self._position = 0  # index in `_agreed` of the next collective to start
+        self._phase: tuple[str, int] | None = None  # open phase of this rank: kind, number in the step
+        self._pending_begin: _PendingBegin | None = None  # announced start of the phase; replies outstanding
+        self._interrupted_kind = ""  # kind of the phase that a sync point closed and that may resume
         self._recorded: list[int] = []  # collectives of the open phase so far
         self._previous: dict[tuple[str, int], tuple[int, ...]] = {}
         self._counts: Counter[str] = Counter()
@@ -116,55 +115,61 @@ class CollectiveScheduler:
         self._gathered_for_peers: deque[Unit] = deque()
 
     def use_board(self, board: AgreementBoard) -> None:
-        """Use `board` to exchange messages with the other ranks."""
+        """Use `board` to reach agreement with the peers."""
         self._board = board
         for unit in self._units:
             if unit.frees_memory:
+                # Over a wire each gather is a collective, so its completion must follow the agreed order too.
                 unit.order_pending, self._has_gathers = self.enqueue, True
 
     @property
     def is_single_rank(self) -> bool:
-        """True if there are no other ranks to agree with."""
+        """True if there are no peers to agree with."""
         return self._board is None
 
     # phases
 
     def begin_phase(self, kind: str, *, reduces: bool) -> None:
-        """Begin a forward or backward of this rank. Collective with the phases and sync points of all ranks.
+        """Begin a forward or backward on this rank. Collective over phases and sync points of all ranks.
 
         Args:
-            reduces: True if the phase reduces gradients.
+            reduces: This phase reduces gradients.
         """
         self._synced_since_step = False
-        # A phase without collectives needs no agreement.
+        # Without gathers and reductions the phase starts no collective, so there is nothing to agree on.
         if self._board is None or self.paused or not (self._has_gathers or reduces):
             return
         self.end_phase()
         self._interrupted_kind = ""
+        # Evaluations may have thousands of similar forwards: all but the first share one list.
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
         known = self._previous.get((kind, number), self._previous.get((kind, _LATEST), ()))
         expected, what = self._without_unsharded(known), f"the begin of a {kind}"
         self._phase = (kind, number)
+        # The shift keeps the hash within the range of a signed 64-bit integer on the board.
         mine = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self.has_local_failure())]
+        # Only post here. The replies are read when they are first needed, to overlap the exchange with compute.
         self._pending_begin = _PendingBegin(
             expected, what, mine, None if self.skips_agreement else self._board.post(mine, what)
         )
 
     def _finish_begin(self) -> None:
-        """Wait for the other ranks' messages of the pending phase begin, if there is one."""
+        """Wait for the peers' posts if this rank has announced the start of a phase and not yet read the replies."""
         if (begun := self._pending_begin) is None:
             return
         self._pending_begin = None
+        # Peers may need the collectives in flight to reach the start of their own phase, so finish them before waiting.
         self._finish_all()
         posts = [begun.mine] if begun.posted is None else self._wait_for(begun.posted, begun.what)
         value = begun.mine[1]
+        # Other ranks may be elsewhere, e.g. in a request: repeat rounds until all ranks start the phase.
         if not self._act_on_posts(posts, _Message.BEGIN_PHASE, value, begun.expected):
             while not self._agreement_round(_Message.BEGIN_PHASE, value, begun.what, begun.expected):
                 pass
 
     def end_phase(self, *kinds: str) -> None:
-        """End the open phase (if it is one of `kinds`): join the rest of the list."""
+        """End the open phase if it is one of `kinds` (default: any), after joining the rest of the agreed list."""
         if self._interrupted_kind in kinds:
             self._interrupted_kind = ""
         if self._phase is None or (kinds and self._phase[0] not in kinds):
@@ -173,35 +178,38 @@ class CollectiveScheduler:
         self._join_remaining()
         self._reshard_gathered_for_peers(0)
         kind, _ = self._phase
+        # Also stored as the latest list of its kind, for phases that have no list of their own yet.
         self._previous[self._phase] = self._previous[kind, _LATEST] = tuple(self._recorded)
         self._phase, self._recorded = None, []
 
     def sync(self, what: str, *, experts_only: bool = False) -> None:
-        """Wait, and serve other ranks' requests, until all ranks are at the same of `SYNC_POINTS`. Collective.
+        """Wait until all ranks reach the same sync point of `SYNC_POINTS`. Collective.
+
+        Meanwhile this rank joins the collectives that other ranks request.
 
         Args:
-            experts_only: the next access involves only ranks that hold the same experts; other ranks may have
-                nothing to do.
-                No-op if all ranks have synchronised since the last step or phase.
+            experts_only: The next operation needs only ranks that hold the same experts, and other ranks may skip it.
+                Do nothing if all ranks synced since the last step or phase.
 
         Raises:
-            CommunicationError: all ranks are at a sync point, but not at the same one.
+            CommunicationError: all ranks are at sync points, but not at the same one.
         """
         if self._board is None or (experts_only and self._synced_since_step):
             return
+        # The caller may go on with the same forward or backward after the sync point; see `_resume_after_sync`.
         self._interrupted_kind = self._phase[0] if self._phase is not None else self._interrupted_kind
         self.end_phase()
         while not self._agreement_round(_Message.SYNC, SYNC_POINTS.index(what), what):
-            self._join_remaining()  # the other ranks may have begun a phase with its own list
+            self._join_remaining()  # of a phase that other ranks began
         self._synced_since_step = True
 
     def new_step(self) -> None:
-        """Reset the numbering of phases after a step."""
+        """Count phases from zero again, after a step."""
         self._counts.clear()
         self._synced_since_step = False
 
     def share_failures(self) -> None:
-        """Raise on all ranks if one of them failed. Collective, as a part of a forward."""
+        """Raise on all ranks if one of them failed. Collective, as part of a forward."""
         if self._board is not None:
             self._finish_begin()
             self._join_remaining()
@@ -211,20 +219,23 @@ class CollectiveScheduler:
 
     def unshard(self, unit: Unit, *, backward: bool) -> None:
         """Start to unshard `unit`, which is needed now."""
+        # Units that keep their memory are gathered without a collective, so their order is free.
         if not unit.frees_memory or self._board is None:
             unit.unshard(backward=backward)
             return
         self._resume_after_sync()
         code = _code(unit.index, _Operation.REGATHER if backward else _Operation.GATHER)
+        # This rank needs the unit even if peers caused its gather, so it expects the gather in the next step too.
         if unit.shard_state is ShardState.SHARDED or unit.unsharded_for_peers:
             self._record(code)
         if unit.shard_state is ShardState.SHARDED:
             self._finish_begin()
             at = self._position_of(unit)
-            # Peers wait for the earlier collectives of the list, so join them first.
+            # Start all collectives of the list up to this unit's gather.
             while at is not None and self._position <= at:
                 self._start_next(wanted=self._position == at)
             if at is None:
+                # The list has no gather of this unit: finish the list, then request the gather from all ranks.
                 self._join_remaining()
             if unit.shard_state is ShardState.SHARDED:
                 self._agreement_round(_Message.REQUEST, code, f"a gather of {unit.names[0]!r}")
@@ -232,12 +243,11 @@ class CollectiveScheduler:
         self.advance()
 
     def prefetch(self, unit: Unit, *, backward: bool) -> bool:
-        """Start to all-gather a unit that is needed soon. Return False if it is not the next collective in the
-        agreed order.
-        """
+        """Start to gather a unit that is needed soon if its gather is next in order. Return True if it was started."""
         if self._board is None:
             unit.unshard(backward=backward)
             return True
+        # Prefetching must not block: adopt the agreed list only if the replies have already arrived.
         if self._pending_begin is not None and (
             self._pending_begin.posted is None or self._pending_begin.posted.poll()
         ):
@@ -255,7 +265,7 @@ class CollectiveScheduler:
             self.unshard_synced(unit)
 
     def unshard_synced(self, unit: Unit) -> None:
-        """Start to unshard one unit, as `unshard_all` does, after all ranks have synchronised."""
+        """Start to unshard one unit. All ranks have synced before."""
         if unit.frees_memory and self._board is not None:
             unit.join_unshard()
             unit.unsharded_for_peers = False
@@ -265,7 +275,7 @@ class CollectiveScheduler:
     # reductions
 
     def gradient_complete(self, number: int) -> None:
-        """Reduce a unit whose gradient is complete here, now or at its position in the agreed order."""
+        """Reduce the gradient of a unit, which is complete on this rank, now or at its place in the order."""
         if self._board is None:
             self.start_reduction(number)
             return
@@ -276,13 +286,11 @@ class CollectiveScheduler:
         if self._agreed or self._phase is None:
             self._join_reductions_before(code)
             self.advance()
-        else:  # there is no list to follow
+        else:  # no list is known yet, e.g. in the first step
             self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
 
     def reduce_remaining(self, numbers: Sequence[int], is_left: Callable[[int], bool]) -> None:
-        """Finish the reductions of a backward: join the rest of the list, then request the units that are left on
-        this rank.
-        """
+        """Finish the reductions of a backward: join the rest of the list, then request those left on this rank."""
         self._finish_begin()
         self._join_remaining()
         for number in numbers:
@@ -296,20 +304,22 @@ class CollectiveScheduler:
             self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
 
     def advance(self) -> None:
-        """Start the next collectives that cost nothing here: reductions of complete gradients, all-gathers of
-        unsharded units.
+        """Start the next collectives in order that cost nothing now.
+
+        These are reductions of complete gradients, and gathers of units that are unsharded on this rank.
         """
         while self._position < len(self._agreed):
             code = self._agreed[self._position]
             unit = _unit_of(code)
             if unit is None and not self.is_gradient_ready(_number(code)):
                 return
+            # A gather of a sharded unit would allocate memory before it is needed.
             if unit is not None and self._units[unit].shard_state is not ShardState.UNSHARDED:
                 return
             self._start_next()
 
     def enqueue(self, pending: Pending) -> Pending:
-        """Queue a started collective, so that it finishes after all that were started before it."""
+        """Wrap a collective that was just started, so that it finishes after all earlier ones."""
         if self._board is None:
             return pending
         one = OrderedPending(self, pending)
@@ -319,7 +329,7 @@ class CollectiveScheduler:
     # internals
 
     def _resume_after_sync(self) -> None:
-        """Begin a new phase for the rest of a forward or backward that a sync point interrupted."""
+        """Begin a new phase if a sync point ended the forward (or backward) that is still running."""
         if self._interrupted_kind:
             self.begin_phase(self._interrupted_kind, reduces=True)
 
@@ -328,7 +338,7 @@ class CollectiveScheduler:
             self._recorded.append(code)
 
     def _without_unsharded(self, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the recorded list without the all-gathers of units that are still unsharded."""
+        """Return the list of the previous step without gathers of units that are unsharded now."""
         here = {unit.index for unit in self._units if unit.frees_memory and unit.shard_state is not ShardState.SHARDED}
         if not here:
             return known
@@ -350,8 +360,8 @@ class CollectiveScheduler:
     def _join_reductions_before(self, code: int) -> None:
         """Join the reductions between the current position and `code`.
 
-        This rank probably has no gradients for them in this phase. If it did not join, peers would wait and this
-        rank would delay all later collectives.
+        This rank appears to have no gradients for them in this phase. Until it joins them, peers wait and all later
+        collectives of this rank are held back.
         """
         for at in range(self._position, len(self._agreed)):
             if self._agreed[at] == code:
@@ -378,6 +388,8 @@ class CollectiveScheduler:
         unit = self._units[number]
         released = unit.shard_state is ShardState.SHARDED
         unit.join_unshard(backward=code % len(_Operation) == _Operation.REGATHER)
+        # Other ranks need this unit, this rank may not: keep at most one such unit beyond its collective to bound
+        # memory.
         if released:
             unit.unsharded_for_peers = True
             if not wanted:
@@ -389,8 +401,9 @@ class CollectiveScheduler:
             self.reshard_unused(self._gathered_for_peers.popleft())
 
     def _agreement_round(self, message: _Message, value: int, what: str, expected: tuple[int, ...] = ()) -> bool:
-        """Exchange positions and start all requested collectives. Return True if this rank may continue."""
+        """Exchange positions with all ranks and join the requested collectives. Return True if this rank may go on."""
         assert self._board is not None
+        # All ranks have to start and finish the same collectives before they block in the round.
         self._join_remaining()
         self._finish_all()
         return self._act_on_posts(self._exchange_posts(message, value, what, expected), message, value, expected)
@@ -399,21 +412,24 @@ class CollectiveScheduler:
         said = [post[0] for post in posts]
         if _Message.SHARE_FAILURES in said and any(post[3] for post in posts):
             self.raise_failure()
+        # `dict.fromkeys` removes duplicate requests and keeps rank order, so all ranks join in the same order.
         wanted = dict.fromkeys(post[1] for post in posts if post[0] == _Message.REQUEST)
         for code in wanted:
             self._start(code, wanted=message is _Message.REQUEST and code == value)
         if message is _Message.REQUEST or message is _Message.SHARE_FAILURES:
             return True
+        # Other ranks were not at the start of a phase or at a sync point yet: the caller repeats the round.
         if wanted or _Message.SHARE_FAILURES in said:
             return False
         if _Message.BEGIN_PHASE in said:
             self._adopt_sequence(posts, expected)
+            # At a sync point, join the phases of other ranks first and then repeat the round.
             return message is _Message.BEGIN_PHASE
         if any(post[1] != value for post in posts):
             places = ", ".join(f"rank {rank} is at {SYNC_POINTS[post[1]]}" for rank, post in enumerate(posts))
             raise CommunicationError(
-                f"ranks wait for each other in different places, and would for ever: {places}; all ranks have to call "
-                "the same of these, in the same order"
+                f"ranks wait for each other at different calls, and would wait forever: {places}; all ranks must make "
+                "the same one of these calls, in the same order"
             )
         return True
 
@@ -436,6 +452,7 @@ class CollectiveScheduler:
         assert self._board is not None
         if any(post[:2] != posts[0][:2] for post in posts):
             longest = max(post[2] for post in posts)
+            # The exchanged messages must have one length on all ranks.
             padded = [*expected, *[0] * (longest - len(expected))]
             with WaitScope("agreed order: what the others expect"):
                 told = self._board.exchange(padded, "what the others expect") if longest else [[] for _ in posts]
@@ -447,24 +464,25 @@ class CollectiveScheduler:
             self._finish_first()
 
     def finish_to(self, one: OrderedPending) -> None:
-        """Finish all collectives that were started up to and including this one."""
+        """Finish all collectives started up to and including `one`."""
         while not one.done and self._in_flight:
             self._finish_first()
 
     def poll_to(self, one: OrderedPending) -> None:
-        """Finish the collectives started up to this one that are already complete, without waiting."""
+        """Mark as done the collectives up to and including `one` that have completed, without waiting."""
         while not one.done and self._in_flight and self._in_flight[0].inner.poll():
             self._in_flight.popleft().done = True
 
     def _finish_first(self) -> None:
         first = self._in_flight.popleft()
+        # Set before waiting: `first` has left the queue even if `wait` raises.
         first.done = True
         first.inner.wait()
 
 
 @dataclass(frozen=True)
 class _PendingBegin:
-    """Begin of a phase whose message this rank has sent."""
+    """Start of a phase that this rank has announced, before it has read the replies."""
 
     expected: tuple[int, ...]
     what: str
@@ -473,7 +491,7 @@ class _PendingBegin:
 
 
 class OrderedPending:
-    """Collective in flight that finishes after those started before it."""
+    """Collective in flight that finishes after all earlier ones."""
 
     def __init__(self, scheduler: CollectiveScheduler, inner: Pending) -> None:
         self._scheduler, self.inner, self.done = scheduler, inner, False
@@ -495,15 +513,15 @@ def _number(code: int) -> int:
 
 
 def _unit_of(code: int) -> int | None:
-    """Return the index of the unit that `code` all-gathers; None if it is a reduction."""
+    """Return the index of the unit that `code` gathers, or None if `code` is a reduction."""
     return None if code % len(_Operation) == _Operation.REDUCE else code // len(_Operation)
 
 
 @lru_cache(maxsize=256)
 def merge_sequences(lists: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Merge lists of collectives.
+    """Merge the ranks' lists into one.
 
-    A subsequence that several lists share appears once. Between shared entries, the entries of different ranks
+    Collectives that several lists have in the same order occur once. Between them, each rank's own collectives
     alternate, so that ranks that run different modules run them at the same time.
     """
     result: tuple[int, ...] = ()
@@ -534,12 +552,10 @@ def _interleave(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 @lru_cache(maxsize=256)
 def hoist_gathers(codes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the list with every all-gather moved one ahead: before the reductions between it and the previous
-    all-gather.
-    """
+    """Move each gather ahead of the reductions between it and the preceding gather."""
     result: list[int] = []
-    held: list[int] = []  # reductions
-    gathers: list[int] = []  # all-gathers that follow them
+    held: list[int] = []  # reductions not yet placed
+    gathers: list[int] = []  # gathers that follow the held reductions
     for code in codes:
         if _unit_of(code) is None:
             if gathers:

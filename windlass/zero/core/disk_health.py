@@ -1,4 +1,4 @@
-"""Health of the disk that holds a model's offloaded data, agreed over all ranks. See [Note: a disk that fails]."""
+"""Health of the NVMe data of a model, agreed over all ranks. See [Note: a disk that fails]."""
 
 from __future__ import annotations
 
@@ -13,32 +13,30 @@ from windlass.storage.deferred_failure_tier import DeferredFailureTier
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.staging_pool import StagingPool
 
-UNTOUCHED = "parameters and optimizer states are as they were, so far as the disk can still be read"
+UNTOUCHED = "parameters and optimizer states are unchanged, as far as the disk can still be read"
 LOST = (
-    "some parameters or optimizer states are lost, or of another step than the others, so nothing can go on from them: "
-    "load the last checkpoint, with its optimizer states, into this engine; where the disk does not work any more, "
+    "some parameters or optimizer states are lost, or belong to another step, so training cannot continue from them: "
+    "load the last checkpoint, with its optimizer states, into this engine; if the disk no longer works, "
     "destroy() it and load into a new one on another disk"
 )
 
-HALF_UPDATED = LOST.partition("; where the disk")[0]
+HALF_UPDATED = LOST.partition("; if the disk")[0]
 
 
 class DiskHealth:
-    """Failures of the disk and of updates of one model, over the ranks that train it.
+    """Failures of the disk and of the updates of one model, combined over the ranks that train it.
 
     Args:
-        disk: this rank's disk; None if no rank offloads to disk, so that checks are no-ops.
-        staging: staging pool, which may have deferred writes in flight.
-        data: all ranks that train the model.
+        disk: Disk tier of this rank. None if no rank keeps data on NVMe; then nothing is exchanged.
+        staging: Staging pool, which tracks asynchronous writes.
+        data: All data ranks.
 
     Attributes:
-        loss_reason: why training cannot continue from the model's state; empty if it can. Equal on all ranks.
-        update_error: error of a partial update on this rank, until all ranks know of it.
-        update_changed_nothing: True if the update failed before any part was complete. Training continues if
-            this holds on
-            all ranks.
-        temporary_extents: returns the extents of data that each step writes anew (gradients), whose loss loses
-            no state.
+        loss_reason: Reason why training cannot continue from the model's state; empty if it can. Equal on all ranks.
+        update_error: Exception of a partial update on this rank, until all ranks have received it.
+        update_changed_nothing: That update raised before any part of it was complete. If so on all ranks, training
+            continues.
+        temporary_extents: Returns the extents of per-step data (gradients), whose loss does not damage the state.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class DiskHealth:
         self.temporary_extents: Callable[[], set[Extent]] = set
 
     def has_local_failure(self) -> float:
-        """Return 1 if a transfer or update of this rank failed and not all ranks know of it yet, else 0."""
+        """Return 1 if this rank has a failed transfer or update that not all ranks have received yet, else 0."""
         if self.update_error is not None and not self.update_changed_nothing:
             return 1.0
         return float(
@@ -59,18 +57,17 @@ class DiskHealth:
         )
 
     def check(self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: RankGroup | None = None) -> None:
-        """Raise on all ranks if a transfer failed on any. Collective if any data is on disk.
+        """Exchange with all ranks if a transfer failed, and raise if so. Collective if the model keeps data on NVMe.
 
         Args:
-            what: the operation that fails or failed, for the message.
-            then: the consequence for the model, for the message.
-            loses: training cannot continue after a failure. This always holds if parameters or states were not
-                written, or
-                were damaged on the disk.
-            among: only these ranks take part (ranks that hold the same experts).
+            what: Operation that failed or cannot run, for the message.
+            then: Consequence for the model, for the message.
+            loses: The failure damages the state. This is always so if states or parameters were not written, or were
+                damaged on disk.
+            among: Exchange only over these ranks (which hold the same experts).
 
         Raises:
-            StorageError: a transfer failed; on all ranks, with the messages of the ranks where it failed.
+            StorageError: a transfer failed. Raised on all ranks, with the messages of the ranks where it failed.
         """
         if self._disk is None:
             return
@@ -84,14 +81,16 @@ class DiskHealth:
     def raise_failures(
         self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: RankGroup | None = None
     ) -> None:
-        """Raise the error of `check`, after all ranks know that a transfer failed. Collective.
+        """Raise the error of `check`, after all ranks have received that a transfer failed. Collective.
 
         Raises:
-            UpdateError: no transfer failed, but an update on some rank; on all ranks.
+            StorageError: a transfer failed. Raised on all ranks.
+            UpdateError: no transfer failed, but the update of a rank did. Raised on all ranks.
         """
         group = among or self._data
         torn = self._lost_extent_error()
         failed = self._disk.take_failure() if self._disk is not None else None
+        # Clear the failure now: after this exchange all ranks have received it.
         broken, self.update_error, self.update_changed_nothing = self.update_error, None, False
         error: Exception | None = torn or failed
         mine = (str(error) if error is not None else "", torn is not None, "")
@@ -103,7 +102,7 @@ class DiskHealth:
         said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(told) if words)
         updates = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(told) if words)
         if updates:
-            self.loss_reason = f"the update of the step before was made in part ({updates})"
+            self.loss_reason = f"the update of the previous step was made in part ({updates})"
             if not said:
                 raise UpdateError(f"{what}: {self.loss_reason}. As for the model: {HALF_UPDATED}") from error
         if loses or any(tears for _, tears, _ in told):
@@ -111,7 +110,7 @@ class DiskHealth:
         raise StorageError(f"{what}: {said}. As for the model: {then}") from error
 
     def check_local(self, what: str, *, loses: bool = False) -> None:
-        """Check this rank's disk alone, as `check` does for all ranks."""
+        """Raise StorageError if a transfer of this rank failed, like `check`, but without communication."""
         torn = self._lost_extent_error()
         error = self._disk.take_failure() if self._disk is not None else None
         error = torn or error
@@ -121,18 +120,19 @@ class DiskHealth:
             raise StorageError(f"{what}: {error}. As for the model: {LOST if loses else UNTOUCHED}") from error
 
     def raise_local_failure(self) -> None:
-        """Raise StorageError if a transfer of this rank failed and not all ranks know of it. The failure stays
-        recorded, so that the next `check` reports it to all ranks.
+        """Raise StorageError if a transfer of this rank failed and not all ranks have received that yet.
+
+        The failure stays recorded, so that a later `check` sends it to all ranks.
         """
         if self._disk is not None and self._disk.failure is not None:
             raise StorageError(str(self._disk.failure)) from self._disk.failure
 
     def clear_update_error(self) -> None:
-        """Clear an update error, after an update that failed on every rank and changed nothing."""
+        """Clear the error of an update that failed on every rank and changed nothing."""
         self.update_error, self.update_changed_nothing = None, False
 
     def clear_failure(self) -> None:
-        """Discard a failed read whose data is not needed."""
+        """Clear a failed read whose data are not needed any more."""
         if self._disk is not None:
             self._disk.take_failure()
 
@@ -142,18 +142,18 @@ class DiskHealth:
             raise StorageError(f"{what} is refused: {self.loss_reason}; {LOST}")
 
     def mark_reloaded(self) -> None:
-        """Mark the model as fully reloaded. Collective if any data is on disk.
+        """Record that the whole model was loaded again. Collective if the model keeps data on NVMe.
 
         Raises:
-            StorageError: some lost data was not reloaded, or could not be written; on all ranks.
+            StorageError: lost data were not loaded, or could not be written. Raised on all ranks.
         """
         self.loss_reason = ""
-        self.check("not all that was lost was loaded", loses=True)
+        self.check("some of the lost data were not loaded", loses=True)
 
     def _lost_extent_error(self) -> StorageError | None:
-        """Return the error of a lost part of the state (not written, or damaged on disk); None if there is none."""
+        """Return the error of a lost part of the state: a failed write or damage on the disk. None if all is intact."""
         if self._staging is not None:
-            self._staging.has_room(0)  # detects finished writes
+            self._staging.has_room(0)  # updates the list of finished writes
         if self._disk is None or not self._disk.damaged_extents:
             return None
         passing = self.temporary_extents()

@@ -1,6 +1,4 @@
-"""Data-parallel groups: the ranks over which units are sharded and reduced. Experts have smaller groups than dense
-units.
-"""
+"""Data-parallel groups: ranks over which units are sharded and reduced. Experts have smaller ones than dense units."""
 
 from __future__ import annotations
 
@@ -17,19 +15,19 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
 
 REPLICA_AXES = ("tp",)
-"""Axes along which ranks compute the same, so that parameters not sharded over them are replicated."""
+"""Axes along which ranks compute the same values, so that parameters not sharded along them are replicated."""
 
 
 @dataclass(eq=False)
 class DataParallelGroup:
-    """Ranks over which a set of units is sharded and reduced.
+    """Ranks over which certain units are sharded and reduced.
 
     Attributes:
-        mesh: the ranks over which gradients are reduced.
-        group: the ranks over which states are sharded.
-        transport: transport of `group`.
-        transport_reason: why this transport was chosen.
-        secondary_transport: transport of the smaller group of hpZ; None without hpZ.
+        mesh: Ranks over which gradients are reduced.
+        group: Ranks over which optimizer states are sharded, if they are.
+        transport: Transport over `group`.
+        transport_reason: Reason for the choice of this transport.
+        secondary_transport: Transport over the nearby ranks of hpZ (secondary shards); None without hpZ.
     """
 
     mesh: DataMesh
@@ -39,9 +37,10 @@ class DataParallelGroup:
     secondary_transport: Transport | None = None
 
     def extra_reduce_groups(self, mesh: Mesh, kind: PlacementKey, *, cut: bool) -> list[RankGroup]:
-        """Return further groups over which a reduced shard must be summed: replicas of sharded states, ranks that
-        compute only
-        part of a gradient, and pipeline stages that share the parameter.
+        """Return further groups over which a reduced shard is summed.
+
+        These are the other replicas of sharded states, ranks that compute only parts of a gradient, and pipeline stages
+        that share the parameter.
         """
         groups = [self.mesh.replicate] if cut else []
         groups += [mesh.axes[axis].group for axis in sorted(kind.partial_axes)]
@@ -51,18 +50,16 @@ class DataParallelGroup:
 
 
 def norm_weight(mesh: Mesh, kind: PlacementKey) -> float:
-    """Return the weight of a rank's shard in the squared gradient norm, so that a parameter that is replicated
-    outside its
-    data-parallel group counts once.
+    """Return the weight of the squares of this rank's shard in the norm.
+
+    A parameter with copies outside its data ranks counts once in total.
     """
     copies = mesh.grid.size(*(axis for axis in REPLICA_AXES if axis not in kind.sharded_axes))
     return 1.0 / (copies * max(1, len(kind.shared_stages)))
 
 
 def is_primary_replica(mesh: Mesh, kind: PlacementKey) -> bool:
-    """Return True if this rank is the first of the ranks that hold the same parameter outside its data-parallel
-    group.
-    """
+    """Return True on the first of the ranks that hold a copy of the parameter and are not data ranks of each other."""
     beside = all(axis in kind.sharded_axes or mesh.axes[axis].index == 0 for axis in REPLICA_AXES)
     return beside and (not kind.shared_stages or mesh.pp.index == kind.shared_stages[0])
 
@@ -70,7 +67,7 @@ def is_primary_replica(mesh: Mesh, kind: PlacementKey) -> bool:
 def build_dp_groups(
     mesh: Mesh, settings: ZeroSettings, homes: Placements, device: torch.device
 ) -> list[DataParallelGroup]:
-    """Create a model's data-parallel groups, that of dense parameters first. Collective."""
+    """Return the data-parallel groups of a model, the dense one first. Collective."""
     made: list[DataParallelGroup] = []
     for data in [mesh.dense] if mesh.experts is mesh.dense else [mesh.dense, mesh.experts]:
         group = data.shard if settings.policy.state else data.data
@@ -78,10 +75,12 @@ def build_dp_groups(
             settings.transport, group, device, ways=settings.wire_options, timeout=settings.timeout
         )
         regather = None
+        # An offloaded shard is not in device memory, so a secondary shard there would defeat the offload.
         if data.secondary is not None and settings.policy.param and homes.param is Tier.DEVICE:
             regather, _ = choose_transport(
                 transport.name, data.secondary, device, ways=settings.wire_options, timeout=settings.timeout
             )
+        # One traffic count for the whole model.
         if made:
             transport.traffic = made[0].transport.traffic
         if regather is not None:

@@ -1,4 +1,4 @@
-"""Gradient norm and step status, in one small reduction before a step."""
+"""Small reduction before a step: gradient norm, overflow, used parameters, and unreduced units."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from windlass.zero.core.sharding_policy import ShardingPolicy
 
 @dataclass(frozen=True)
 class StepStatus:
-    """Result of the reduction before a step, equal on all ranks.
+    """Values that all ranks have in common before a step.
 
     Attributes:
-        norm: norm of the whole gradient, loss scale included; not finite if any element is not.
-        used: for each trainable unit and parameter, True if any rank had a gradient of it.
-        unreduced: for each trainable unit, True if any rank holds gradients that were not reduced.
-        flags: sums over ranks of the caller's numbers.
-        uneven: True if the data-parallel ranks ran different numbers of backwards.
+        norm: Norm of the full gradient, including the loss scale; not finite if any element is not finite.
+        used: For each trainable unit and parameter, True if any rank had a gradient of it.
+        unreduced: For each trainable unit, True if any rank holds unreduced gradients of it.
+        flags: Sums over ranks of the additional flags.
+        uneven: True if the data ranks ran different numbers of backwards.
         diverged: True if they reduced and dropped gradients in different orders, see [Note: dropped gradients].
     """
 
@@ -43,18 +43,18 @@ class StepStatus:
 
 
 class NormVector:
-    """Positions in the reduced vector of the flags for used parameters.
+    """Layout of the reduced vector: index of each unit's used-parameter flags.
 
-    Experts that are separate modules differ between ranks along ep, which may hold different numbers of them, so
-    each expert has its own position. Experts that are stored in one parameter count as used if any of them is.
+    Experts that are separate modules differ between ranks along ep, also in number, so each expert has an index of its
+    own. Experts that are slices of one parameter share an index: the parameter is used if any of them is.
 
     Args:
-        mesh: all ranks.
-        device: device of the reduced vector.
+        mesh: Mesh of all ranks.
+        device: Device of the collectives.
 
     Attributes:
-        of: first position of each slot's parameters.
-        size: length of the vector.
+        of: Index of the first parameter of each slot.
+        size: Size of the vector.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -63,8 +63,9 @@ class NormVector:
         self.size = 0
 
     def fit(self, slots: list[GradientSlot]) -> None:
-        """Compute the positions for `slots`, whose number is equal on all ranks. Collective if the number has
-        changed.
+        """Rebuild the layout for `slots` if their number changed. Collective in that case.
+
+        The number of slots is equal on all ranks.
         """
         if len(slots) == len(self.of):
             return
@@ -84,9 +85,9 @@ class NormVector:
 
 
 def local_norm_squares(slot: GradientSlot, policy: ShardingPolicy) -> tuple[int, int]:
-    """Return `[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over
-    the
-    data-parallel ranks.
+    """Return the range `[start, stop)` of a slot's shard whose squares this rank adds.
+
+    Over the data ranks of the slot's group, each element counts once.
     """
     data, size = slot.unit.dp_group.mesh.data, slot.numel
     cuts = slot.unit.dp_group.group.size if policy.state else data.size
@@ -104,22 +105,22 @@ def reduce_step_status(
     *,
     flags: list[float],
 ) -> StepStatus:
-    """Reduce the step status. Collective; reductions of gradients must be finished.
+    """Reduce the step status. Collective; reductions in flight must be finished before.
 
-    `used` and `unreduced` are reduced over the dense data-parallel ranks; norm and flags over all ranks.
+    Used parameters and unreduced units are combined over the dense data ranks, norm and flags over all ranks.
 
     Args:
-        gradients: of this rank.
-        policy: decides over which ranks gradients are sharded.
-        mesh: all ranks.
-        vector: positions of the flags of each parameter.
-        flags: further numbers to sum over ranks.
+        gradients: Gradient reducer of this rank.
+        policy: Sharding policy of the gradients.
+        mesh: Mesh of all ranks.
+        vector: Layout of the reduced vector.
+        flags: Further numbers to sum over ranks in the same collective.
     """
     slots = gradients.slots
     squares = []
     for slot in slots:
         if slot.has_reduced:
-            if slot.norm_squares is None:  # usually the reduction has computed it already
+            if slot.norm_squares is None:  # usually computed during the reduction of the unit
                 start, stop = local_norm_squares(slot, policy)
                 slot.norm_squares = sum_of_squares(slot.read()[start:stop])
             squares.append(
@@ -127,12 +128,14 @@ def reduce_step_status(
             )
     device = vector.device
     vector.fit(slots)
+    # float64, so that counts and squares of hashes are exact.
     facts = torch.zeros(vector.size + 4, dtype=torch.float64)
     for number, (slot, pending) in enumerate(zip(slots, gradients.unreduced(), strict=True)):
         facts[number] = float(pending)
         for index in slot.used:
             facts[vector.of[number] + index] = 1.0
     backwards, events = gradients.backward_count, gradients.history_hash
+    # Sum and sum of squares show in one reduction if all ranks have the same value (see `_values_differ`).
     facts[vector.size :] = torch.tensor([backwards, backwards**2, events, events**2], dtype=torch.float64)
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([none, *(one.to(device) for one in squares)]).sum()
@@ -159,13 +162,15 @@ def reduce_step_status(
 
 
 def _values_differ(total: float, squares: float, ranks: int) -> bool:
-    """Return True if the ranks' integers differ, given their sum and the sum of their squares."""
+    """Return True if the ranks' integers differ, given their sum over ranks and the sum of their squares."""
+    # Equality in the Cauchy-Schwarz inequality holds only if all integers are equal.
     return total * total != squares * ranks
 
 
 def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> None:
-    """Sum the first `common` numbers over all ranks, the others over the dense data-parallel ranks."""
+    """Sum the first `common` numbers over all ranks, and the others over the dense data ranks."""
     data = mesh.dense.data
+    # Without other axes one all-reduce is sufficient.
     if data.size == mesh.world.size:
         if data.size > 1:
             dist.all_reduce(vector, group=data.process_group)
@@ -178,9 +183,7 @@ def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> 
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """Return the clip factor for a gradient of this norm, as torch's `clip_grad_norm_` computes it. `limit` 0: no
-    clipping.
-    """
+    """Return the factor that clips a gradient to norm `limit`, as torch's `clip_grad_norm_`; `limit` 0: no clipping."""
     if limit <= 0:
         return 1.0
     coefficient = limit / (norm + 1e-6)

@@ -1,4 +1,4 @@
-"""Gradient of one unit: its buffer, its reduced shard and their state."""
+"""Gradient of one unit: its buffer, its reduced shard, and the state of both."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ class GradientSlot:
     """Gradient of one unit.
 
     Attributes:
-        buffer: `[padded]`, accumulates gradients: the unit's own buffer, or one borrowed from the ring.
-        ring_index: index of a borrowed buffer in the ring.
-        unreduced_copy: `[padded]`, private, for gradients that must outlive the ring buffer: `no_sync`, or too
-            many
-            incomplete units.
-        shard: `[state span]`, reduced, in device memory; a view of `buffer` if that is the unit's own.
-        storage: slot of the reduced shard if it is on another tier; `shard` is None then.
-        spare_storage: second slot, for delayed updates.
-        handed_over: True if `spare_storage` has the gradient of a running update; None if no update is running.
-        has_reduced: True if `shard` or `storage` has this step's gradient, or will have it after pending
-            transfers.
-        is_offloaded: True if a part of this step's gradient was sent to `storage`.
-        written: parameters with unreduced gradients in `buffer` or `unreduced_copy`.
-        arrived: parameters whose gradient arrived in this backward.
-        used: parameters that had a gradient in this step.
-        dropped: parameters whose reduced gradient the script dropped; zeroed before the shard is used.
-        norm_squares: sum of squares of this rank's part of the shard, once it was reduced.
+        buffer: `[padded]`, target of gradients: the unit's own, or borrowed from the ring.
+        ring_index: Index of the borrowed buffer in the ring; None if none is borrowed.
+        unreduced_copy: `[padded]`, private memory for gradients that cannot stay in the ring: under `no_sync`, or if
+            all ring buffers are lent.
+        shard: `[state span]`, reduced, on the device. A view of `buffer` if that is the unit's own.
+        storage: The same if offloaded to host or NVMe; `shard` is None then.
+        spare_storage: Second storage, for the gradient that a delayed update uses.
+        handed_over: True if `spare_storage` has a gradient that a running update uses; None if no update runs.
+        has_reduced: `shard` (or `storage`) has this step's gradient, or will have it once transfers in flight end.
+        is_offloaded: A part of this step's gradient has been sent to `storage`.
+        written: Parameters with an unreduced gradient in `buffer` or `unreduced_copy`.
+        arrived: Parameters whose gradient arrived in this backward.
+        used: Parameters that had a gradient in this step.
+        dropped: Parameters whose reduced gradient the script dropped; zeroed before the next use.
+        norm_squares: Sum of squares of this rank's part of the reduced shard; None if not computed yet.
     """
 
     unit: Unit
@@ -67,9 +65,7 @@ class GradientSlot:
 
     @property
     def stepped(self) -> Slot | torch.Tensor | None:
-        """Gradient that an update uses: the reduced shard, or the one handed over to a delayed update; None: no
-        gradient.
-        """
+        """Gradient for the optimizer: the reduced shard, or that of a delayed update; None: no gradient."""
         if self.handed_over is not None:
             return self.spare_storage if self.handed_over else None
         return (self.storage if self.storage is not None else self.shard) if self.has_reduced else None
@@ -79,10 +75,11 @@ class GradientSlot:
         return self.unit.names_in(self.unit.state_start + start, self.unit.state_start + stop)
 
     def hand_over(self) -> Pending:
-        """Start to hand the reduced shard to an update that runs while the next gradient arrives."""
+        """Start to move the reduced shard to a delayed update, which runs while the next gradient arrives."""
         moving: Pending = DONE
         assert self.spare_storage is not None
         if self.has_reduced and self.storage is not None:
+            # Swap instead of copy: the update reads the filled storage, the next gradient goes to the free one.
             self.storage, self.spare_storage = self.spare_storage, self.storage
         elif self.has_reduced:
             assert self.shard is not None
@@ -91,14 +88,14 @@ class GradientSlot:
         return moving
 
     def read(self) -> torch.Tensor:
-        """Return the reduced shard in memory, from any tier. Pass the changed shard to `write`."""
+        """Return the reduced shard in memory, from any tier. Pass it to `write` after a change."""
         if self.storage is not None:
             return self.storage.read()
         assert self.shard is not None
         return self.shard
 
     def write(self, values: torch.Tensor) -> None:
-        """Store the shard that `read` returned. Its norm is computed again."""
+        """Store the shard that `read` returned. Its norm is computed again at the next use."""
         if self.storage is not None:
             self.storage.write(values)
         self.norm_squares = None

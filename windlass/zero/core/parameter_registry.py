@@ -1,4 +1,4 @@
-"""Registry of parameters: finds the sharded model to which a parameter belongs."""
+"""Registry from parameters to the sharded models that own them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """Location of a parameter: its model, its unit, and its index in the unit."""
+    """Location of a parameter: its sharded model, its unit, and its index in the unit."""
 
     model: ShardedModel
     unit: Unit
@@ -46,13 +46,14 @@ def unregister(model: ShardedModel) -> None:
 
 
 def is_registered(parameter: nn.Parameter) -> bool:
-    """Return False, cheaply, if the parameter belongs to no engine (the usual case); otherwise call `find`."""
+    """Return True if `parameter` may be registered. Cheap, and False for almost all parameters without an engine."""
     return id(parameter) in _locations
 
 
 def find(parameter: nn.Parameter) -> ParameterLocation | None:
     """Return the location of `parameter`, or None if it belongs to no engine."""
     entry = _locations.get(id(parameter))
+    # The id may belong to a new object after the registered parameter was garbage-collected.
     if entry is None or entry[0]() is not parameter:
         return None
     model = entry[1]()
@@ -63,7 +64,7 @@ def require(parameter: nn.Parameter) -> ParameterLocation:
     """Return the location of `parameter`.
 
     Raises:
-        ModelError: it belongs to no engine.
+        ModelError: the parameter belongs to no engine.
     """
     place = find(parameter)
     if place is None:

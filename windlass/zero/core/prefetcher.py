@@ -1,4 +1,4 @@
-"""Predictor of the order of units, from the previous step: units to prefetch, and units to keep unsharded."""
+"""Prefetcher: predicts from the last step the order in which units are used."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from windlass.zero.core.unit import ShardState, Unit
 
 
 class Prefetcher:
-    """Sequence of units that the last forward and backward used, and the current position in it.
+    """Trace of the units used by one forward and backward, and the current position in it.
 
     Args:
-        prefetch_numel: elements to all-gather ahead of use (`stage3_prefetch_bucket_size`).
-        max_live_numel: elements that may be unsharded at once (`stage3_max_live_parameters`).
-        max_reuse_distance: a unit used again within this many elements is not resharded
+        prefetch_numel: Number of elements to gather ahead of use (`stage3_prefetch_bucket_size`).
+        max_live_numel: Maximum number of unsharded elements (`stage3_max_live_parameters`).
+        max_reuse_distance: A unit that is used again within this number of elements stays unsharded
             (`stage3_max_reuse_distance`).
-        read_ahead_numel: elements of this rank's shards to read from disk ahead of their all-gathers
+        read_ahead_numel: Number of elements of this rank's shards to read from NVMe ahead of their gathers
             (`offload_param.buffer_count` times `buffer_size`).
     """
 
-    MAX_IN_FLIGHT = 2  # all-gathers in flight: the current one and the next; more would only use memory
+    MAX_IN_FLIGHT = 2  # gathers: the one that is waited for and the next one; more would only take memory
 
     def __init__(
         self, prefetch_numel: int, max_live_numel: int, max_reuse_distance: int, read_ahead_numel: int
@@ -37,32 +37,36 @@ class Prefetcher:
         self._trace_matches = False
 
     def begin_forward(self, *, had_backward: bool) -> None:
-        """Begin a new forward. `had_backward`: the previous forward had a backward, so its sequence becomes the
-        prediction.
+        """Begin the trace of a new forward.
+
+        `had_backward`: the trace of the last forward includes a backward, so predict from it.
         """
+        # An evaluation forward must not replace the trace of a training step.
         if had_backward:
             self._previous_trace = self._trace
         self._trace, self._position = [], 0
         self._trace_matches = bool(self._previous_trace)
 
     def record_use(self, unit: Unit) -> None:
-        """Record that `unit` is used now, and advance the position in the predicted sequence."""
+        """Record that `unit` is used now, and advance in the predicted trace."""
         self._trace.append(unit)
         if not self._trace_matches:
             return
+        # Skip predicted units that this rank did not use this time.
         for at in range(self._position, len(self._previous_trace)):
             if self._previous_trace[at] is unit:
                 self._position = at + 1
                 return
+        # The order changed: predict nothing until the next forward.
         self._trace_matches = False
 
     def units_to_prefetch(self, live_numel: int) -> Iterator[Unit]:
-        """Yield the units to all-gather now, ahead of use.
+        """Yield the units to gather now, ahead of use.
 
         Args:
-            live_numel: elements that are unsharded or in flight.
+            live_numel: Number of elements that are unsharded or in flight.
         """
-        budget, flying = self._prefetch_numel, 1
+        budget, flying = self._prefetch_numel, 1  # the unit in use counts as the first gather in flight
         for unit in self._previous_trace[self._position :] if self._trace_matches else ():
             if unit.shard_state is not ShardState.SHARDED:
                 continue
@@ -74,7 +78,7 @@ class Prefetcher:
             yield unit
 
     def units_to_read_ahead(self) -> Iterator[Unit]:
-        """Yield the units whose shards to read from disk now, beyond the units that are prefetched."""
+        """Yield the units whose shards to read from NVMe now, beyond those that are gathered."""
         budget = self._read_ahead_numel
         for unit in self._previous_trace[self._position :] if self._trace_matches else ():
             if unit.shard_state is ShardState.SHARDED and unit.tier is Tier.NVME:
@@ -84,7 +88,7 @@ class Prefetcher:
                 yield unit
 
     def is_reused_soon(self, unit: Unit, live_numel: int) -> bool:
-        """Return True if `unit` is used again within the reuse distance, so that it stays unsharded."""
+        """Return True if `unit` is used again so soon that it should stay unsharded."""
         if not self._trace_matches or self._max_reuse_distance <= 0 or live_numel > self._max_live_numel:
             return False
         distance = 0

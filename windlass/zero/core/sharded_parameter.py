@@ -1,12 +1,12 @@
 """Placeholder for a sharded parameter. Accessing it gathers it or raises.
 
-[Note: parameters used elsewhere] A sharded parameter keeps its shape, dtype and place in its module, but its
-class is `ShardedParameter` and its data are one NaN expanded with zero strides. Every torch function that gets it as an
-argument calls `ShardedParameter.__torch_function__`, which asks the parameter's `GatherHandler` for the values.
-Inside a forward, a unit is unsharded and added to the running block (a head that computes with
-`self.embed.weight` works). A parameter constructed under `zero.Init` is gathered while its model is still being
-built. Any other access raises an error that names the ways to read the parameter. Code that bypasses torch
-functions (C++ that got the data) reads NaN, and torch itself refuses an in-place write to overlapping memory.
+[Note: parameters used elsewhere] A sharded parameter keeps its shape, dtype and place in its module, but its class is
+`ShardedParameter` and its data are one NaN expanded with zero strides. Every torch function that gets it as an argument
+passes through `__torch_function__`, which requests the values from the parameter's gather handler. Inside a forward, a
+unit is gathered and held by the block that runs, so a head that computes with `self.embed.weight` works. A parameter
+with sharded init is gathered while its model is still under construction. Every other access raises an error that names
+the ways to read the parameter. Code that bypasses torch functions (e.g. C++ that received the data) reads NaN. torch
+itself rejects in-place writes to the overlapping memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from windlass.base.errors import ShardedParameterError
 
 
 class GatherHandler(Protocol):
-    """Object that can gather a sharded parameter."""
+    """Owner of the values of sharded parameters, e.g. their unit."""
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Gather `parameter` and return True, if that is possible now. The other tensors of the call stay unsharded
-        if they are.
+        """Gather `parameter` if possible here, and return True on success.
+
+        The other tensors of the call, `together`, must not be resharded by this.
         """
         ...
 
@@ -38,8 +39,7 @@ class GatherHandler(Protocol):
         ...
 
 
-# Original attributes of torch.Tensor. [Note: gradients that a script sees] describes the side effects of reading
-# `.grad` and `.data`.
+# Original accessors, without hooks. See [Note: gradients that a script sees] for the hooks on `.grad` and `.data`.
 _grad: Any = torch.Tensor.grad
 _data: Any = torch.Tensor.data
 raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
@@ -49,10 +49,10 @@ put_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STATE_DICT = nn.Module._save_to_state_dict.__code__
-_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}  # by id, while sharded
+_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}  # by id(), while sharded
 _nan: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-# Calls that read no values, by the name of the method or property.
+# Attributes and methods that do not read values, by the name of the getter or method.
 METADATA_CALLS = frozenset(
     """
     shape size numel nelement dim ndim ndimension stride dtype device layout is_leaf requires_grad requires_grad_ grad
@@ -67,15 +67,13 @@ METADATA_CALLS = frozenset(
 
 
 def reads_only_metadata(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call reads only metadata of a tensor, no values. `type(dtype)` is a cast, so it returns
-    False.
-    """
+    """Return True if a call reads only metadata of a tensor, not its values. `type(dtype)` is a cast, not metadata."""
     return name in METADATA_CALLS and not (name == "type" and len(args) + len(kwargs) > 1)
 
 
 _CAST_TO = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
-# Calls that make another tensor of the same shape or dtype.
+# Calls that create another tensor of the same shape or dtype.
 _FACTORIES = frozenset(
     (
         "new_empty",
@@ -100,7 +98,7 @@ _OVERWRITES = frozenset(
 
 
 def call_name(function: Callable[..., Any]) -> str:
-    """Return the name of a torch function: the attribute's name if it reads one, `set name` if it writes one."""
+    """Return the name of a torch function: the attribute's name for a getter, `set name` for a setter."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         accessor = getattr(function, "__self__", None)
@@ -110,21 +108,25 @@ def call_name(function: Callable[..., Any]) -> str:
 
 
 class ShardedParameter(nn.Parameter):
-    """Parameter whose values are sharded and not in memory."""
+    """Parameter whose full values are not on this rank."""
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = call_name(function)
+        # E.g. `module.to(device)` of a model with sharded parameters: the tiers are configured, so nothing moves.
         if args and isinstance(args[0], ShardedParameter) and _is_no_op(name, args, kwargs or {}):
             return args[0]
+        # `state_dict()` often needs only names and shapes: return a stub instead of gathering every parameter.
         if name == "detach" and sys._getframe(1).f_code is _STATE_DICT and allows_stub(args[0]):
             return StateDictStub.of(args[0])
         if not reads_only_metadata(name, args, kwargs or {}):
             found = _tensors_in((args, kwargs))
             for parameter in found:
                 if isinstance(parameter, ShardedParameter) and not _try_gather(parameter, found):
+                    # An initializer may overwrite a cast copy without reading it, so the error can wait until the copy
+                    # is read.
                     if args and parameter is args[0]:
                         dtype = _dtype_of_copy(name, args, kwargs or {})
                         if dtype is not None:
@@ -133,13 +135,13 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
         if name == "detach" and sys._getframe(1).f_code is _NEW_PARAMETER:
-            # `nn.Parameter(this)` saw a subclass, and requires that the detached tensor has this parameter's
-            # current class.
+            # `nn.Parameter(sharded)` detaches its argument and requires that the result has the argument's current
+            # class.
             return torch.Tensor._make_subclass(type(args[0]), result, False)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Released parameter of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+        return f"Sharded parameter of shape {tuple(self.shape)}, {self.dtype}: its values are sharded over ranks"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if not _try_gather(self, [self]):
@@ -152,9 +154,10 @@ class ShardedParameter(nn.Parameter):
 
 
 def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call only moves a sharded parameter (as `module.cpu()` and `module.to(device)` do), casts it
-    to its own dtype, or assigns its own data. The configuration decides where shards are stored, so such a call
-    does nothing.
+    """Return True if a call only moves a sharded parameter, casts it to its own dtype, or assigns its own data to it.
+
+    Such calls (e.g. `module.cpu()` and `module.to(device)`) have no effect, because the configuration sets the tier of
+    the shards.
     """
     if name == "set data":
         return args[1] is args[0]
@@ -163,14 +166,15 @@ def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name not in ("cpu", "cuda", "to", "type"):
         return False
     if name == "type" and not all(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
-        return False  # legacy type names such as "torch.cuda.FloatTensor", which name a device too
+        return False  # legacy tensor types such as torch.cuda.FloatTensor, which name a device too
+    # The arguments of `to` end with `non_blocking, copy`, so a second bool is `copy`.
     copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
     asked = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
     return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in asked)
 
 
 def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype to which a call casts its first argument, or None if the call is no cast."""
+    """Return the dtype to which a call casts its first argument; None if the call is not a cast."""
     if name not in ("to", "type"):
         return _CAST_TO.get(name)
     asked = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor)))
@@ -178,9 +182,7 @@ def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype of a call that returns a `ShardedParameterCopy` of its first argument, or None for any other
-    call.
-    """
+    """Return the dtype of a call's result if it is a `ShardedParameterCopy` of the first argument; else None."""
     if name == "_weight_norm":
         dtype: torch.dtype = args[0].dtype
         return dtype
@@ -189,13 +191,10 @@ def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class _StandIn(torch.Tensor):
-    """Base class of placeholders for a sharded parameter's values. Calls that read only metadata succeed; all other
-    calls go
-    to `_use`.
-    """
+    """Stand-in for the values of a sharded parameter. Metadata calls return results; all other calls go to `_use`."""
 
     _parameter: nn.Parameter
-    _comes_from = ""  # name in errors of a call that is no torch function
+    _comes_from = ""  # name of the call in errors, if it is not a torch function
 
     @classmethod
     def __torch_function__(
@@ -219,19 +218,17 @@ class _StandIn(torch.Tensor):
 
 
 class ShardedParameterCopy(_StandIn):
-    """Copy of a sharded parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
-    gathered.
+    """Copy of a sharded parameter in another dtype or normalised by `weight_norm`, without values.
 
-    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8,
-    and
-    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped). The copy then
-    becomes an
-    ordinary tensor. Any other use raises as the parameter does.
+    It is returned where the parameter cannot be gathered. Initialisers overwrite such a copy without reading it, and
+    the copy then becomes an ordinary tensor. Examples are `init.normal_(weight.float())` in transformers 5.8, and
+    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped. Any other use raises the
+    error of the parameter.
     """
 
     @classmethod
     def of(cls, parameter: nn.Parameter, dtype: torch.dtype) -> ShardedParameterCopy:
-        """Return the copy of a sharded parameter."""
+        """Return a copy of a sharded parameter, without values."""
         with torch._C.DisableTorchFunctionSubclass():
             copied = torch.Tensor._make_subclass(cls, nan_placeholder(parameter, dtype), False)
         copied._parameter = parameter
@@ -240,6 +237,7 @@ class ShardedParameterCopy(_StandIn):
     @classmethod
     def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         if name in _FACTORIES:
+            # A zero-stride tensor has the shape, dtype and device that the factory copies, without memory.
             like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return function(like, *args[1:], **given)
         # Some callers of torch.nn.init pass the tensor by name.
@@ -258,7 +256,9 @@ class ShardedParameterCopy(_StandIn):
         self.__class__ = torch.Tensor  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Copy of a released parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not here"
+        return (
+            f"Copy of a sharded parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not on this rank"
+        )
 
 
 def _never(parameter: nn.Parameter) -> bool:
@@ -266,27 +266,24 @@ def _never(parameter: nn.Parameter) -> bool:
 
 
 allows_stub: Callable[[nn.Parameter], bool] = _never
-"""Returns True if a sharded parameter may be in a `state_dict()` as a stub with name, shape and dtype (see
-`StateDictStub`).
-"""
+"""Return True if a `StateDictStub` may represent a sharded parameter in `state_dict()`."""
 
 read_full_value: Callable[[nn.Parameter], torch.Tensor] | None = None
-"""Reads the full value behind a stub; collective. None: stubs cannot be read."""
+"""Gather the values behind a stub, collectively on all ranks. None if stubs cannot be read."""
 
 
 class StateDictStub(_StandIn):
-    """Stub for a sharded parameter in a `state_dict()`, with its shape and dtype.
+    """Stub of a sharded parameter in a `state_dict()`, with shape and dtype.
 
-    Often only the names are needed: transformers calls `state_dict` while it loads, and peft on one rank while
-    it saves. Reading the values of a stub calls `read_full_value`, or raises if that is None. Changing them
-    raises.
+    Callers often need only the names: transformers calls `state_dict()` while it loads, and peft on one rank while it
+    saves. An access to the values returns the result of `read_full_value` or raises. The values cannot be changed.
     """
 
     _comes_from = "state_dict"
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Parameter that the stub replaces."""
+        """Parameter that the stub represents."""
         return self._parameter
 
     @classmethod
@@ -311,17 +308,17 @@ class StateDictStub(_StandIn):
         return read_full_value(self._parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+        return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are sharded over ranks"
 
 
 def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:
-    """Replace the values of `parameter` with the NaN placeholder. A parameter that is already sharded stays
-    unchanged.
-    """
+    """Remove the values of `parameter` and make it a `ShardedParameter`. A sharded parameter is unchanged."""
     if isinstance(parameter, ShardedParameter):
         return
+    # A weak reference, because the handler (the unit) refers to its parameters.
     _sharded[id(parameter)] = ref(handler), type(parameter)
     put_data(parameter, nan_placeholder(parameter))
+    # Change the class in place: modules and optimizers keep references to the parameter object.
     parameter.__class__ = ShardedParameter
 
 
@@ -329,7 +326,7 @@ def nan_placeholder(parameter: torch.Tensor, dtype: torch.dtype | None = None) -
     """Return a tensor of a parameter's shape and device without memory of its own: every element is one NaN.
 
     Args:
-        dtype: by default the parameter's. In dtypes without a NaN all bits are set: packed weights read as NaN, too.
+        dtype: By default the parameter's. Dtypes without a NaN get 0.
     """
     dtype = dtype or parameter.dtype
     key = (dtype, parameter.device)
@@ -342,17 +339,17 @@ def nan_placeholder(parameter: torch.Tensor, dtype: torch.dtype | None = None) -
 
 
 def mark_unsharded(parameter: nn.Parameter) -> None:
-    """Make `parameter` an ordinary parameter again. The caller sets its data."""
+    """Restore the class of `parameter`. The caller sets its data."""
     _, parameter.__class__ = _sharded.pop(id(parameter))
 
 
 def forget_sharded(identity: int) -> None:
-    """Forget a sharded parameter that no longer exists, by its id."""
+    """Forget a sharded parameter with this id, which was garbage-collected."""
     _sharded.pop(identity, None)
 
 
 def handler_of(parameter: nn.Parameter) -> GatherHandler | None:
-    """Return the handler that can gather a sharded parameter; None for any other tensor."""
+    """Return the gather handler of a sharded parameter; None for any other tensor."""
     entry = _sharded.get(id(parameter)) if isinstance(parameter, ShardedParameter) else None
     return entry[0]() if entry is not None else None
 
@@ -371,7 +368,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _try_gather(parameter: ShardedParameter, together: Sequence[torch.Tensor]) -> bool:
-    """Ask the handler to gather the parameter. Return True on success."""
+    """Gather the parameter through its handler. Return True on success."""
     keeper = handler_of(parameter)
     return keeper is not None and keeper.gather_parameter(parameter, together)
 
@@ -380,7 +377,7 @@ def _error(parameter: nn.Parameter, what: str) -> ShardedParameterError:
     keeper = handler_of(parameter)
     name = keeper.name_of(parameter) if keeper is not None else "?"
     return ShardedParameterError(
-        f"{what!r} on parameter {name!r}: its values are spread over ranks (stage 3 outside of a forward, or built "
+        f"{what!r} on parameter {name!r}: its values are sharded over ranks (stage 3 outside of a forward, or built "
         "under windlass.zero.Init); read or "
         "change it inside `with windlass.zero.GatheredParameters([parameter], modifier_rank=None or a rank):`, or read "
         "it with windlass.zero.full_param(parameter)"

@@ -1,4 +1,4 @@
-"""Meaning of a ZeRO stage: the kinds of slots that it shards. Only this file reads the stage number."""
+"""Sharding policy: the kinds of slots that a ZeRO stage shards. Only this module interprets the stage number."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from windlass.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """Slots that are sharded over the shard axis of the data-parallel mesh.
+    """Kinds of slots that are sharded over the shard axis of the data mesh.
 
     Attributes:
-        stage: number for messages; no code branches on it.
-        param: each rank keeps only its shard of a parameter outside its use; otherwise the full parameter.
-        grad: gradients are reduced at every backward, and only the shard is kept; otherwise they are reduced
-            once, at the
+        stage: ZeRO stage, for display only. No code branches on it.
+        param: Each rank keeps only its shard of a parameter between uses; else every rank keeps full parameters.
+        grad: Gradients are reduced in every backward, and only the shard is kept; else they are reduced once, at the
             accumulation boundary.
-        state: master weights and optimizer states exist only for the shard.
+        state: Master weights and optimizer states exist only for the shard.
     """
 
     stage: int
@@ -35,14 +34,13 @@ _STAGES = {
 
 
 def sharding_policy(stage: int, shards: int, *, away: bool = False) -> ShardingPolicy:
-    """Return the policy of a stage over `shards` ranks. With one rank nothing is sharded, unless slots are
-    offloaded.
+    """Return the policy of a stage over `shards` ranks. On one rank nothing is sharded, unless slots are offloaded.
 
     Args:
-        away: True if some slots are on another tier than the device.
+        away: Some slots are offloaded to another tier than the device.
 
     Raises:
-        ConfigError: there is no such stage.
+        ConfigError: the stage does not exist.
     """
     if stage not in _STAGES:
         raise ConfigError(f"zero_optimization.stage = {stage!r}; there are stages 0, 1, 2 and 3")

@@ -1,4 +1,4 @@
-"""Parameters that are all-gathered, reduced and updated together, as views of one flat buffer."""
+"""Unit: parameters that are gathered, reduced and updated together, as views of one flat buffer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.zero.core.unit_partition import Block, UnitPlan
 
 
 class ShardState(Enum):
-    """State of a unit's full parameters on this rank."""
+    """State of the full parameters of a unit on this rank."""
 
     SHARDED = "released"
     UNSHARDING = "coming"
@@ -31,31 +31,28 @@ class ShardState(Enum):
 
 
 class Unit:
-    """Parameters, their layout, and the flat tensors that hold them.
+    """Parameters of one unit, their layout, and the flat tensors that hold them.
 
-    [Note: released parameters] At stage 3, `full` holds values only while a block that uses the unit runs. On
-    shared
-    memory, `full` is one buffer that all ranks map, each rank writes its own shard, and an all-gather only waits
-    until all owners have updated. On other transports, or when parameters are offloaded, the storage of `full`
-    is freed and allocated again. Views that autograd saved alias this storage, so they have the right values
-    again after the all-gather before their backward. For this reason the storage is never lent to another unit.
-    A sharded parameter keeps its shape but all its elements are one NaN (see sharded_parameter.py), so that no
-    use of it goes unnoticed.
+    [Note: released parameters] At stage 3 the full parameters exist only while a block that uses the unit runs. On
+    shared memory `full` is one buffer for all ranks: each rank owns its shard, and a gather only waits until the owners
+    have published their updates. On other transports, or if the parameters are offloaded, the memory of `full` is freed
+    and allocated again under the same tensor object. Views that autograd saved alias `full`, so they hold the right
+    values again after the gather before their backward. The memory of `full` is never reused for another unit. A
+    sharded parameter keeps its shape, but all its elements are one NaN (see sharded_parameter.py), so that every
+    accidental use is visible.
 
     Attributes:
-        full: `[layout.padded]` in the param_dtype; the parameters are views of it while unsharded.
-        frees_memory: True if resharding frees the memory of `full`; otherwise it only invalidates the
-            parameters.
-        lowered: True if the unit's gradients are reduced in `lowered_reduce_dtype`.
-        dp_group: the ranks over which the unit is sharded and reduced.
-        placements: for each parameter, the part of the full parameter that lies on this rank.
-        extra_reduce_groups: further groups over which the reduced shard is summed.
+        full: `[layout.padded]` in `dtype`. Parameters are views of it while the unit is unsharded.
+        frees_memory: Resharding frees the memory of `full`. If False, resharding only marks the parameters as sharded.
+        lowered: Gradients are sent in the lowered reduce dtype of the settings.
+        dp_group: Ranks over which the unit is sharded and reduced.
+        placements: Placement of each parameter: the part of the full parameter that lies on this rank.
+        extra_reduce_groups: Further groups over which the reduced gradient shard is summed.
         is_primary_replica: True on the one rank whose copy is counted when replicas are summed.
-        norm_weight: factor of the squares of the unit's elements in the gradient norm.
-        shard_slot: this rank's shard of the parameters if `full` is freed; None if the shard is a view of
-            `full`.
-        tier: tier of the parameters while they are sharded.
-        state_tier: tier of master weights and optimizer states.
+        norm_weight: Factor for the squares of the unit's elements in the norm.
+        shard_slot: This rank's shard of the parameters if `frees_memory`; else None, and the shard is part of `full`.
+        tier: Tier of the parameters while they are sharded.
+        state_tier: Tier of master weights and optimizer states.
     """
 
     def __init__(
@@ -81,30 +78,28 @@ class Unit:
         self.is_primary_replica = True
         self.reshards = reshards
         self.shard_state = ShardState.UNSHARDED
-        self.users = 0  # block calls between their unshard and their reshard
-        self.keep_unsharded = False  # a later double backward may read the values at any time
+        self.users = 0  # blocks between their unshard and their reshard
+        self.keep_unsharded = False  # a later backward may use the parameters at any time
         self.state_start, self.state_stop = 0, layout.padded
         self.tier, self.state_tier = tier, state_tier
         self.shard_slot: Slot | None = None
         self.secondary_shard: torch.Tensor | None = None
-        self.data_snapshots: dict[
-            int, torch.Tensor
-        ] = {}  # by parameter index: values when a script read `.data`, since the unshard
-        self.lost_edit_name = ""  # a parameter that was changed through `.data` before the reshard
+        # By parameter: values when a script read `.data` since the unshard.
+        self.data_snapshots: dict[int, torch.Tensor] = {}
+        self.lost_edit_name = ""  # parameter that a script changed through `.data` before it was resharded
         self.privately_held: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
-        self.unshard_for_current_block: Callable[[Unit], bool] | None = (
-            None  # set by the runtime: unshard for the block that runs now
-        )
-        self.order_pending: Callable[[Pending], Pending] = lambda pending: pending  # set by the scheduler
-        self.unsharded_for_peers = False  # unsharded only because another rank needed it
+        # Set by the runtime: unshards the unit for the running block.
+        self.unshard_for_current_block: Callable[[Unit], bool] | None = None
+        self.order_pending: Callable[[Pending], Pending] = lambda pending: pending  # set by the collective scheduler
+        self.unsharded_for_peers = False  # gathered for peers before this rank needed it
         self._pending: Pending = DONE
-        self._secondary_valid = False  # the secondary shard holds the current values
+        self._secondary_valid = False  # `secondary_shard` equals the current values
         self._all_ranks_gathered = True  # all ranks have gathered since the values changed
-        self.update_count = 0  # number of times that the shard got new values
+        self.update_count = 0  # number of updates of the local shard
 
     @property
     def transport(self) -> Transport:
-        """Transport of the data-parallel group."""
+        """Transport over the ranks that the unit is sharded over."""
         return self.dp_group.transport
 
     @property
@@ -114,16 +109,17 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `full`."""
+        """Size of `full` in bytes."""
         return self.layout.padded * self.dtype.itemsize
 
     @property
     def kind(self) -> PlacementKey:
-        """Key that determines which ranks hold copies of the unit and which ranks reduce it."""
+        """Placement key: determines which ranks hold replicas of the unit and which ranks reduce it."""
         return self.placements[0].key
 
     def buffer_request(self) -> BufferRequest:
-        """Return the request for the buffer of `full`."""
+        """Return the request for the buffer that holds `full`."""
+        # Offloaded parameters need `full` only while gathered, so it does not go to memory shared by all ranks.
         away = self.reshards and self.tier is not Tier.DEVICE
         return BufferRequest(self.layout.padded, self.dtype, shared=self.reshards and not away, transient=self.reshards)
 
@@ -133,11 +129,11 @@ class Unit:
         ledger: DeviceMemoryLedger,
         make_shard_slot: Callable[[Unit, int], Slot],
     ) -> None:
-        """Use `buffer` as `full`. Its content is set afterwards, through `views` and `finish_init`.
+        """Use `buffer` as `full`. The caller fills it afterwards through `views` and then calls `finish_init`.
 
         Args:
-            make_shard_slot: returns a slot with the given number of elements, for the shard of a unit whose
-                `full` is freed.
+            make_shard_slot: Returns a slot of the given number of elements, for the local shard of a unit that frees
+                `full`.
         """
         self.buffer, self.full, self._ledger = buffer, buffer.local, ledger
         self.frees_memory = self.reshards and not buffer.shared
@@ -147,13 +143,15 @@ class Unit:
             self.shard_slot = make_shard_slot(self, self.local_shard.numel())
             self.shard_slot.set_content_description(self._names_in_shard)
         self._make_views()
+        # A second shard over nearby ranks saves traffic between nodes in the backward; it needs a `full` that is freed.
         self._regather = self.dp_group.secondary_transport if self.frees_memory else None
         if self._regather is not None:
             near = self._regather.group
             self.secondary_shard = torch.empty_like(local_shard(self.full, near.index, near.size))
 
     def move_to(self, buffer: TransportBuffer) -> None:
-        """Move `full` and its values to another `buffer`. Only for a unit that is never resharded."""
+        """Copy the values of `full` to another `buffer` and use it from now on. For units that are never resharded."""
+        # Parameters may have been given other memory; copy their values into `full` first.
         self.recapture_parameters()
         buffer.local.copy_(self.full)
         self.buffer, self.full = buffer, buffer.local
@@ -168,11 +166,11 @@ class Unit:
 
     @property
     def local_shard(self) -> torch.Tensor:
-        """This rank's shard of `full`, over the transport's group."""
+        """This rank's shard of `full`, as a view."""
         return local_shard(self.full, self.transport.group.index, self.transport.group.size)
 
     def read_local_shard(self) -> torch.Tensor:
-        """Return this rank's shard of the parameters in memory. Pass the changed shard to `write_local_shard`."""
+        """Return this rank's shard of the parameters in memory. Pass it to `write_local_shard` after a change."""
         return self.shard_slot.read() if self.shard_slot is not None else self.local_shard
 
     def write_local_shard(self, values: torch.Tensor) -> None:
@@ -181,66 +179,67 @@ class Unit:
             self.shard_slot.write(values)
 
     def views(self) -> list[torch.Tensor]:
-        """Return the views of the parameters in `full`, in their shapes. Their values are valid while the unit is
-        unsharded.
-        """
+        """Return the shaped views of the parameters in `full`. Their values are valid while the unit is unsharded."""
         return self._views
 
     def store_local_shard(self, values: torch.Tensor) -> None:
-        """Write this rank's shard (in the param_dtype, on the device) to the tier that holds it while `full` is
-        freed.
-        """
+        """Store this rank's shard, given in the parameter dtype on the device, in its slot. Only if `frees_memory`."""
         assert self.shard_slot is not None
         self.shard_slot.put(values).wait()
 
     def finish_init(self) -> None:
-        """Finish the initialization after the shard was first filled: point the parameters at `full` and reshard."""
+        """Point the parameters at `full` and reshard if configured. Called once, after the local shard is filled."""
         self.point()
         if self.reshards:
             if not self.frees_memory:
+                # Peers may read this rank's part of the shared buffer only after it is published.
                 self.transport.publish(self.buffer)
             self.reshard()
 
     def read_ahead(self) -> bool:
-        """Start to read this rank's shard from disk for the next all-gather. Return False if no buffer is free."""
+        """Start to read this rank's shard from NVMe for the next gather. Return False if there is no room for it."""
         return self.shard_slot is None or self.shard_slot.prefetch()
 
     def unshard(self, *, backward: bool = False) -> None:
-        """Start to all-gather the parameters. `wait_for_unshard` completes it."""
+        """Start to unshard the parameters; `wait_for_unshard` finishes."""
         if self.shard_state is ShardState.SHARDED:
             self._start_unshard(backward=backward)
 
     def join_unshard(self, *, backward: bool = False) -> None:
-        """Join an all-gather that some rank needs, even if the parameters are already unsharded here."""
+        """Take part in a gather that some rank needs, even if the parameters are unsharded on this rank."""
+        # This rank joins the collective again, so its own gather in flight has to end first.
         if self.shard_state is not ShardState.SHARDED:
             self.wait_for_unshard()
         self._start_unshard(backward=backward)
 
     def _start_unshard(self, *, backward: bool) -> None:
-        here = self.shard_state is ShardState.UNSHARDED  # then the all-gather writes the same values again
+        here = self.shard_state is ShardState.UNSHARDED  # then the gather receives the same values again
         self._pending = self._start_all_gather(here, backward=backward)
-        if not here:  # set only now: a failed allocation leaves the state unchanged
+        if not here:  # set afterwards: if allocation fails, the state stays as it was
             self.shard_state = ShardState.UNSHARDING
 
     def _start_all_gather(self, is_unsharded: bool, *, backward: bool) -> Pending:
         if self.shard_slot is None:
+            # Shared buffer: `full` is always allocated, the gather only waits for the owners.
             return self.transport.all_gather(self.buffer, elements=self.numel)
         if not is_unsharded:
             self._account_memory(self.nbytes)
             self.transport.allocate_memory(self.buffer)
-        # All ranks must choose the same group for the all-gather, so the choice does not depend on local reshards.
+        # All ranks must choose the same group, even if only some of them resharded the unit in between.
         if backward and self._regather is not None and self.secondary_shard is not None and self._all_ranks_gathered:
             if not is_unsharded:
                 group = self._regather.group
+                # With the secondary shard in place, only nearby ranks take part, which saves traffic between nodes.
                 local_shard(self.full, group.index, group.size).copy_(self.secondary_shard)
             return self.order_pending(self._regather.all_gather(self.buffer, elements=self.numel))
         self._all_ranks_gathered = True
+        # An unsharded rank has its shard in `full` already and must not overwrite it while it is in use.
         fetched = DONE if is_unsharded else self.shard_slot.fetch(self.local_shard)
         with WaitScope("gather", self.names):
             return self.order_pending(self.transport.all_gather(self.buffer, elements=self.numel, ready=fetched))
 
     def wait_for_unshard(self, *, backward: bool = False) -> None:
-        """All-gather the parameters if that has not started, wait, and point the parameters at their values."""
+        """Unshard unless that has started, wait, and point the parameters at their values."""
         if self.shard_state is ShardState.UNSHARDED:
             return
         self.unshard(backward=backward)
@@ -250,14 +249,15 @@ class Unit:
         self.point()
 
     def reshard(self, *, stale: bool = False) -> None:
-        """Invalidate the parameters and free the memory of `full`.
+        """Reshard: mark the parameters as sharded, and free the memory of `full` if `frees_memory`.
 
         Args:
-            stale: the stored shard has newer values than `full`, so the secondary shard must not be copied from
-                `full`.
+            stale: The shard slot has newer values than `full`, so `full` must not be copied to the secondary shard.
         """
+        # The memory must not be freed while a gather still writes to it.
         self._pending.wait()
         self._pending, self.unsharded_for_peers = DONE, False
+        # Copy the secondary shard while `full` is unsharded, before its memory is freed.
         if self._regather is not None and self.secondary_shard is not None and not self._secondary_valid and not stale:
             near = self._regather.group
             self.secondary_shard.copy_(local_shard(self.full, near.index, near.size))
@@ -274,9 +274,7 @@ class Unit:
             self._account_memory(0)
 
     def snapshot_data(self, index: int) -> None:
-        """Copy an unsharded parameter whose `.data` a script reads, to detect at the reshard whether the script
-        changed it.
-        """
+        """Copy the values of an unsharded parameter when a script reads `.data`, to detect changes at the reshard."""
         if (
             self.shard_state is ShardState.UNSHARDED
             and index not in self.privately_held
@@ -285,9 +283,9 @@ class Unit:
             self.data_snapshots[index] = self._views[index].clone()
 
     def _record_data_edits(self) -> None:
-        """Record the first parameter that was changed through `.data`. Versions are not increased, because a
-        backward would then
-        raise.
+        """Record a parameter that was changed through `.data`.
+
+        Its version counter is not incremented, because a backward would then reject its saved views.
         """
         for index, before in self.data_snapshots.items():
             if not torch.equal(before, self._views[index]):
@@ -295,8 +293,9 @@ class Unit:
         self.data_snapshots.clear()
 
     def mark_updated(self) -> None:
-        """Record that the shard has new values, and publish them on shared memory."""
+        """Record that the local shard has new values, and publish them to peers that share the buffer."""
         self.update_count += 1
+        # The secondary shard is now stale; the next gather has to include all ranks.
         self._secondary_valid = self._all_ranks_gathered = False
         if self.reshards and not self.frees_memory:
             self.transport.publish(self.buffer)
@@ -305,13 +304,14 @@ class Unit:
         self._ledger.set_held_bytes(f"parameters of {self.names[0]}", nbytes)
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Unshard for the block that runs now and add the unit to that block (see `GatherHandler`). Return False
-        outside a forward.
+        """Unshard for the block that runs, which then holds the unit.
+
+        Return False outside a forward. See `GatherHandler`.
         """
         return self.unshard_for_current_block is not None and self.unshard_for_current_block(self)
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the name of `parameter` for error messages."""
+        """Return the parameter's name, for errors. See `GatherHandler`."""
         return next((n for n, p in zip(self.names, self.parameters, strict=True) if p is parameter), "?")
 
     def point(self) -> None:
@@ -325,8 +325,7 @@ class Unit:
         self.shard_state = ShardState.UNSHARDED
 
     def recapture_parameters(self) -> None:
-        """Copy the values of parameters that were moved to other memory into `full`, and make them views of `full`
-        again.
+        """Copy parameters that were given other memory into `full`, and make them views of it again.
 
         Raises:
             ModelError: a parameter was resized.
@@ -338,10 +337,11 @@ class Unit:
             with torch.no_grad():
                 view.copy_(raw_data(parameter))
             put_data(parameter, view)
+            # `put_data` does not increment the version, but the values may differ from those that autograd saved.
             torch.autograd.graph.increment_version(parameter)
 
     def require_shape(self, index: int, shape: torch.Size) -> None:
-        """Raise ModelError if a parameter, or its gradient, does not have its original shape."""
+        """Raise ModelError if the parameter at `index`, or its gradient, no longer has its original shape."""
         if shape != self.shapes[index]:
             raise ModelError(
                 f"{self.names[index]!r} had shape {tuple(self.shapes[index])} at initialize and has {tuple(shape)} "
@@ -349,11 +349,11 @@ class Unit:
             )
 
     def pieces(self) -> Iterator[LayoutPiece]:
-        """Yield this rank's fragments of the parameters, within its state span."""
+        """Return this rank's fragments of the parameters, within its state span."""
         return self.layout.pieces(self.state_start, self.state_stop)
 
     def names_in(self, start: int, stop: int) -> Iterator[str]:
-        """Return the quoted names of the parameters in elements `[start, stop)` of the unit."""
+        """Return the quoted names of the parameters in elements `[start, stop)` of the full unit."""
         return (repr(self.names[piece.index]) for piece in self.layout.pieces(start, stop))
 
     def _names_in_shard(self, start: int, stop: int) -> Iterator[str]:
@@ -361,17 +361,17 @@ class Unit:
         return self.names_in(begin + start, begin + stop)
 
     def local_span(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's state span of a flat tensor over the unit."""
+        """Return this rank's state span of a flat tensor over the full unit."""
         return flat[self.state_start : self.state_stop]
 
     def parameter_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the view of one parameter in a flat tensor over the unit, in the parameter's shape."""
+        """Return the shaped view of one parameter in a flat tensor over the full unit."""
         return flat.narrow(0, self.layout.offsets[index], self.layout.numels[index]).view(self.shapes[index])
 
 
 def expert_data_group(units: Sequence[Unit]) -> RankGroup | None:
-    """Return the data-parallel ranks of expert units, which read and set their experts independently of other
-    ranks.
-    Return None if `units` is empty or contains other units, because these involve all ranks.
+    """Return the data-parallel group of expert units, whose ranks access the experts independently of other ranks.
+
+    Return None if `units` is empty or contains other units: then all ranks take part.
     """
     return units[0].dp_group.mesh.data if units and all(unit.kind.is_expert for unit in units) else None

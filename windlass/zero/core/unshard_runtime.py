@@ -1,4 +1,4 @@
-"""Runtime that decides when units are unsharded and resharded."""
+"""Unshard runtime: the only module that decides when units are unsharded and resharded."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from windlass.zero.core.unit_partition import Block
 
 @dataclass(eq=False)
 class BlockCall:
-    """One call of a block, with the units that its forward and its backward use."""
+    """One call of a block, with the units that it uses in its forward and again in its backward."""
 
     block: Block
     units: list[Unit] = field(default_factory=list)
-    inputs: list[torch.Tensor] = field(default_factory=list)  # inputs of the call, kept until it returns
+    inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
 
 
 class UnshardRuntime:
-    """Unshards units before their use and reshards them after it, in forward and backward.
+    """Unshards units before use and reshards them afterwards, in forward and backward.
 
-    [Note: when a unit may go] A unit is resharded after its block's forward, unless that forward runs inside a
-    backward (recomputation). It is resharded after the backward of a call, which is complete when the gradient
-    of one of the block's inputs is complete: autograd runs ready nodes in reverse order of creation, so all
-    nodes of the block have run by then. A block whose inputs need no gradient keeps its units until the end of
-    the outermost backward. The arrival of a unit's own gradients is no such signal: a frozen weight is still
-    needed to compute the gradients of earlier layers.
+    [Note: when a unit may go] A unit is resharded after a forward, unless the forward runs inside a backward
+    (recomputation). It is resharded after the backward of a call, i.e. when the gradient of one of the block's inputs
+    is complete: autograd runs ready nodes in reverse order of their creation, so every node of the block has run by
+    then. A block whose inputs need no gradient keeps its units to the end of the outermost backward. The arrival of a
+    block's own gradients is not sufficient: the backward of the layers below still needs frozen weights.
     """
 
     def __init__(
@@ -44,12 +43,12 @@ class UnshardRuntime:
         self.units = units
         self.prefetcher, self.scheduler = prefetcher, scheduler
         scheduler.reshard_unused = self._reshard
-        self.will_reduce: Callable[[], bool] = lambda: False  # True if the backward that begins reduces gradients
+        # Returns True if the backward that begins will reduce gradients.
+        self.will_reduce: Callable[[], bool] = lambda: False
         self.on_backward_begin: list[Callable[[], None]] = []
         self.on_backward_end: list[Callable[[], None]] = []
-        self.after_unshard_all: Callable[[RankGroup | None], None] = lambda among: (
-            None
-        )  # called when the units of `unsharded` are unsharded
+        # Called when the units of `unsharded` are unsharded.
+        self.after_unshard_all: Callable[[RankGroup | None], None] = lambda among: None
         self._units_of_block: dict[int, list[Unit]] = {id(block): [] for block in blocks}
         for unit in units:
             unit.unshard_for_current_block = self.unshard_for_current_block
@@ -59,14 +58,13 @@ class UnshardRuntime:
         self._call_stack: list[BlockCall] = []
         self._depth = 0
         self._open_backwards: set[int] = set()
-        self._calls_in_backward: dict[int, set[int]] = {
-            unit.index: set() for unit in units
-        }  # calls whose backward runs, by unit
+        # By unit: calls whose backward runs.
+        self._calls_in_backward: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._had_backward = False
 
     @property
     def in_forward(self) -> bool:
-        """True while the model runs its forward."""
+        """True while the model runs forward."""
         return self._depth > 0
 
     def live_numel(self) -> int:
@@ -75,14 +73,15 @@ class UnshardRuntime:
 
     def begin_model_forward(self) -> None:
         """Begin a forward of the outermost module."""
-        self._depth += 1  # first, because `end_model_forward` is called even if this raises
+        self._depth += 1  # first, because `end_model_forward` is called even if this method raises
+        # A recomputation inside a backward is part of that backward's phase.
         if self._depth == 1 and current_backward_id() < 0:
             self.prefetcher.begin_forward(had_backward=self._had_backward)
             self._had_backward = False
             self.scheduler.begin_phase(FORWARD if torch.is_grad_enabled() else EVALUATION, reduces=False)
 
     def end_model_forward(self) -> None:
-        """End a forward of the outermost module, whether it succeeded or raised."""
+        """End a forward of the outermost module, after success or failure."""
         self._depth -= 1
         if self._depth == 0:
             self._call_stack.clear()
@@ -93,19 +92,21 @@ class UnshardRuntime:
         call = BlockCall(block, list(self._units_of_block[id(block)]))
         self._call_stack.append(call)
         if current_backward_id() >= 0:
-            self.register_backward()  # a recomputation: register its backward before any nested one
-        for unit in call.units:  # all first: `post_forward` decrements every unit, even if an unshard raises
+            self.register_backward()  # a recomputation: the outer backward must be registered before any nested one
+        # Before any unshard, because `post_forward` decrements all of them even if an unshard raises.
+        for unit in call.units:
             unit.users += 1
         for unit in call.units:
             self._unshard(unit, backward=False)
         return call
 
     def post_forward(self, block: Block, output: object = None) -> BlockCall | None:
-        """Reshard a block's units after its forward unless they are still in use, e.g. because the output is a view
-        of a parameter.
+        """Reshard the block's units after its forward, unless they are still in use.
+
+        A unit is still in use if, for example, the output is a view of one of its parameters.
         """
         if not self._call_stack or self._call_stack[-1].block is not block:
-            return None  # pre_forward did not run (an earlier hook raised); torch calls this hook all the same
+            return None  # an error occurred before `pre_forward`, and torch calls forward hooks in any case
         call = self._call_stack.pop()
         recomputing = current_backward_id() >= 0
         for unit in call.units:
@@ -115,7 +116,9 @@ class UnshardRuntime:
                 and unit.frees_memory
                 and any(_is_view_of_unit(tensor, unit) for tensor in iterate_tensors(output))
             ):
+                # The enclosing block may use the view, so it holds the unit until its own end.
                 self.unshard_for_current_block(unit)
+            # After a recomputation the backward of the block follows at once.
             if not recomputing:
                 self._reshard(unit)
         return call
@@ -126,25 +129,26 @@ class UnshardRuntime:
         for unit in call.units:
             self._calls_in_backward[unit.index].add(id(call))
             if torch.is_grad_enabled():
-                unit.keep_unsharded = True  # create_graph: the new graph nodes may read the values at any later time
+                unit.keep_unsharded = True  # create_graph: nodes created now may use the values at any later time
             self._unshard(unit, backward=True)
 
     def post_backward(self, call: BlockCall) -> None:
-        """Reshard the units of `call`: the gradient of one of its inputs is complete, so its backward is complete."""
+        """Reshard the units of `call` when the gradient of one of its inputs is complete, and so its backward."""
         for unit in call.units:
             self._calls_in_backward[unit.index].discard(id(call))
             self._reshard(unit)
 
     def unshard_for_current_block(self, unit: Unit) -> bool:
-        """Unshard `unit` for the running block, which does not own it, and add it to the block's units. Return
-        False outside a
-        forward.
+        """Unshard `unit` for a running block that does not own it, and add it to that block.
+
+        Return False outside a forward.
         """
         if not self._call_stack:
             return False
         call = self._call_stack[-1]
         if unit in call.units:
             return True
+        # Later calls of the block then unshard the unit too.
         self._units_of_block[id(call.block)].append(unit)
         unit.blocks.append(call.block)
         call.units.append(unit)
@@ -153,19 +157,19 @@ class UnshardRuntime:
         return True
 
     def keep_until_step(self, call: BlockCall) -> None:
-        """Keep the units of `call` unsharded until the step, because no hook can announce its backward."""
+        """Keep the units of `call` unsharded until the step, because no hook will see the start of its backward."""
         for unit in call.units:
             unit.keep_unsharded = True
             self._unshard(unit, backward=False)
 
     def register_backward(self) -> None:
-        """Register the current backward, so that its end is detected. Every hook that runs in a backward calls
-        this.
+        """Register the running backward, to detect its end.
 
-        Nested backwards count as one until all have ended.
+        Every hook in a backward calls this. A nested backward keeps the outermost one open until all have ended.
         """
         number = current_backward_id()
         if number >= 0 and number not in self._open_backwards:
+            # A backward inside a forward (`_depth` > 0) belongs to the phase of the forward.
             if not self._open_backwards and not self._depth:
                 for callback in self.on_backward_begin:
                     callback()
@@ -174,10 +178,10 @@ class UnshardRuntime:
             queue_end_of_backward(lambda: self._end_backward(number))
 
     def reshard_all(self) -> None:
-        """Reshard all units that are not in use, including those kept for a double backward.
+        """Reshard all units that are not in use, and clear `keep_unsharded`.
 
-        Call it only between a backward and a forward. Calls that never ended (an exception in a backward, Ctrl-C
-        in a forward) are discarded.
+        Only between a backward and a forward: calls without a recorded end (an exception in a backward, Ctrl-C in a
+        forward) count as ended.
         """
         if current_backward_id() < 0:
             self._open_backwards.clear()
@@ -194,17 +198,18 @@ class UnshardRuntime:
 
     @contextmanager
     def unsharded(self, units: list[Unit], *, experts_only: bool = False, names: Sequence[str] = ()) -> Iterator[None]:
-        """Keep `units` unsharded inside the context. Collective, as all-gathers are.
+        """Keep `units` unsharded inside the context. Collective, like the gathers.
 
         Args:
-            experts_only: only the ranks that hold the same experts take part; other ranks may have no units to
-                read.
-            names: names of the parameters that are read, for hang reports; by default all of the first unit.
+            experts_only: `units` are experts, so only ranks that hold the same experts take part. Other ranks may have
+                none.
+            names: Parameters to name in reports of hangs; by default all of the first unit.
         """
+        # Counted first, because the sync may reshard units without users.
         for unit in units:
             unit.users += 1
         try:
-            with WaitScope("gather", names or (units[0].names if units else ())):  # the watchdog reports these names
+            with WaitScope("gather", names or (units[0].names if units else ())):  # for the reports of the watchdog
                 self.scheduler.unshard_all(units, "parameters gathered whole", experts_only=experts_only)
                 for unit in units:
                     unit.wait_for_unshard()
@@ -218,14 +223,18 @@ class UnshardRuntime:
     def _unshard(self, unit: Unit, *, backward: bool) -> None:
         if not unit.reshards:
             return
+        # Record also uses of unsharded units: the trace has the order of uses, not of gathers.
         self.prefetcher.record_use(unit)
         self.scheduler.unshard(unit, backward=backward)
         unit.wait_for_unshard(backward=backward)
+        # Start the next gathers now, to overlap them with this block's computation.
         if unit.frees_memory:
             for other in self.prefetcher.units_to_prefetch(self.live_numel()):
                 if not self.scheduler.prefetch(other, backward=backward):
+                    # The agreed order has another collective next; prefetching further would leave the order.
                     break
             self.scheduler.advance()
+            # Reading from NVMe takes longest, so it starts ahead of the gathers.
             for other in self.prefetcher.units_to_read_ahead():
                 if not other.read_ahead():
                     break
@@ -235,7 +244,7 @@ class UnshardRuntime:
             return
         if unit.shard_state is ShardState.SHARDED:
             return
-        # Keep a unit that is used again soon, to save its second all-gather.
+        # Keep a unit that is used again soon, e.g. the last block between forward and backward.
         if keep_if_reused and self.prefetcher.is_reused_soon(unit, self.live_numel()):
             return
         unit.reshard()
@@ -246,6 +255,7 @@ class UnshardRuntime:
             return
         # The next forward may then use this step's trace as its prediction.
         self._had_backward = True
+        # Blocks whose inputs need no gradient have no end-of-backward hook.
         for active in self._calls_in_backward.values():
             active.clear()
         for unit in self.units:

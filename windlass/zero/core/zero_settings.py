@@ -1,4 +1,4 @@
-"""Settings of the ZeRO core, and the outcome of a step."""
+"""Settings of the ZeRO core, and the result of a step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from windlass.zero.core.unit_partition import UnitRules
 
 @dataclass(frozen=True)
 class Placements:
-    """Tiers of a model's slots, and the resources for offload.
+    """Tiers of the slots.
 
     Attributes:
-        param: tier of sharded parameters.
-        state: tier of master weights and optimizer states.
-        gradient: tier of reduced gradients of units whose states are offloaded.
-        ratio: fraction of elements whose states are on tier `state`; the others stay on the device.
-        pin: page-lock host memory.
-        disk: disk of NVMe tiers.
-        staging: pool of host buffers for transfers from and to disk.
-        max_update_numel: maximum elements of one batch of an update on disk.
-        read_ahead_numel: elements of parameters to read from disk ahead of their all-gathers.
+        param: Tier of the shards of sharded parameters.
+        state: Tier of master weights and optimizer states.
+        gradient: Tier of reduced gradients of units whose states are offloaded.
+        ratio: Fraction of elements whose states are in tier `state`; the others stay on the device.
+        pin: Page-lock host memory.
+        disk: Disk tier for NVMe slots.
+        staging: Pool of host memory for transfers to and from NVMe.
+        max_update_numel: Maximum number of elements in one batch of an update on NVMe.
+        read_ahead_numel: Number of parameter elements to read from NVMe ahead of their gathers.
     """
 
     param: Tier = Tier.DEVICE
@@ -44,23 +44,23 @@ class Placements:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """Settings of the ZeRO core; `initialize` fills them from the configuration.
+    """Settings of the ZeRO core. `initialize` fills them from the configuration.
 
     Attributes:
-        param_dtype: dtype to which floating-point parameters are cast; None: each keeps its own.
-        accumulation_dtype, reduce_dtype: dtypes in which gradients are accumulated and reduced.
-        predivide_factor, postdivide_factor: factors of a gradient before and after the sum over ranks.
-        wire_options: options of network transports.
-        contiguous_gradients: move gradients out of `.grad` as they arrive; otherwise when their unit is
-            complete.
-        ignore_unused_parameters: skip parameters without gradient; otherwise they raise.
-        sub_group_size: maximum elements of one update chunk.
-        prefetch_numel, max_live_numel, max_reuse_distance: see `Prefetcher`.
-        tiers: tiers of slots.
-        delayed_update: updates may run during the next forward and backward; see [Note: delayed update].
-        lowered_reduce_dtype: reduce dtype of `UnitRules.lowered`; None: `reduce_dtype`.
-        master_dtype: dtype of master weights; None: float32, or float64 for float64 parameters.
-        state_dtype: dtype of the update and of optimizer states; None: that of the master weights.
+        param_dtype: Dtype that floating-point parameters are cast to; None: each keeps its own.
+        accumulation_dtype: Dtype of kept gradients.
+        reduce_dtype: Dtype in which gradients are sent.
+        lowered_reduce_dtype: Dtype in which gradients of `UnitRules.lowered` are sent; None: `reduce_dtype`.
+        master_dtype: Dtype of master weights; None: float32, or float64 for float64 parameters.
+        state_dtype: Dtype in which the optimizer computes and keeps its states; None: that of the master weights.
+        predivide_factor, postdivide_factor: Factors of a gradient before and after the sum over ranks.
+        wire_options: Options of wire transports.
+        contiguous_gradients: Gradients leave `.grad` as they arrive; else when their unit is complete.
+        ignore_unused_parameters: A parameter without gradient is not updated; else it is an error.
+        sub_group_size: Number of elements that are updated at once.
+        prefetch_numel, max_live_numel, max_reuse_distance: See `Prefetcher`.
+        tiers: Tiers of the slots.
+        delayed_update: Updates may run during the next forward and backward; see [Note: delayed update].
     """
 
     policy: ShardingPolicy
@@ -88,20 +88,20 @@ class ZeroSettings:
 
     @property
     def widens_masters(self) -> bool:
-        """True if an update widens master weights for the optimizer and rounds the result."""
+        """True if an update widens master weights to `state_dtype` for the optimizer and rounds the result back."""
         return self.master_dtype is not None and self.state_dtype is not None and self.master_dtype != self.state_dtype
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of a step.
+    """Outcome of a step.
 
     Attributes:
-        norm: norm of the whole unclipped gradient, loss scale removed.
-        applied: the parameters were updated. False: the gradient was not finite and was dropped.
-        clip: the applied clip factor.
-        flags: sums over ranks of the caller's numbers.
-        bad: the first parameter with a non-finite gradient, if requested.
+        norm: Norm of the full unclipped gradient, without the loss scale.
+        applied: The parameters were updated. If False, the gradient was not finite and is dropped.
+        clip: Clipping factor of the gradient.
+        flags: Sums over ranks of the caller's numbers.
+        bad: First parameter with a non-finite gradient; empty if there is none or the check did not run.
     """
 
     norm: float
