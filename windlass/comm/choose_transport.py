@@ -54,12 +54,12 @@ def choose_transport_name(requested: str, group: RankGroup, device: torch.device
     if requested == "nccl":
         raise ConfigError(f"{source} = 'nccl' moves GPU tensors, but the model is on the CPU; use auto, shm or gloo")
     if requested == "gloo":
-        return GlooTransport(group, ways), f"{source} requests it"
+        return "gloo", f"{source} requests it"
     if group.size == 1 and requested == "auto":
-        return GlooTransport(group, ways), "one rank has no peers"
+        return "gloo", "one rank has no peers"
     problem = shared_memory_problem(group)
     if problem is None:
         return "shm", f"{group.size} CPU ranks of one host"
     if requested == "shm":
         raise ConfigError(f"{source} = 'shm' is not available: {problem}; use gloo or auto")
-    return GlooTransport(group, ways), f"no shared memory: {problem}"
+    return "gloo", f"no shared memory: {problem}"
