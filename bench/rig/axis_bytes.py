@@ -77,7 +77,7 @@ def moved_by(case: Case) -> tuple[int, Moved]:
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    """Configuration of windlass. Nothing is kept between forward and backward, so stage 3 gathers twice a micro-batch."""
+    """Configuration of windlass. Nothing is kept between forward and backward, so stage 3 gathers twice."""
     return {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": MICRO_BATCHES,
