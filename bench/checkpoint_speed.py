@@ -41,7 +41,7 @@ SAVE_METHODS = (
 )
 _EXPLANATION = """\
 seconds    from the call to the last byte durable (fsync), on the slowest rank, nothing else going on
-of raw     that rate over the better one of bench/disk_tier_rate.py's raw writers (direct I/O by threads and a ring), which
+of raw     that rate over the better of bench/disk_tier_rate.py's raw writers (direct I/O, threads and a ring), which
            wrote as much into a new file, as a checkpoint is one, before and after; of two medians
 in place   over the same writers' rate where they write over a file that has its place on the disk already
 blocked    how long the call itself takes: what training stands still for

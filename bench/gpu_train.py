@@ -152,7 +152,7 @@ def _describe_loss_equality(trials: list[EngineTrial]) -> str:
 
 
 def _flops_per_step(parameters: int, shape: Shape) -> float:
-    """FLOPs of a step: 6 per parameter (the embedding looks up) and token, plus 6 length x hidden a layer of attention."""
+    """FLOPs of a step: 6 per parameter (the embedding looks up) and token, plus 6 length x hidden per layer."""
     products = parameters - shape.vocabulary * shape.hidden
     tokens = shape.batch * shape.length
     return 6.0 * tokens * (products + shape.layers * shape.length * shape.hidden)

@@ -1,5 +1,6 @@
 """Traffic, time and sequence lengths of tensor, sequence, expert and pipeline parallelism: bytes of each axis
-beside the formulas, steps beside data parallelism and torch's own, on slow links too, and the longest sequence under a memory cap.
+beside the formulas, steps beside data parallelism and torch's own, on slow links too, and the longest sequence under a
+memory cap.
 
 python bench/parallel_axes.py
 """

@@ -1,4 +1,4 @@
-"""The public names of windlass, each imported when it is first used: `import windlass` itself does not import torch."""
+"""Public names of windlass, each imported at first use: `import windlass` alone does not import torch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"windlass.{name}")
     else:
         raise AttributeError(f"module 'windlass' has no attribute {name!r}; its public names are {', '.join(__all__)}")
-    globals()[name] = value  # asked for once
+    globals()[name] = value  # later accesses do not reach __getattr__
     return value
 
 
@@ -85,7 +85,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Python binds an imported submodule to its package; a function of its name stays the function all the same."""
+    """Package module type that keeps the function `initialize` when Python binds the submodule of the same name.
+
+    The same holds for `from_pretrained`.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         shadows = name in ("from_pretrained", "initialize") and isinstance(value, ModuleType)

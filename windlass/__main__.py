@@ -1,4 +1,4 @@
-"""`python -m windlass` is `windlass`."""
+"""Command line of windlass, run as `python -m windlass`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Activation checkpointing: compute again what a backward needs, and keep what it starts from in host memory or files.
+"""Activation checkpointing: recompute activations for the backward, and keep their inputs in host memory or in files.
 
-`checkpoint(function, *args)` recomputes; `with offloaded("cpu"):` moves what autograd saves. `configure` has the
-arguments of DeepSpeed's function of that name. See docs/activations.md.
+`checkpoint(function, *args)` recomputes; `with offload_saved_tensors("cpu"):` moves the tensors that autograd saves.
+`configure` takes the arguments of DeepSpeed's function of the same name. See docs/activations.md.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ __all__ = [
 
 
 def get_cuda_rng_tracker() -> RngTracker:
-    """The named random generators that `checkpoint` winds back for a recomputation."""
+    """Return the named random generators, whose states `checkpoint` restores before a recomputation."""
     return _tracker

@@ -1,4 +1,4 @@
-"""A pretrained model of transformers, cut over the ranks while it is read."""
+"""Loading of pretrained transformers models, sharded over the ranks while they are read."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def from_pretrained(
     cls: Any, path: str | Path, *, config: Any = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> Any:
-    """`cls.from_pretrained(path, **kwargs)`, of which each rank reads only its own part. Collective.
+    """Call `cls.from_pretrained(path, **kwargs)` with each rank reading only its own shards. Collective.
 
-    The result is what `windlass.initialize` takes; its values are those of the unsharded call with rank 0's seed, also
-    where a key is missing in the files and is initialised.
+    Pass the result to `windlass.initialize`. Its values equal those of the unsharded call with rank 0's seed, also
+    where a key is missing in the files and is initialized.
 
     Args:
-        cls: a model class of transformers, or one of its `AutoModel...`.
+        cls: a model class of transformers, or one of its `AutoModel...` classes.
         path: a directory with `config.json` and safetensors files, or a name on the hub.
-        config: the configuration that `initialize` will get: dict, path or base64 text. It says where pieces are kept
-            (`offload_param`); stage and optimizer do not matter here. The model's own configuration goes by
-            `model_config=` here, since this name is taken.
+        config: the configuration that `initialize` will get: dict, path or base64 text. It sets the tier of the shards
+            (`offload_param`); stage and optimizer do not matter here. Pass the model's own configuration as
+            `model_config=`, because this name is taken.
         trust_remote_code: run Python files that come with the model.
-        kwargs: of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
+        kwargs: arguments of `cls.from_pretrained`: `dtype`, `ignore_mismatched_sizes`, ...
 
     Raises:
-        CheckpointError: a file is missing, cut short or damaged, or a tensor has another shape than in the model.
+        CheckpointError: a file is missing, truncated or damaged, or a tensor's shape differs from the model's.
         ModelError: `cls` has no `from_pretrained`, or the model needs its own code.
     """
     if not callable(getattr(cls, "from_pretrained", None)):
@@ -43,7 +43,7 @@ def from_pretrained(
     if directory.is_dir():
         _check_directory(directory, needs_config="config" not in kwargs)
     elif directory.is_absolute() or str(path).startswith("."):
-        raise CheckpointError(f"{path} is no directory; name one with config.json and safetensors files")
+        raise CheckpointError(f"{path} is not a directory; give one with config.json and safetensors files")
     with Init(config_dict_or_path=config):
         try:
             return cls.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
@@ -54,7 +54,7 @@ def from_pretrained(
 
 
 def _check_directory(directory: Path, *, needs_config: bool) -> None:
-    """Look for what must be there, before a model is built on every rank."""
+    """Check that the required files exist, before every rank builds a model."""
     if needs_config and not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} has no config.json; save the model there with save_pretrained")
     if (directory / _SINGLE).is_file():
@@ -62,7 +62,7 @@ def _check_directory(directory: Path, *, needs_config: bool) -> None:
     elif (directory / _INDEX).is_file():
         for name in _files_in_index(directory / _INDEX):
             if not (directory / name).is_file():
-                raise CheckpointError(f"{directory / name} is missing, which {_INDEX} names; fetch the model again")
+                raise CheckpointError(f"{directory / name} is missing, but {_INDEX} lists it; download the model again")
             header(directory / name)
 
 
@@ -70,4 +70,6 @@ def _files_in_index(index: Path) -> list[str]:
     try:
         return sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files ({error}); fetch the model again") from error
+        raise CheckpointError(
+            f"{index} is not an index of safetensors files ({error}); download the model again"
+        ) from error

@@ -1,4 +1,4 @@
-"""From a model and a configuration to an engine; the one file that knows every part."""
+"""Entry point of the library: builds an engine from a model and a configuration. It imports every other part."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from windlass.zero.sharded_model import ShardedModel
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
-_engines_by_model_id: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the sharded model
+_engines_by_model_id: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # keyed by the id of the sharded model
 
 
 def initialize(
@@ -71,29 +71,29 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Make an engine. Collective: every rank calls it with the same model; rank 0's weights count.
+    """Build an engine. Collective: every rank calls it with the same model, and rank 0's weights are used.
 
     Args:
-        args: anything with `deepspeed_config`, a path to the configuration, when `config` is not given.
-        model: to be trained, or only run where there is no optimizer.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one from them; goes before the
-            configuration's.
-        model_parameters: what the optimizer shall step: parameters or groups; all trainable ones by default.
-        training_data: a dataset; the third result then is a loader of this rank's share.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; goes before the configuration's.
-        distributed_port: for the ranks to meet, where the environment names none.
-        dist_init_required: False: the caller starts torch.distributed itself, and did.
-        collate_fn: of the loader.
-        config: dict, path or base64 text; `config_params` is its older name.
+        args: object whose `deepspeed_config` is a path to the configuration. Used when `config` is not given.
+        model: the model to train, or to evaluate if there is no optimizer.
+        optimizer: an optimizer over the model's parameters, or a callable that builds one from them. It overrides the
+            configuration's optimizer.
+        model_parameters: parameters or parameter groups for the optimizer. All trainable parameters by default.
+        training_data: a dataset. If given, the third result is a loader of this rank's part of it.
+        lr_scheduler: a scheduler, or a callable that builds one from the optimizer. It overrides the configuration's
+            scheduler.
+        distributed_port: port of the rendezvous if the environment sets none.
+        dist_init_required: False if the caller has already initialized torch.distributed.
+        collate_fn: passed to the data loader.
+        config: dict, path or base64 text. `config_params` is an older name of this argument.
 
     Returns:
         `(engine, optimizer, loader, scheduler)`; the last three may be None.
 
     Raises:
-        ConfigError: the configuration is missing, wrong, or asks for what is not built.
-        ModelError: the model or the optimizer can't be trained.
-        StorageError: what is to rest on disk finds no usable directory or no space, on any rank: the model is as it
-            was.
+        ConfigError: the configuration is missing, invalid, or requests an unsupported feature.
+        ModelError: the model or the optimizer cannot be trained.
+        StorageError: no usable NVMe path or too little space on some rank. The model is unchanged.
     """
     source = current_observer().config_override or config_source(args, config, config_params)
     engine = build_engine(
@@ -129,10 +129,12 @@ def build_engine(
     mesh_param: Any = None,
     replace_training_engine: bool = False,
 ) -> EngineT:
-    """As `initialize`, for an engine of the class `kind`; `source` is the configuration.
+    """Build an engine of class `engine_class`, as `initialize` does.
 
     Args:
-        supersedes: an engine that trains this model makes way too, and its optimizer's states with it.
+        source: the configuration.
+        replace_training_engine: also destroy an engine that already trains this model, together with its optimizer
+            states. If False, such an engine raises a ModelError.
     """
     if model is None:
         raise ModelError("initialize needs a model: initialize(model=..., config=...)")
@@ -141,12 +143,12 @@ def build_engine(
     settings_of.ensure_supported()
     set_config_log_level(settings_of.log_level)
     if settings_of.comments:
-        logger.info(f"{settings_of.name}: left out as comments: {join_abridged(settings_of.comments)}")
+        logger.info(f"{settings_of.name}: ignored as comments: {join_abridged(settings_of.comments)}")
     if "activation_checkpointing" in settings_of.model_fields_set and not activation_checkpoint_api.is_configured():
         activation_checkpoint_api.configure(deepspeed_config=settings_of)
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError(
-            "dist_init_required=False, but torch.distributed is not initialised; initialise it or leave that out"
+            "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove this argument"
         )
     setup_distributed(settings_of, distributed_port)
     if "comms_logger" in settings_of.model_fields_set:
@@ -166,7 +168,7 @@ def build_engine(
     if rate := settings_of.parallel.expert_bias_update_rate:
         enable_router_bias_updates(model, rate, required=axes.pp == 1)
     mesh = _get_or_build_mesh(model, settings_of, axes)
-    with returning_freed_memory():  # what the model lay in goes as its units come
+    with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
             whole = {id(parameter) for parameter in model.parameters()}
             if isinstance(mpu, SequenceParallelGroups):
@@ -184,7 +186,7 @@ def build_engine(
     )
     try:
         engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, settings_of)
-    except Exception:  # on every rank
+    except Exception:  # raised on every rank alike
         engine.destroy()
         raise
     if training_data is not None:
@@ -200,8 +202,10 @@ def build_engine(
 
 
 def setup_distributed(config: Config, port: int = 29500) -> None:
-    """Have the ranks find each other, and the watchdog look after them, as the configuration says. Collective; what is
-    there already stays as it is."""
+    """Initialize torch.distributed and start the watchdog as the configuration says. Collective.
+
+    Parts that are already initialized stay unchanged.
+    """
     limits = _watchdog_limits(config)
     report_after = limits.report_after if limits is not None else None
     init_distributed(timeout=_collective_timeout(config), port=port, report_after=report_after)
@@ -209,23 +213,25 @@ def setup_distributed(config: Config, port: int = 29500) -> None:
 
 
 def _mpu_from_topology(model: nn.Module) -> Any:
-    """The groups of a row of layers whose own matrices are cut, as its topology says; None where it says nothing of
-    that. Collective."""
+    """Build the process groups of a pipeline model whose topology has a tensor-parallel axis; None for other models.
+
+    Collective.
+    """
     topology = model.topology() if isinstance(model, PipelineSequential) else None
     return PipelineParallelGrid(topology) if topology is not None and topology.get_dim("model") > 1 else None
 
 
-AxisSizes = dict[str, dict[str, int]]  # of axes, by what says them
+AxisSizes = dict[str, dict[str, int]]  # sizes of mesh axes, by the source that sets them
 
 
 def _axis_sizes_from_args(mpu: Any, mesh_param: Any, world: int) -> AxisSizes:
-    """What arguments of `initialize` say besides the configuration. Collective where there is an mpu."""
+    """Return axis sizes set by the `mpu` and `mesh_param` arguments of `initialize`. Collective if `mpu` is given."""
     said: AxisSizes = {}
     if mpu is not None:
         sizes, known = sizes_of_mpu(mpu, world), known_sizes(mpu)
         said["mpu"] = {axis: size for axis, size in sizes.items() if axis in known}
     if mesh_param is not None:
-        _, sp = mesh_param  # DeepSpeed's: ranks that read data, ranks along the sequence
+        _, sp = mesh_param  # DeepSpeed's order: data-parallel size, sequence-parallel size
         said["mesh_param"] = {"sp": int(sp)}
     return said
 
@@ -240,8 +246,11 @@ def _axis_sizes_from_model(model: nn.Module) -> AxisSizes:
 
 
 def _script_owned_axes(model: nn.Module, by_script: AxisSizes, by_model: AxisSizes, config: Config) -> set[str]:
-    """Axes along which a script cuts its model itself: its `mpu` or `mesh_param` knows them, and nothing asks for a
-    model to be cut; or parameters say that they are cut."""
+    """Return the axes along which the script itself shards its model.
+
+    These are the axes that its `mpu` or `mesh_param` has, if neither the model nor the configuration asks windlass to
+    shard along them. The tp axis is included if parameters carry Megatron's tensor-parallel flags.
+    """
     known = {axis for sizes in by_script.values() for axis, size in sizes.items() if size > 1}
     asked = {axis for sizes in by_model.values() for axis in sizes} | {a for a in known if axis_size(config, a) > 1}
     return known - asked | ({"tp"} & known if has_flagged_parameters(model) else set())
@@ -253,17 +262,20 @@ def _watchdog_limits(config: Config) -> watchdog.WatchdogLimits | None:
 
 
 def _collective_timeout(config: Config) -> timedelta:
-    """How long a collective waits for a peer: longer than the watchdog does, which knows the cause and tells it."""
+    """Return the timeout of a collective.
+
+    It exceeds the watchdog's timeout, so that the watchdog can report the cause first.
+    """
     section = config.watchdog
     patience = timedelta(seconds=1.5 * section.timeout_s) if section.enabled else DEFAULT_TIMEOUT
     return default_timeout(max(DEFAULT_TIMEOUT, patience))
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration among those that a script may give.
+    """Return the configuration from the arguments of a script.
 
     Raises:
-        ConfigError: there are two, or none.
+        ConfigError: two configurations were given, or none.
     """
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = config if config is not None else config_params
@@ -282,7 +294,13 @@ def _check_hardware(config: Config, device: torch.device) -> None:
 
 
 def _destroy_previous_engines(model: nn.Module, *, allow_training: bool) -> None:
-    """A model has one engine: one that only evaluates makes way, one that trains is in the way, unless `trained`."""
+    """Destroy an existing evaluation engine of this model.
+
+    A training engine is destroyed only if `allow_training` is set.
+
+    Raises:
+        ModelError: the model has a training engine and `allow_training` is False.
+    """
     others = {
         id(place.model): place.model for p in model.parameters() if (place := parameter_registry.find(p)) is not None
     }
@@ -295,9 +313,9 @@ def _destroy_previous_engines(model: nn.Module, *, allow_training: bool) -> None
             )
         engine = _engines_by_model_id.pop(number, None)
         if engine is not None:
-            lost = ", and its optimizer's states with it" if trains else ""
+            lost = "; its optimizer states are dropped" if trains else ""
             logger.info(
-                f"the {'training' if trains else 'evaluation'} engine of this model makes way for the new one{lost}"
+                f"the {'training' if trains else 'evaluation'} engine of this model is replaced by the new one{lost}"
             )
             engine.destroy()
 
@@ -316,11 +334,11 @@ def _build_optimizer(
     trains = any(p.requires_grad for p in model.parameters())
     if not any(mesh.of_stages(trains)):
         raise ModelError(
-            "the model has no trainable parameter: set requires_grad on what shall be trained, or leave the "
+            "the model has no trainable parameter: set requires_grad on the parameters to train, or leave the "
             "optimizer out"
         )
     if not trains:
-        chosen = [{"params": []}]  # of a stage that is frozen, in a model that is not
+        chosen = [{"params": []}]  # this pipeline stage is frozen, other stages are not
     if callable(given):
         made = given(chosen)
         if not isinstance(made, torch.optim.Optimizer):
@@ -330,7 +348,7 @@ def _build_optimizer(
         raise ModelError(f"optimizer is a {type(given).__name__}; pass a torch optimizer or a callable that makes one")
     assert config.optimizer is not None
     if config.optimizer.type.lower() == "muon" and parameters is None:
-        chosen = muon_groups(model)  # embeddings, heads and vectors are no matrices to orthogonalise
+        chosen = muon_groups(model)  # embeddings, output heads and vectors are not matrices to orthogonalise
     return optimizer_factory.build_optimizer(config.optimizer.type, dict(config.optimizer.params), chosen)
 
 
@@ -340,22 +358,22 @@ def _check_optimizer_instance(optimizer: torch.optim.Optimizer, *, single_stage:
             "LBFGS calls the model again inside its step, which an engine cannot do; pass another optimizer"
         )
     trains = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-    if not trains and single_stage:  # a stage of a pipeline may be frozen
+    if not trains and single_stage:  # one stage of a pipeline may be frozen
         raise ModelError(
-            "the optimizer holds no trainable parameter: set requires_grad on what shall be trained, or leave the "
+            "the optimizer holds no trainable parameter: set requires_grad on the parameters to train, or leave the "
             "optimizer out"
         )
 
 
 def _get_or_build_mesh(model: nn.Module, config: Config, axes: Axes) -> Mesh:
-    """All ranks on the axes of the configuration; that of a model which is cut already is kept. Collective."""
+    """Build the mesh of the configuration, or return the mesh of a model that is already sharded. Collective."""
     before, grid = mesh_of_model(model), MeshShape(**axes.sizes)
     if before is None:
         return build_mesh(grid, regather=axes.secondary_size, timeout=_collective_timeout(config))
     if before.grid != grid:
         raise ConfigError(
-            f"this model was cut over the axes {before.grid}, and the configuration has {grid}: save it, and build and "
-            "load it anew to train it in another layout"
+            f"this model was partitioned over the axes {before.grid}, and the configuration has {grid}: save it, and "
+            "build and load it again to train it in another layout"
         )
     return before
 
@@ -419,19 +437,21 @@ def _build_sharded_model(
 
 
 def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[int]:
-    """Ids of the parameters whose gradients travel in the autocast dtype.
+    """Return the ids of parameters whose gradients are reduced in the autocast dtype.
 
     Raises:
-        ConfigError: a name is that of no class that is imported.
+        ConfigError: a name is not a class of an imported module.
     """
     section = config.torch_autocast
     kinds: set[Any] = set()
     for name in (section.lower_precision_safe_modules or ()) if section.enabled else ():
         package, _, own = name.rpartition(".")
-        kind = getattr(sys.modules.get(package), own, None)  # of the model's modules, so it is imported
+        # the module is already imported, because the model uses the class
+        kind = getattr(sys.modules.get(package), own, None)
         if not isinstance(kind, type):
             raise ConfigError(
-                f"torch_autocast.lower_precision_safe_modules: {name!r} is no class of an imported module; write the "
+                f"torch_autocast.lower_precision_safe_modules: {name!r} is not a class of an imported module; write "
+                "the "
                 'full name of a class, such as "torch.nn.Linear"'
             )
         kinds.add(kind)
@@ -442,7 +462,7 @@ def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[
 def _rebuild_sharded_model(
     optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device, engine: Engine
 ) -> ShardedModel:
-    """Another layout of an engine's model, as it is now."""
+    """Shard an engine's current model again, with the same mesh if it has one."""
     before = mesh_of_model(engine.module)
     mesh = (
         before if before is not None else _get_or_build_mesh(engine.module, config, config.axes(dist.get_world_size()))
@@ -453,7 +473,7 @@ def _rebuild_sharded_model(
 
 
 def _build_placements(config: Config) -> Placements:
-    """Where slots rest, and the disk if any rests there."""
+    """Return the tier of each kind of slot, and open the NVMe tier if any slot is on it."""
     zero = config.zero_optimization
     state, param = zero.offload_optimizer, zero.offload_param
     paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
@@ -480,7 +500,7 @@ def _build_placements(config: Config) -> Placements:
 
 
 def _open_nvme_tier(paths: list[str], config: Config) -> DeferredFailureTier:
-    """The disk, on every rank or on none. Collective."""
+    """Open the NVMe tier on every rank; if any rank fails, close it and raise on all ranks. Collective."""
     disk, problem = None, ""
     try:
         disk = DeferredFailureTier(
@@ -509,13 +529,15 @@ def _nvme_paths(section: Any) -> list[str]:
     return list(section.nvme_path or ()) if section.device == "nvme" else []
 
 
-_BATCHES_IN_FLIGHT = 3  # batches of an update on disk: one comes, one is updated, one goes
-_STAGED_BYTES_PER_ELEMENT = 16  # bytes of an element of a batch: master weight, two moments, gradient
+_BATCHES_IN_FLIGHT = 3  # batches of an NVMe update in flight: one is read, one is updated, one is written
+_STAGED_BYTES_PER_ELEMENT = 16  # bytes per element of a batch: master weight, two moments and gradient, 4 each
 
 
 def _staging_bytes(config: Config) -> int:
-    """Of host memory through which a rank's part of what is on disk comes and goes: a share of what is free, or less
-    where the number and the size of buffers was said."""
+    """Return the bytes of host memory that stage this rank's NVMe reads and writes.
+
+    The limit is a fraction of free host memory. It is lower if the configuration sets the number and size of buffers.
+    """
     zero = config.zero_optimization
     free = max(48 << 20, staging_buffer_bytes(1 << 60, 1, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     state = zero.offload_optimizer
@@ -525,11 +547,13 @@ def _staging_bytes(config: Config) -> int:
 
 
 def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Mesh) -> tuple[float, float]:
-    """Factors of a gradient before and after the sum over ranks; together 1 / world, or 1 / ranks along sp where
-    gradients are summed (those ranks have the loss of the same sequence).
+    """Return the factors of a gradient before and after the sum over ranks.
 
-    Sums in 16 bits divide after, unless the configuration says otherwise: small gradients would vanish before. In
-    float32 the order is free, and before costs nothing.
+    Their product is 1 / world. If gradients are summed, it is 1 / (ranks along sp), because those ranks share the
+    loss of one sequence.
+
+    Sums in 16 bits divide after the sum, unless the configuration says otherwise: small gradients would underflow
+    before it. In float32 the order does not matter, and dividing before costs nothing.
     """
     world = mesh.dense.data.size
     if config.gradient_allreduce_op == "sum":

@@ -1,6 +1,6 @@
-"""Ranks as points of a box: where each sits, and which sit together. Arithmetic alone, for worlds of any size.
+"""Mesh shapes: coordinates and groups of ranks. Pure arithmetic, for worlds of any size.
 
-`MeshShape` has the axes that windlass itself has; `ProcessTopology` has axes of any names, by the words of DeepSpeed's.
+`MeshShape` has the axes of windlass; `ProcessTopology` has axes with arbitrary names and follows DeepSpeed's class.
 
     >>> from windlass.topology import MeshShape, PipeModelDataParallelTopology
     >>> grid = MeshShape(pp=2, dp_shard=2, tp=2)

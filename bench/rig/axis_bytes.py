@@ -77,7 +77,7 @@ def moved_by(case: Case) -> tuple[int, Moved]:
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    """Configuration of windlass. Nothing is kept between forward and backward, so stage 3 gathers twice a micro-batch."""
+    """Configuration of windlass. Nothing is kept between forward and backward, so stage 3 gathers twice."""
     return {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -97,7 +97,7 @@ def config_of(case: Case) -> dict[str, Any]:
 
 
 def _train(engine: Any, case: Case, step: int) -> None:
-    reader = engine.readers[1]
+    reader = engine.data_loading_ranks[1]
     batches = []
     for micro in range(MICRO_BATCHES):
         tokens = samples(case.sizes.vocabulary, SAMPLES, LENGTH, 1000 * step + 100 * micro + reader)

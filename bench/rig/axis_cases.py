@@ -123,8 +123,8 @@ def formulas(case: Case, pipe: int = 0) -> Moved:
 
 def scalars(case: Case, pipe: int = 0) -> Moved:
     """Bytes that the formulas do not count: along sp the sum of losses and the count of tokens, forward and backward;
-    along ep the number of rows for each expert, sent again when a layer is recomputed; along pp the loss, which the last
-    stage broadcasts."""
+    along ep the number of rows for each expert, sent again when a layer is recomputed; along pp the loss, which
+    the last stage broadcasts."""
     grid, micros = case.grid, case.work.micro_batches
     found: Moved = {}
     if pipe < grid.pp - 1:

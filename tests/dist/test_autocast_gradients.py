@@ -73,5 +73,5 @@ def unknown() -> None:
 
 
 def test_a_name_of_no_class_is_an_error() -> None:
-    with pytest.raises(RankError, match=r"lower_precision_safe_modules: 'torch.nn.Linea' is no class"):
+    with pytest.raises(RankError, match=r"lower_precision_safe_modules: 'torch.nn.Linea' is not a class"):
         run_ranks(unknown, 1)

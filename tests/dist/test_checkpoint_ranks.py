@@ -138,8 +138,8 @@ def test_a_fault_on_one_rank_is_told_alike_on_all(run: Run) -> None:
     assert [result["failures"] for result in results] == [told] * WORLD
     expected = {
         "plain": "preparing to save failed on rank 1: odd is a builtins.object",
-        "tags": "ranks save to different places (rank 0: ",
-        "overlap": "rank 0: element 2 of 'x' lies in two different cuts",
+        "tags": "ranks save to different paths (rank 0: ",
+        "overlap": "rank 0: element 2 of 'x' lies in two different boxes",
         "recut": "ranks 0 and 2 hold ranges of 'x' that overlap but differ",
         "shapes": "ranks disagree on 'x': rank 0 has shape (9,), torch.float32, rank 2 has shape (10,)",
         "disk": "saving failed on rank 2: disk full while writing",

@@ -191,7 +191,7 @@ def apart(folder: str) -> list[str]:
     with listening() as said:
         engine.save_checkpoint(folder)
     engine.destroy()
-    return [line for line in said if "different places in the data" in line]
+    return [line for line in said if "different data positions" in line]
 
 
 def test_ranks_at_different_places_are_told(tmp_path: Any) -> None:

@@ -171,7 +171,7 @@ def test_what_fails_before_the_update_changes_nothing(
     transport: str, when: str, how: str, gradients: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     for said, equal in run_ranks(repeated, 2, str(tmp_path), when, how, gradients, env=LATE, transport=transport):
-        assert said.startswith("StorageError: ") and "parameters and optimizer states are as they were" in said
+        assert said.startswith("StorageError: ") and "parameters and optimizer states are unchanged" in said
         for word in (*words, "rank 0: ", "EIO", str(tmp_path)):
             assert word in said
         assert equal
@@ -268,7 +268,7 @@ def test_a_write_that_fails_when_its_step_is_over_is_told_by_the_next(tmp_path: 
     for first, second, save in run_ranks(late, 2, str(tmp_path)):
         assert first == ""
         assert second.startswith("StorageError: ") and "rank 0: writing" in second and "EIO" in second
-        assert "load the last checkpoint" in second and "as they were" not in second
+        assert "load the last checkpoint" in second and "states are unchanged" not in second
         assert save.startswith("CheckpointError: nothing is saved") and "EIO" in save
     assert list(tmp_path.iterdir()) == []
 
@@ -306,7 +306,7 @@ def test_a_save_that_cannot_read_is_refused_on_all_ranks(tmp_path: Path) -> None
     for before, said, there, again in run_ranks(failing_save, 2, str(tmp_path)):
         for text in (before, said):
             assert text.startswith("StorageError: nothing is saved")
-            assert "rank 0: reading" in text and "as they were" in text
+            assert "rank 0: reading" in text and "states are unchanged" in text
         assert there == "FalseFalse" and again == ""
 
 

@@ -344,7 +344,7 @@ def test_experts_of_ones_own_train_as_one_process(name: str) -> None:
     for refused, number, losses, here in found:
         assert losses == pytest.approx(wanted[number], rel=1e-5)
         assert 2 * here == whole
-        assert ("nobody knows how to spread experts (Bank)" in refused) == (name == "experts that nobody knows")
+        assert ("cannot distribute experts (Bank)" in refused) == (name == "experts that nobody knows")
 
 
 # loaders
@@ -376,7 +376,7 @@ def test_a_loader_that_counts_readers_has_each_sample_once(tag: str, kind: str, 
 
 def test_a_loader_that_counts_ranks_is_noticed() -> None:
     change = ("num_replicas=readers, rank=reader", "num_replicas=2, rank=engine.global_rank")
-    with pytest.raises(RankError, match="are neighbours along tp and were given different inputs"):
+    with pytest.raises(RankError, match="are neighbours along tp and got different inputs"):
         run_ranks(own_loader, 2, "tensor", "llama", change)
 
 

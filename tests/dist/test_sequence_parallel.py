@@ -568,23 +568,23 @@ def refused() -> list[str]:
 
 REFUSALS = [
     "ModelError: Linear is no model of transformers",
-    'ConfigError: sequence parallelism of the kind "stripes" is not known; write "ulysses"',
+    'ConfigError: sp_mode = "stripes" is unknown; write "ulysses"',
     r"ConfigError: ulysses_degree = 3 does not divide the 2 ranks along sp; \[1, 2\] would",
-    'ConfigError: ulysses_degree = 2 of 2 ranks contradicts the kind "ring"',
+    'ConfigError: ulysses_degree = 2 of 2 ranks contradicts sp_mode = "ring"',
     "ModelError: T5ForConditionalGeneration has an encoder and a decoder",
     "ModelError: BloomForCausalLM",
-    r"ModelError: Qwen3NextForCausalLM has layers of the kinds \['linear_attention'\]",
-    "ModelError: sequences of LlamaForCausalLM are cut already",
+    r"ModelError: Qwen3NextForCausalLM has layers of the types \['linear_attention'\]",
+    "ModelError: sequences of LlamaForCausalLM are sharded already",
     "ModelError: LlamaForCausalLM has a loss function of its own",
-    "ModelError: LlamaForCausalLM is asked for attention weights",
-    "ModelError: LlamaForCausalLM is asked for the logits of some tokens",
+    "ModelError: LlamaForCausalLM got output_attentions",
+    "ModelError: LlamaForCausalLM got logits_to_keep",
     r"ModelError: attention_mask is \[2, 1, 8, 8\]",
     r"ModelError: speaker has the shape \[2, 8\] of one value a token",
-    "ModelError: the batch tells packed documents by one of cu_seq_lens_q",
+    "ModelError: the batch describes packed documents by one of cu_seq_lens_q",
     r"ModelError: labels has the shape \[2, 7\], but the sequences have 8 tokens",
     r"ModelError: a batch with the keys \['labels'\] has neither input_ids",
     "ModelError: BertForMaskedLM computes its loss without model.loss_function",
-    "ModelError: model.decoder.embed_positions derives positions in a way that is not known here",
+    "ModelError: model.decoder.embed_positions derives positions in an unknown way",
 ]
 
 

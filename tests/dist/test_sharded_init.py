@@ -334,7 +334,8 @@ def accesses() -> dict[str, Any]:
     import windlass
     from windlass.compat import parameter_attributes
 
-    parameter_attributes.install_parameter_attributes()  # what DeepSpeed's clients may do is not what windlass's own may
+    # DeepSpeed's clients may do what windlass's own scripts may not.
+    parameter_attributes.install_parameter_attributes()
     rank = torch.distributed.get_rank()
     torch.manual_seed(5 + rank)
     with windlass.zero.Init():

@@ -99,5 +99,5 @@ def test_what_cannot_be_cut_is_as_it_was() -> None:
         assert seen["same"]
         assert "no experts" in seen["said"]["no plan"]
         assert "balance by 'parameters'" in seen["said"]["time"]
-        assert "built in other parts along pp by each; build it without zero.Init" in seen["said"]["row"]
+        assert "build different parts along pp; build it without zero.Init" in seen["said"]["row"]
         assert "with windlass.zero.Init()" in seen["said"]["meta"]

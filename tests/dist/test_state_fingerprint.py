@@ -125,7 +125,7 @@ def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
 
 def test_a_load_is_held_against_what_was_saved(tmp_path: Any) -> None:
     for wrong, said in run_ranks(loaded_wrongly, 2, str(tmp_path)):
-        assert "was loaded, but parameters are not what was saved: their fingerprint is " in wrong
+        assert "was loaded, but parameters differ from the saved ones: their fingerprint is " in wrong
         assert len(said) == 1 and said[0].startswith("fingerprint ")
 
 

@@ -166,7 +166,7 @@ def wrong_label() -> None:
 
 
 def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
-    with pytest.raises(RankError, match="a label lies outside of the vocabulary"):
+    with pytest.raises(RankError, match="a label is outside the vocabulary"):
         run_ranks(wrong_label, 2)
 
 
@@ -176,7 +176,7 @@ def wrong_token() -> None:
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
-    with pytest.raises(RankError, match="a token lies outside of the vocabulary"):
+    with pytest.raises(RankError, match="a token is outside the vocabulary"):
         run_ranks(wrong_token, 2)
 
 

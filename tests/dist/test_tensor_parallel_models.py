@@ -159,5 +159,5 @@ def cut_twice() -> None:
 
 
 def test_a_model_is_cut_once() -> None:
-    with pytest.raises(RankError, match="model.embed_tokens.weight is cut over tp already; cut a model once"):
+    with pytest.raises(RankError, match="model.embed_tokens.weight is sharded over tp already; shard a model once"):
         run_ranks(cut_twice, 2)

@@ -177,13 +177,13 @@ def meets_elsewhere_and_goes_on() -> list[int]:
     subject, rank = specimen("mlp"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=3)))
     engine.backward(engine(**subject.batch(Place(0, 0, rank))))
-    with pytest.raises(windlass.WindlassError, match="different places"):
+    with pytest.raises(windlass.WindlassError, match="different calls"):
         if rank == 0:
             engine.step()
         else:
             engine.full_state_dict()
-    held = engine._sharded.runtime.unsharded(engine._sharded.units) if rank else contextlib.nullcontext()
-    with pytest.raises(windlass.WindlassError, match="different places"), held:
+    held = engine._sharded.runtime.holding(engine._sharded.units) if rank else contextlib.nullcontext()
+    with pytest.raises(windlass.WindlassError, match="different calls"), held:
         engine.step()
     engine.step()
     users = [unit.users for unit in engine._sharded.units]

@@ -1,4 +1,4 @@
-"""The full product behind the covering array of tests/dist/test_elastic_resume.py: every layout taken up in every other."""
+"""Full product behind the covering array of tests/dist/test_elastic_resume.py: every layout resumed in every other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs of two ranks in which one does something that no run should survive; see `test_hangs`.
 
-`python -m tests.process.hanging_runs FOLDER FAULT:TRANSPORT:RANK...` runs them all at once: what each rank printed is left in
+`python -m tests.process.hanging_runs FOLDER FAULT:TRANSPORT:RANK...` runs them all at once; each rank's output is in
 FOLDER/FAULT:TRANSPORT:RANK/rankN.out, its exit code and the seconds it took beside that.
 """
 

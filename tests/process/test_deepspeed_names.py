@@ -28,7 +28,7 @@ PENDING: dict[str, str] = {}
 
 @pytest.fixture(scope="module")
 def said() -> list[Any]:
-    """What `resolve_names.py` finds, in a process of its own, so that no other test sees a `deepspeed`: habits, names."""
+    """Run `resolve_names.py` in a process of its own, so that no other test imports a `deepspeed`."""
     text = "\n".join([*SYMBOLS, *STAND_IN_NAMES])
     paths = os.pathsep.join([str(STAND_IN_FOLDER), str(ROOT)])
     done = subprocess.run(

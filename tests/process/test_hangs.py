@@ -72,7 +72,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert re.search(rf"{operation} +(-|\d\.weight.*\(\d\)) +{where}\w", table[str(well)]), table
     if fault == "save":  # the engine itself notices, and both ranks raise
         assert "a collective failed on ranks 0-1: " in headline
-        assert "ranks wait for each other in different places" in headline and f"rank {faulty} is at" in headline
+        assert "ranks wait for each other at different calls" in headline and f"rank {faulty} is at" in headline
         assert re.search(rf"save +- +{LINE}engine\.save_checkpoint", table[str(faulty)]), table
         assert ranks[faulty].code == WATCHDOG_EXIT_CODE
     elif fault == "caught":

@@ -146,8 +146,8 @@ def test_who_does_not_come_to_initialize_is_named(
 ) -> None:
     """It tokenises, say; nobody has a watchdog yet."""
     assert launch([script(LATE)], 3) == 0
-    said = [line for line in capfd.readouterr().err.splitlines() if "waits in initialize" in line]
-    assert "windlass: rank 0 waits in initialize for 4 s now; not there yet: 1 (of 3 ranks)" in said
+    said = [line for line in capfd.readouterr().err.splitlines() if "has waited in initialize" in line]
+    assert "windlass: rank 0 has waited in initialize for 4 s; missing ranks: 1 (of 3)" in said
 
 
 # The launcher is to have started all when it hears of it: rank 0 waits for a word from rank 1.

@@ -29,6 +29,10 @@ class ModelError(WindlassError, ValueError):
     """
 
 
+class WeightFormatError(ModelError):
+    """A weight format that does not exist, or a weight or packed tensor that does not fit it."""
+
+
 class GatherError(ModelError, RuntimeError):
     """A second gather of parameters that are already gathered by hand."""
 
@@ -39,6 +43,14 @@ class CheckpointError(WindlassError, RuntimeError):
 
 class CommunicationError(WindlassError, RuntimeError):
     """Failed communication between ranks: a peer died, a wait timed out, a transport was refused."""
+
+
+class CollectiveArgumentError(CommunicationError, ValueError):
+    """A tensor, its parts or a peer do not fit the group of a collective."""
+
+
+class CodecError(CommunicationError, ValueError):
+    """A codec that does not exist, differs between ranks, or cannot encode a tensor of the given dtype."""
 
 
 class PeerError(WindlassError, RuntimeError):

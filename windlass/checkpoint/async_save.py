@@ -1,4 +1,4 @@
-"""The save under way of one engine, if there is one: written by a thread while training goes on."""
+"""Async save of one engine, written by a thread during training. At most one save is in flight."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from windlass.storage.disk_error_messages import format_bytes
 from windlass.storage.staging_memory import aligned_buffer, free_memory
 
 _NICE = 10
-_SPARE = 1.2  # times what a copy takes must be free
+_SPARE = 1.2  # required free memory, as a multiple of the copy's size
 
-# [Note: collectives of a save that does not block]
-# Everything that ranks have to agree on before they write is agreed on by the threads that train, in `Begun`. What is
-# left, whether all could write, goes over a gloo group that only these threads use: a collective of theirs can never
-# meet one of training.
+# [Note: collectives of a save that does not block] All that ranks must agree on before they write is agreed on by the
+# training threads, in `CheckpointSave`. The remaining collective, which reports whether all ranks could write, uses a
+# gloo group of its own, so that it can never match a collective of training.
 
 
 class AsyncSave:
-    """At most one save, from `start` to `finish`. All methods are collective but `failed` and `wait`.
+    """Manager of at most one save, from `start` to `finish`.
+
+    All methods are collective except `failure_flag` and `wait`.
 
     Args:
         ranks: the global ranks that save together.
@@ -44,14 +45,14 @@ class AsyncSave:
 
     @property
     def is_in_progress(self) -> bool:
-        """Whether a save was started and not finished; the same on all ranks."""
+        """True if a save was started and not finished; the same on all ranks."""
         return self._thread is not None
 
     def start(self, save: CheckpointSave, ranks: CheckpointRanks, *, pin: bool) -> None:
-        """Copy what `begun` writes from memory, and write it while the caller goes on.
+        """Copy the resident tensors of `save` to host memory, and start a thread that writes the checkpoint.
 
         Args:
-            ranks: who save together, as training's own thread reaches them.
+            ranks: the ranks that save together, in the process group of the training thread.
             pin: page-lock the copy.
         """
         assert self._thread is None, "two saves at once"
@@ -68,20 +69,20 @@ class AsyncSave:
         self._thread = thread
 
     def failure_flag(self) -> float:
-        """1 if the save under way has failed and nobody was told, else 0."""
+        """Return 1 if the save in flight has failed and the error was not raised yet, else 0."""
         thread = self._thread
         return float(thread is not None and not thread.is_alive() and self._error is not None)
 
     def wait(self) -> None:
-        """Wait until it is over, if one is under way; how it went is told later."""
+        """Wait until the save in flight is over, if there is one. Its error is raised later."""
         if self._thread is not None:
             self._thread.join()
 
     def finish(self) -> None:
-        """Wait until it is over, if one is under way.
+        """Wait until the save in flight is over, if there is one.
 
         Raises:
-            CheckpointError: it failed; on all ranks, with the same text. Told once.
+            CheckpointError: it failed; on all ranks, with the same text. Raised once.
         """
         if self._thread is None:
             return
@@ -92,18 +93,18 @@ class AsyncSave:
             raise error
 
     def close(self) -> None:
-        """Finish, and give memory and sockets back. Raises as `finish` does."""
+        """Finish the save, and free memory and sockets. Raises as `finish` does."""
         try:
             self.finish()
         finally:
             self._host_buffer = None
             group, self._group = self._group, None
             if group is not None:
-                with contextlib.suppress(ValueError):  # it went with the default group
+                with contextlib.suppress(ValueError):  # destroyed together with the default group
                     dist.destroy_process_group(group)
 
     def _background_ranks(self, ranks: CheckpointRanks) -> CheckpointRanks:
-        """The same ranks in a group that only threads use which write."""
+        """Return the same ranks in a group that only writer threads use."""
         if ranks.world_size == 1:
             return replace(ranks, in_background=True)
         if self._group is None:
@@ -111,8 +112,10 @@ class AsyncSave:
         return replace(ranks, group=self._group, in_background=True)
 
     def _copy_to_host(self, file: RankFile, pin: bool) -> Exception | None:
-        """Copy what is in memory; without room for that, it is written now. What went wrong is for the thread to tell
-        the others."""
+        """Copy resident tensors; if memory is too small for the copy, write them now.
+
+        Return an error for the thread to report.
+        """
         try:
             wanted = file.copy_nbytes
             if self._host_buffer is None or self._host_buffer.numel() < wanted:
@@ -120,8 +123,8 @@ class AsyncSave:
                 free, near = free_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 if free is not None and free < _SPARE * wanted * near:  # every rank of this host is about to copy
                     logger.warning(
-                        "this save blocks: a copy to write from takes %s on each of the %d ranks of this host, %s of "
-                        "memory are free",
+                        "this save blocks: the copy for an async save takes %s on each of the %d ranks of this host, "
+                        "%s of memory are free",
                         format_bytes(wanted),
                         near,
                         format_bytes(free),
@@ -139,7 +142,8 @@ class AsyncSave:
         return None
 
     def _write_in_background(self, save: CheckpointSave, ranks: CheckpointRanks, local_error: Exception | None) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # training goes first where they want the same processor
+        # lower priority, so that training goes first on a shared core
+        with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             save.finish(ranks, local_error)
@@ -147,4 +151,4 @@ class AsyncSave:
             told = error if isinstance(error, CheckpointError) else None
             self._error = CheckpointError(f"the checkpoint {save.path} was not written: {told or repr(error)}")
             self._error.__cause__ = error
-            logger.error("%s", self._error)  # also where the run ends before anybody asks
+            logger.error("%s", self._error)  # logged here too, in case the run ends before `finish`

@@ -1,4 +1,4 @@
-"""The checkpoint directory: tags, `latest`, and how a checkpoint appears whole or not at all."""
+"""Checkpoint directory: tags, the file `latest`, and the atomic appearance of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from windlass.base.regular_file import open_regular
 
 INDEX_FILE = "checkpoint.json"
 LATEST = "latest"
-_LONGEST_LATEST = 4096  # bytes; a tag has 200 at most
-_LOCK_TIMEOUT_S = 60.0  # seconds for another job to name its checkpoint
+_LONGEST_LATEST = 4096  # bytes; a tag has at most 200
+_LOCK_TIMEOUT_S = 60.0  # seconds that another job may hold the lock
 
-# [Note: a checkpoint appears whole or not at all]
-# Data is written under a hidden name (draft.py); every file and then the directory is fsynced, `checkpoint.json` last
-# of all, and a rename makes it `TAG`. Only then does `latest` change, itself by a rename. Saving a tag again moves the
-# old one to `.TAG.replaced` first: whoever finds `TAG` missing after a crash between the two renames reads that.
+# [Note: a checkpoint appears whole or not at all] Data is written under a hidden name (staging_checkpoint.py). Every
+# file and then the directory is fsynced, `checkpoint.json` last of all, and a rename makes it `TAG`. Only then does
+# `latest` change, by a rename too. A save under an existing tag first moves the old checkpoint to `.TAG.replaced`; if a
+# crash between the two renames leaves no `TAG`, a load reads that one.
 
 
 def check_tag(tag: str) -> str:
-    """The tag itself, once it is a name that stays inside the checkpoint directory.
+    """Return the tag if it is a valid name inside the checkpoint directory.
 
     Raises:
         CheckpointError: an empty, hidden, reserved or too long name, or one with a path separator or control character.
@@ -43,10 +43,10 @@ def check_tag(tag: str) -> str:
 
 
 def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | None:
-    """The tag that `latest` (or the file `name`) names; None where there is no such file.
+    """Return the tag in the file `latest` (or `name`); None if there is no such file.
 
     Raises:
-        CheckpointError: the file cannot be read, or names something outside `directory`.
+        CheckpointError: the file cannot be read, or names a path outside `directory`.
     """
     path = Path(directory) / name
     try:
@@ -66,23 +66,24 @@ def read_latest(directory: str | os.PathLike[str], name: str = LATEST) -> str | 
 
 
 def write_latest(directory: Path, tag: str, name: str = LATEST) -> None:
-    """Make `latest` (or the file `name`) name `tag`, at once and durably."""
+    """Write the tag to `latest` (or `name`), atomically and durably."""
     path = directory / name
     with disk_errors(path, len(tag)), rename_lock(directory) as alone:
         for left in directory.glob(f".{name}.*{PARTIAL_SUFFIX}") if alone else ():
-            left.unlink(missing_ok=True)  # of a writer that was killed
+            left.unlink(missing_ok=True)  # temporary file of a writer that was killed
         write_atomically(path, tag, durable=True)
         fsync_directory(directory)
 
 
 @contextmanager
 def rename_lock(directory: Path) -> Iterator[bool]:
-    """Hold the lock under which checkpoints get their names in `directory`, for a moment: jobs that save there at the
-    same time take turns. The system releases it when its holder dies. Gives whether there is one: file systems without
-    locks have none, and every rename is atomic there too.
+    """Hold the lock for renames in `directory`, briefly, so that jobs that save there at the same time take turns.
+
+    The system releases the lock when its holder dies. Yields False on file systems without locks; each rename is atomic
+    there too.
 
     Raises:
-        CheckpointError: another process has held it for a minute; it says which.
+        CheckpointError: another process has held it for a minute; the message names the process.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -100,8 +101,8 @@ def _acquire_lock(descriptor: int, directory: Path) -> bool:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"{directory} has been locked for {_LOCK_TIMEOUT_S:.0f} s by {_lock_holder(descriptor)}, which also saves "
-                    "there; end that job, or save to another directory"
+                    f"{directory} has been locked for {_LOCK_TIMEOUT_S:.0f} s by {_lock_holder(descriptor)}, which "
+                    "also saves there; end that job, or save to another directory"
                 ) from None
             time.sleep(0.02)
         except OSError:
@@ -109,7 +110,7 @@ def _acquire_lock(descriptor: int, directory: Path) -> bool:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """The process that holds the lock of an open directory, as far as the system tells."""
+    """Return the process that holds the lock of an open directory, if the system reports it."""
     node = os.fstat(descriptor).st_ino
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
@@ -121,16 +122,16 @@ def _lock_holder(descriptor: int) -> str:
 
 
 def to_printable(text: str, longest: int = 200) -> str:
-    """A text of somebody else's, as it can be shown."""
+    """Return untrusted text with unprintable characters replaced, at most `longest` characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:longest])
 
 
 def list_tags(directory: str | os.PathLike[str]) -> list[str]:
-    """The tags of the finished checkpoints in `directory`, oldest first."""
+    """Return the tags of the finished checkpoints in `directory`, oldest first."""
     finished = []
     try:
         for path in Path(directory).iterdir():
-            with suppress(FileNotFoundError, NotADirectoryError):  # no checkpoint, or removed while this looks
+            with suppress(FileNotFoundError, NotADirectoryError):  # not a checkpoint, or removed meanwhile
                 if path.name[0] != ".":
                     finished.append(((path / INDEX_FILE).stat().st_mtime_ns, path.name))
     except OSError:
@@ -139,7 +140,7 @@ def list_tags(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple[str, Path]:
-    """Tag and directory of the checkpoint `tag`, or of the one that `latest` names where `tag` is None.
+    """Return tag and directory of the checkpoint `tag`, or of the one in `latest` if `tag` is None.
 
     Raises:
         CheckpointError: there is none, or it lies outside `directory`.
@@ -160,13 +161,14 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
         raise CheckpointError(f"there is no checkpoint {name!r} in {root}. {_known_tags_message(root)}")
     if not is_checkpoint(path) and not is_deepspeed_checkpoint(path):
         raise CheckpointError(
-            f"{path} is not a windlass checkpoint: it has no {INDEX_FILE}; a save that did not finish? {_known_tags_message(root)}"
+            f"{path} is not a windlass checkpoint: it has no {INDEX_FILE}; it may be an "
+            f"unfinished save. {_known_tags_message(root)}"
         )
     return name, path
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Raises CheckpointError unless the file system of `path` has `needed` bytes free."""
+    """Raise CheckpointError unless the file system of `path` has `needed` bytes free."""
     free = shutil.disk_usage(path).free
     if free < needed:
         raise CheckpointError(
@@ -177,20 +179,23 @@ def require_space(path: Path, needed: int) -> None:
 
 @contextmanager
 def disk_errors(path: Path, needed: int) -> Iterator[None]:
-    """Turns an OSError while writing `path` into a CheckpointError that says path, bytes needed and bytes free."""
+    """Turn an OSError while writing `path` into a CheckpointError with path, bytes needed and bytes free."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; former checkpoints "
-                "are untouched. Free some space or save to another disk"
+                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; former "
+                "checkpoints are untouched. Free some space or save to another disk"
             ) from error
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; check path and rights") from error
 
 
 def fsync_directory(directory: Path) -> None:
-    """Makes the names in `directory` durable. Windows cannot open a directory, and needs no such call."""
+    """Make the names in `directory` durable.
+
+    Does nothing on Windows, which cannot open a directory and needs no such call.
+    """
     if os.name == "nt":
         return
     handle = os.open(directory, os.O_RDONLY)
@@ -201,17 +206,17 @@ def fsync_directory(directory: Path) -> None:
 
 
 def replaced_path(directory: Path, tag: str) -> Path:
-    """Where the former checkpoint `tag` is while a new one takes its name."""
+    """Return the path of the former checkpoint `tag` while a new one replaces it."""
     return directory / f".{tag}.replaced"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a finished checkpoint, undamaged or not."""
+    """Return True if `path` is a finished checkpoint, damaged or not."""
     return (path / INDEX_FILE).is_file()
 
 
 def is_deepspeed_checkpoint(path: Path) -> bool:
-    """Whether DeepSpeed wrote this checkpoint, and not windlass."""
+    """Return True if DeepSpeed, and not windlass, wrote this checkpoint."""
     return not is_checkpoint(path) and any(path.glob("*mp_rank_*_model_states.pt"))
 
 

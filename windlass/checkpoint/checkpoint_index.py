@@ -1,4 +1,4 @@
-"""`checkpoint.json`: which file holds which box of which tensor, and the plain data."""
+"""Index of a checkpoint, `checkpoint.json`: the file of each box of each tensor, and the plain data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
 FORMAT = "windlass-checkpoint"
 FORMAT_VERSION = 1
 
-# A plain name in the checkpoint's own directory: an index that somebody planted cannot lead to another file.
+# Only plain names in the checkpoint's own directory, so that a forged index cannot refer to another file.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors$")]
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Crc32 = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
@@ -34,10 +34,10 @@ _MOST_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """One box of a tensor: where it lies in the tensor, which entry of which file holds it, the crc32 of its bytes.
+    """One box of a tensor: its position in the tensor, the file and entry that hold it, and the crc32 of its bytes.
 
-    In an index that others' files stand for, `crc32` is None where the file itself has the checksum that covers the
-    entry, and `file` may have any name of the directory's own.
+    In an index built from other libraries' files, `crc32` is None if the file itself has a checksum that covers the
+    entry, and `file` may be any name in the directory.
     """
 
     offsets: tuple[Count, ...]
@@ -49,7 +49,7 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor: its whole shape, its dtype in safetensors' spelling (`F32`), its chunks."""
+    """One tensor: its full shape, its dtype in safetensors' spelling (`F32`), its chunks."""
 
     shape: tuple[Count, ...]
     dtype: str
@@ -57,10 +57,10 @@ class TensorRecord:
 
 
 class CheckpointIndex(BaseModel):
-    """All that `checkpoint.json` says.
+    """Contents of `checkpoint.json`.
 
-    `plain` and `ranks` (one item a rank) are plain data as `windlass.checkpoint.plain_data` encodes it; `files` maps the
-    names of the data files to their sizes in bytes.
+    `plain` and `ranks` (one item per rank) are plain data as `windlass.checkpoint.plain_data` encodes it; `files` maps
+    the names of the data files to their sizes in bytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -75,9 +75,9 @@ class CheckpointIndex(BaseModel):
 
 
 def encode_index(index: CheckpointIndex) -> str:
-    """The JSON text of `index`, one line a tensor, with a crc32 of itself at the end."""
+    """Return the JSON text of `index`, with one line per tensor and a crc32 of the text itself at the end."""
     tensors = ",\n".join(f" {_quoted(name)}: {_record_text(one)}" for name, one in index.tensors.items())
-    fields = [name for name in CheckpointIndex.model_fields if name != "tensors"]  # which are plain data already
+    fields = [name for name in CheckpointIndex.model_fields if name != "tensors"]  # these fields are plain data already
     head = ",\n".join(f"{_dumps(name)}: {_dumps(getattr(index, name))}" for name in fields)
     body = f'{{{head},\n"tensors": {{\n{tensors}\n}}'
     return f'{body},\n"crc32": "{_crc(body)}"}}\n'
@@ -87,7 +87,7 @@ _quoted = json.encoder.encode_basestring_ascii
 
 
 def _record_text(record: TensorRecord) -> str:
-    """A record as `json.dumps` writes it; most of an index is these, and the encoder takes several times as long."""
+    """Return the text that `json.dumps` gives for a record, several times faster. Records are most of an index."""
     chunks = ", ".join(
         f'{{"offsets": {list(one.offsets)}, "sizes": {list(one.sizes)}, "file": {_quoted(one.file)}, '
         f'"entry": {_quoted(one.entry)}, "crc32": {"null" if one.crc32 is None else one.crc32}}}'
@@ -97,11 +97,11 @@ def _record_text(record: TensorRecord) -> str:
 
 
 def read_index(checkpoint: Path) -> CheckpointIndex:
-    """Read and check the index of the checkpoint directory `checkpoint`, and the sizes of its files.
+    """Read and check the index of the checkpoint directory `checkpoint`, and check the sizes of its files.
 
     Raises:
-        CheckpointError: it is missing, damaged, forged, of another format or version, or a data file is missing or cut
-            short.
+        CheckpointError: it is missing, damaged, forged, or of another format or version, or a data file is missing or
+            truncated.
     """
     path = checkpoint / INDEX_FILE
     try:
@@ -116,7 +116,7 @@ def read_index(checkpoint: Path) -> CheckpointIndex:
 
 
 def parse_index(text: str, path: Path) -> CheckpointIndex:
-    """Read the index that `text`, the content of `path`, says, and check it.
+    """Parse and check the index in `text`, the content of `path`.
 
     Raises:
         CheckpointError: the text is not an undamaged index of this format version, or it contradicts itself.
@@ -146,23 +146,23 @@ def parse_index(text: str, path: Path) -> CheckpointIndex:
             raise CheckpointError(f"{path} is not a valid index: a chunk of tensor {name!r} has no crc32")
     check_index(index, path)
     for name, record in index.tensors.items():
-        # another tensor's bytes would fit where shapes and dtypes are the same
+        # a forged index could name the entry of another tensor of the same shape and dtype
         if any(chunk.entry != entry_name(name, record.shape, (chunk.offsets, chunk.sizes)) for chunk in record.chunks):
             raise CheckpointError(f"{path} is not a valid index: a chunk of tensor {name!r} names another one's entry")
     return index
 
 
 def entry_name(name: str, shape: tuple[int, ...], box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
-    """Name the entry of a box (offsets, sizes): as the tensor where it is whole, else with the offsets behind an @."""
+    """Return the entry name of a box (offsets, sizes): the tensor's name, with `@` and the offsets if it is a part."""
     return name if box[1] == shape else f"{name}@{','.join(map(str, box[0]))}"
 
 
 def check_index(index: CheckpointIndex, path: Path) -> None:
-    """Check that an index of either kind does not contradict itself; nothing is opened.
+    """Check that an index, read or built, does not contradict itself. Opens no file.
 
     Raises:
-        CheckpointError: a tensor's boxes do not cover it exactly once, a dtype or a file is not known, plain data is
-            too deep or names tensors that are not there.
+        CheckpointError: a tensor's boxes do not cover it exactly once, a dtype or a file is unknown, or plain data is
+            too deep or refers to missing tensors.
     """
     if len(index.ranks) != index.world_size:
         raise CheckpointError(f"{path}: world_size is {index.world_size}, but 'ranks' has {len(index.ranks)} items")
@@ -175,10 +175,10 @@ def check_index(index: CheckpointIndex, path: Path) -> None:
 
 
 def check_files(index: CheckpointIndex, checkpoint: Path) -> None:
-    """Check that all data files are there, are regular files of the directory, and have the size that was written.
+    """Check that all data files exist, are regular files in the directory, and have the recorded size.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: a file does not.
     """
     for name, size in index.files.items():
         path = checkpoint / name
@@ -189,7 +189,7 @@ def check_files(index: CheckpointIndex, checkpoint: Path) -> None:
                 f"the checkpoint file {path} is missing ({error.strerror or error}); load another one"
             ) from error
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"the checkpoint file {path} is no regular file; load another checkpoint")
+            raise CheckpointError(f"the checkpoint file {path} is not a regular file; load another checkpoint")
         if found.st_size != size:
             raise CheckpointError(
                 f"the checkpoint file {path} has {found.st_size} bytes, {size} were written: it was cut short or "
@@ -198,13 +198,13 @@ def check_files(index: CheckpointIndex, checkpoint: Path) -> None:
 
 
 def check_entries(index: CheckpointIndex, files: Iterable[str], open_file: Callable[[str], TensorFile]) -> None:
-    """Check, in the headers of `files`, that each entry that the index names is there with its dtype, shape and bytes.
+    """Check that each entry of the index is in the headers of `files`, with its dtype, shape and size.
 
     Args:
-        opened: a file of the checkpoint by its name.
+        open_file: opens a file of the checkpoint by its name.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: an entry is not.
     """
     wanted = set(files)
     by_file: dict[str, list[tuple[TensorRecord, ChunkRecord]]] = {}
@@ -249,8 +249,10 @@ def _check_tensor(name: str, record: TensorRecord, index: CheckpointIndex, path:
 
 
 def _check_order(name: str, record: TensorRecord, path: Path) -> None:
-    """Chunks that are flat ranges must follow each other: of as many elements as there are, none twice is none left
-    out."""
+    """Check that chunks that are flat ranges follow each other without gap or overlap.
+
+    The number of elements was checked before, so no overlap means no gap.
+    """
     position = 0
     for start, size in sorted((flat_start(record.shape, one.offsets), math.prod(one.sizes)) for one in record.chunks):
         if size and start != position:
@@ -260,11 +262,12 @@ def _check_order(name: str, record: TensorRecord, path: Path) -> None:
         position += size
 
 
-# [Note: boxes that cover a tensor] Whether boxes of any form cover each element once is asked of a polynomial. The
+# [Note: boxes that cover a tensor] A polynomial shows whether boxes of any form cover each element exactly once. The
 # element (i, j, ...) stands for the term x^i y^j ...; a box is then a product of geometric sums, (x^stop - x^start) /
-# (x - 1) for each dimension, and boxes cover the tensor exactly once if and only if theirs add up to that of the whole.
-# Both sides are taken at a random point modulo a prime: two different ones agree there with a probability of less than
-# 2^-60, and who forged an index does not know the point. This takes a few powers for each box, however many there are.
+# (x - 1) for each dimension, and boxes cover the tensor exactly once if and only if their polynomials add up to that of
+# the full tensor. Both sides are evaluated at a random point modulo a prime: two different polynomials agree there with
+# a probability of less than 2^-60, and the author of a forged index does not know the point. The cost is a few powers
+# per box, for any number of boxes.
 _PRIME = (1 << 127) - 1
 _POINT = [2 + secrets.randbelow(_PRIME - 3) for _ in range(_MOST_DIMS)]
 _PER_SUM = [pow(x - 1, -1, _PRIME) for x in _POINT]
@@ -283,7 +286,7 @@ def _geometric_sum(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
 
 
 def _check_plain(index: CheckpointIndex, path: Path) -> None:
-    """Plain data is no deeper than is read, and each tensor in it is one of the checkpoint's own, named once."""
+    """Check that plain data is not too deep, and that each tensor it refers to is in the checkpoint and named once."""
     try:
         plain_data.require_depth((index.plain, index.ranks))
         shared = plain_data.tensor_names(index.plain)
@@ -298,12 +301,12 @@ def _check_plain(index: CheckpointIndex, path: Path) -> None:
     taken = sum(
         math.prod(index.tensors[name].shape) * dtype_from_code(index.tensors[name].dtype).itemsize for name in named
     )
-    if taken > sum(index.files.values()) + len(named) * 16:  # a number of DeepSpeed's may lie in no file
+    if taken > sum(index.files.values()) + len(named) * 16:  # DeepSpeed's plain numbers lie in no file
         raise CheckpointError(f"{path}: the tensors in plain data have {taken} bytes, more than all of the files")
 
 
 def validation_message(error: ValidationError) -> str:
-    """What is wrong, without what was given: that may be long."""
+    """Describe the first validation errors without the rejected values, which may be long."""
     found = [f"{'.'.join(map(str, one['loc']))[:200]}: {one['msg']}" for one in error.errors(include_url=False)[:4]]
     return "; ".join(found) + (f"; and {error.error_count() - 4} more" if error.error_count() > 4 else "")
 

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint directory: finished checkpoints and their health, and what unfinished saves left."""
+"""Listing of a checkpoint directory: finished checkpoints with their problems, and remains of unfinished saves."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
 from windlass.checkpoint.torch_file import find_damaged_record, open_tensor_file
 
 _UNFINISHED_NAME = re.compile(r"^\.(?P<tag>.+?)(?:\.\w{8})?\.(?P<step>writing|replaced|removing)$")
-_AT_ONCE = 1 << 22  # bytes that are summed up at a time
+_AT_ONCE = 1 << 22  # bytes that are checksummed at a time
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A finished checkpoint.
+    """Finished checkpoint.
 
     Attributes:
-        step: optimizer steps that were done; None where it does not say.
-        nbytes: of its files.
+        step: number of optimizer steps; None if the checkpoint does not record it.
+        nbytes: total size of its files.
         stage, ranks: the ZeRO stage and the number of ranks that saved it.
-        written: seconds since 1970.
-        trainable_only: frozen parameters are not in it.
-        latest: `latest` names it.
-        problem: what is wrong with it; empty for nothing.
+        written: time of the save, in seconds since 1970.
+        trainable_only: frozen parameters were left out.
+        latest: the file `latest` names it.
+        problem: description of the damage; empty if none was found.
         verified: every byte was read and compared with its checksum.
     """
 
@@ -53,7 +53,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True)
 class UnfinishedSave:
-    """What a save that did not finish left behind, by its hidden name."""
+    """Remains of a save that did not finish, under a hidden name."""
 
     name: str
     nbytes: int
@@ -62,7 +62,7 @@ class UnfinishedSave:
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """What `look` found; `problem` is what is wrong with the directory itself, such as a `latest` without a target."""
+    """Result of `list_checkpoints`. `problem` describes an error of the directory, such as a dangling `latest`."""
 
     checkpoints: tuple[ListedCheckpoint, ...]
     leftovers: tuple[UnfinishedSave, ...]
@@ -71,18 +71,18 @@ class CheckpointListing:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether anything in it cannot be loaded."""
+        """True if any part of the directory cannot be loaded."""
         return bool(self.problem) or any(listed.problem for listed in self.checkpoints)
 
 
 def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False) -> CheckpointListing:
-    """Lists the checkpoints in `directory`, oldest first. Nothing is changed.
+    """List the checkpoints in `directory`, oldest first. Nothing is changed.
 
     Args:
-        verify: read every byte and compare it with its crc32; else the index, and sizes of files.
+        verify: read every byte and compare it with its crc32; else check only the index and the file sizes.
 
     Raises:
-        CheckpointError: there is no such directory, it cannot be read, or it is a checkpoint itself.
+        CheckpointError: the directory does not exist, cannot be read, or is a checkpoint itself.
     """
     root = Path(directory)
     try:
@@ -90,7 +90,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
     except OSError as error:
         raise CheckpointError(f"the checkpoint directory {root} cannot be read: {error.strerror}") from error
     if (root / INDEX_FILE).is_file() or is_deepspeed_checkpoint(root):
-        raise CheckpointError(f"{root} is a checkpoint itself; give the directory that it lies in")
+        raise CheckpointError(f"{root} is a checkpoint itself; give its parent directory")
     problem, latest = "", None
     try:
         latest = read_latest(root)
@@ -100,17 +100,17 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
     found = [path for path in visible if (path / INDEX_FILE).is_file() or is_deepspeed_checkpoint(path)]
     listed = []
     for path in found:
-        with suppress(FileNotFoundError):  # a run that keeps the last few removed it while this looks
+        with suppress(FileNotFoundError):  # removed meanwhile by a run with `keep_last`
             listed.append(_describe_checkpoint(path, path.name == latest, verify))
     listed.sort(key=lambda one: one.written)
-    former = root / f".{latest}.replaced" / INDEX_FILE  # which `find` reads where the tag itself is not there
+    former = root / f".{latest}.replaced" / INDEX_FILE  # `find_checkpoint` reads this one if the tag is missing
     if latest is not None and not any(one.latest for one in listed) and not former.is_file():
         problem = f"{root / LATEST} names {latest!r}, and there is no such checkpoint; pass a tag, or write one into it"
     return CheckpointListing(tuple(listed), tuple(_unfinished_saves(root, children)), latest, problem)
 
 
 def find_damage(path: Path, index: CheckpointIndex) -> str:
-    """What is wrong with the bytes of a checkpoint; empty for nothing. Memory: some megabytes."""
+    """Return a description of damaged bytes in a checkpoint; empty if there are none. Memory: some megabytes."""
     by_file: dict[str, list[tuple[str, TensorRecord, ChunkRecord]]] = {}
     for name, record in index.tensors.items():
         for chunk in record.chunks:
@@ -129,7 +129,7 @@ def find_damage(path: Path, index: CheckpointIndex) -> str:
                     _check_chunk(file, record, chunk, scratch)
         except CheckpointError as error:
             return str(error)
-    for beside in sorted(path.glob("*_states.pt")):  # which lie there for other tools (`checkpoint.format`)
+    for beside in sorted(path.glob("*_states.pt")):  # written for other tools (`checkpoint.format`)
         if beside.name not in by_file and (record_name := find_damaged_record(beside)):
             return (
                 f"the file {beside} is damaged: record {record_name!r}; windlass loads without it, other tools do not"
@@ -192,9 +192,9 @@ def _unfinished_saves(root: Path, children: list[Path]) -> Iterator[UnfinishedSa
             continue
         tag = found["tag"]
         meanings = {
-            "writing": f"a save of {tag!r} goes on, or was killed; then the next save removes it",
+            "writing": f"a save of {tag!r} is running, or was killed; then the next save removes it",
             "replaced": f"the former {tag!r}, which "
             + ("the next save removes" if (root / tag).exists() else "loads as that tag"),
-            "removing": f"what is left of {tag!r}, which was being removed",
+            "removing": f"remains of {tag!r}, whose removal was interrupted",
         }
         yield UnfinishedSave(path.name, _size(path), meanings[found["step"]])

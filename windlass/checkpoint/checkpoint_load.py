@@ -1,4 +1,4 @@
-"""Loading a checkpoint into tensors in place: any other cut, any other number of ranks."""
+"""Loading of a checkpoint into tensors in place, with any sharding and any number of ranks."""
 
 from __future__ import annotations
 
@@ -33,37 +33,38 @@ def load(
     ignore: tuple[str, ...] = (),
     optional: tuple[str, ...] = (),
     cast: bool = False,
-    advice: str = "Load with strict=False to take what matches, or ignore names by prefix",
+    advice: str = "Load with strict=False to load what matches, or ignore names by prefix",
     parameter_order: ParameterOrder | None = None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], object] = lambda shared, own: None,
     opened: StoredCheckpoint | None = None,
     first: Collection[str] = (),
     check_first: Callable[[], object] = lambda: None,
 ) -> LoadedState:
-    """Fills the tensors of `into` in place from `directory`/`tag`. Every rank of the group must call it.
+    """Fill the tensors of `into` in place from `directory`/`tag`. Collective over the group.
 
-    `into.shards` and `into.tensors` may be cut in any way and on any number of ranks; ranks need not cover a tensor,
-    and ranges may overlap.
-    Its plain data is not looked at: what the checkpoint holds is returned.
+    `into.shards` and `into.tensors` may have any sharding over any number of ranks. Ranks need not cover a tensor, and
+    ranges may overlap. The plain data of `into` is ignored; the saved plain data is returned.
 
     Args:
-        tag: None for the one that `latest` names.
+        tag: None: the tag in `latest`.
         process_group: as in `save`.
-        strict: whether missing and unexpected names are errors; else they are only reported.
-        ignore: prefixes of names in the checkpoint that are not expected to be asked for, such as `("state/",)`.
-        optional: prefixes of names whose absence, here or there, is only reported.
-        cast: whether values of another dtype are converted; else another dtype is an error.
-        advice: ends the error about names that differ.
-        order: names of the optimizer's parameters by group, which DeepSpeed's files of stage 0 lack.
-        check: called with the plain data that all ranks share and with this rank's own, before a tensor is filled; what
-            it raises is raised on all ranks.
-        opened: this checkpoint, read in the same `order`: its index and its files' headers are not read again.
+        strict: raise on missing and unexpected names; else only report them.
+        ignore: prefixes of names in the checkpoint that need not be requested, such as `("state/",)`.
+        optional: prefixes of names whose absence, here or in the checkpoint, is only reported.
+        cast: convert values of another dtype; else another dtype is an error.
+        advice: end of the error message about names that differ.
+        parameter_order: names of the optimizer's parameters by group, which DeepSpeed's files of stage 0 lack.
+        check: called with the plain data shared by all ranks and with this rank's own, before a tensor is filled. Its
+            error is raised on all ranks.
+        opened: this checkpoint, opened with the same `parameter_order`, so that index and headers are not read again.
         first: tensors that are filled before all others.
-        check_first: called then, before another is filled; what it raises is raised on all ranks.
+        check_first: called after the tensors in `first` are filled, before the others. Its error is raised on all
+            ranks.
 
     Raises:
         CheckpointError: the same on all ranks: no such checkpoint, damaged files, another shape or dtype, names that
-            differ. Before data is read all of this but damage is known; after damage the tensors' values are undefined.
+            differ. All of these except damage are detected before data is read; after damage the tensors' values are
+            undefined.
     """
     ranks = CheckpointRanks.of_group(process_group)
     name, path = ranks.run_on_first("looking for the checkpoint", lambda: find_checkpoint(directory, tag))
@@ -88,12 +89,15 @@ def load(
             count_and_names(word, names) for word, names in zip(("missing", "unexpected"), wrong, strict=True)
         )
         raise CheckpointError(f"{path} does not match: {told}. {advice}")
-    # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
+    # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
     from windlass.checkpoint import collective_transfer
 
     collective_transfer.load_held_tensors(mine.stored, mine.held, ranks, first, check_first)
     matched = len(asked) - len(missing)
-    told = f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, {count_and_names('unexpected', unexpected)}"
+    told = (
+        f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, "
+        f"{count_and_names('unexpected', unexpected)}"
+    )
     logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {told}")
     return LoadedState(
         tag=name,
@@ -115,7 +119,7 @@ class _LoadRequest:
 
     @property
     def index(self) -> CheckpointIndex:
-        """Of the checkpoint."""
+        """Index of the checkpoint."""
         return self.stored.index
 
 
@@ -129,8 +133,8 @@ def _prepare_load(
     check: Callable[[dict[str, Any], dict[str, Any] | None], object],
     opened: StoredCheckpoint | None,
 ) -> tuple[list[str], list[str]]:
-    """Puts what this rank is to read into `wanted`; returns the names it asks for, and those that are missing."""
-    if opened is not None and opened.path == path:  # else it was replaced meanwhile
+    """Append this rank's request to `requests`. Return the names it requests, and those that are missing."""
+    if opened is not None and opened.path == path:  # otherwise it was replaced meanwhile
         stored = opened
     else:
         stored = StoredCheckpoint.from_path(path, parameter_order, slice(ranks.rank, None, ranks.world_size))
@@ -159,6 +163,6 @@ def _mismatch(name: str, holding: HeldTensor, index: CheckpointIndex, cast: bool
 
 
 def count_and_names(word: str, names: tuple[str, ...]) -> str:
-    """How many, and which first."""
+    """Return the number of names and the first few of them, as text."""
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"{len(names)} {word} ({shown})" if names else f"0 {word}"

@@ -1,4 +1,4 @@
-"""Ranks that agree: a step that fails on one rank raises the same error on all, so that none is left waiting."""
+"""Ranks that save or load together: a step that fails on one rank raises the same error on all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointRanks:
-    """The ranks that save or load together; one alone where there is no process group.
+    """Ranks that save or load together; a single process if there is no process group.
 
     Attributes:
-        behind: they are met by a thread beside the one that trains, of whose waits alone a process tells.
+        in_background: a writer thread uses the group. Its waits are not reported to the watchdog, which follows the
+            training thread.
     """
 
     group: dist.ProcessGroup | None
@@ -31,7 +32,7 @@ class CheckpointRanks:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None) -> CheckpointRanks:
-        """The ranks of `group`, by default of the default group, or this process alone where there is none.
+        """Return the ranks of `group`; None: the default group, or this process alone if there is none.
 
         Raises:
             CheckpointError: this rank is not in the group.
@@ -44,11 +45,11 @@ class CheckpointRanks:
         return cls(group, rank, dist.get_world_size(group), is_single_process=False)
 
     def run_on_all(self, step: str, work: Callable[[], T]) -> list[T]:
-        """Runs `work` on every rank and returns the results of all, in rank order. Collective.
+        """Run `work` on every rank and return all results in rank order. Collective.
 
         Raises:
-            CheckpointError: on every rank and with the same text, where `work` raised on any; the text names the rank
-                and `step`.
+            CheckpointError: on every rank and with the same text, if `work` raised on any. The text names the rank and
+                `step`.
         """
         result: T | None = None
         failure: Exception | None = None
@@ -66,13 +67,15 @@ class CheckpointRanks:
         return [found for _, found in outcomes]
 
     def run_on_first(self, step: str, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0 alone and returns its result on every rank. Collective; raises as `each` does."""
+        """Run `work` on rank 0 alone and return its result on every rank. Collective; raises as `run_on_all` does."""
         results = self.run_on_all(step, lambda: work() if self.rank == 0 else None)
         return results[0]  # type: ignore[return-value]
 
     def gather_to_first(self, step: str, work: Callable[[], T]) -> list[T]:
-        """Runs `work` on every rank and returns the results of all on rank 0, nothing on others. Collective; raises as
-        `each` does."""
+        """Run `work` on every rank. Return all results on rank 0, and an empty list on the others. Collective.
+
+        Raises as `run_on_all` does.
+        """
         if self.world_size == 1:
             return self.run_on_all(step, work)
         failure: Exception | None = None
@@ -98,7 +101,7 @@ class CheckpointRanks:
 
 
 def join_failures(step: str, failures: Mapping[int, str], world_size: int) -> str:
-    """One text for what went wrong on some ranks: each text once, after the ranks that it comes from."""
+    """Return one text for the failures of several ranks: each different text once, after its ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(failures.items()):
         ranks_of.setdefault(text, []).append(rank)
@@ -109,5 +112,5 @@ def join_failures(step: str, failures: Mapping[int, str], world_size: int) -> st
 
 
 def error_text(error: BaseException) -> str:
-    """The text of an error; of one that is not ours, with its type."""
+    """Return the text of an error, with its type if it is not a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: collective, whole or not at all, `latest` last."""
+"""Saving of a checkpoint: collective and atomic; the file `latest` is written last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.checkpoint.node_disks import NodeDisks
 from windlass.checkpoint.rank_file import RankFile
 from windlass.checkpoint.staging_checkpoint import StagingCheckpoint
 
-if TYPE_CHECKING:  # the first import of torch.distributed.checkpoint costs as much as torch's own
+if TYPE_CHECKING:  # the first import of torch.distributed.checkpoint takes as long as that of torch
     from windlass.checkpoint.safetensors_storage import WrittenFile
 
 
@@ -32,55 +32,55 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     save_latest: bool = True,
 ) -> Path:
-    """Writes `state` as `directory`/`tag` and returns that path. Every rank of the group must call it.
+    """Write `state` as `directory`/`tag` and return that path. Collective over the group.
 
-    Data lands under a hidden name, is fsynced and renamed once whole; `latest` is written after that. A checkpoint of
-    the same tag is replaced; whatever goes wrong, former checkpoints stay good. Memory: one box of a tensor at a time,
-    and only for those that do not lie on the CPU; of what rests elsewhere, one drawer at a time.
+    Data is written under a hidden name, fsynced, and renamed once complete; `latest` is written after that. A
+    checkpoint of the same tag is replaced. If the save fails, former checkpoints are intact. Memory: one box of a
+    tensor at a time, and only for tensors that are not on the CPU; of lazy tensors, one storage handle at a time.
 
     Args:
-        process_group: the ranks that save together, gloo or nccl; the default group where None, and this process alone
-            where torch.distributed is not initialized.
-        save_latest: whether `latest` is to name this tag.
+        process_group: the ranks that save together, gloo or nccl. None: the default group, or this process alone if
+            torch.distributed is not initialized.
+        save_latest: write this tag to `latest`.
 
     Raises:
-        CheckpointError: the same on all ranks: a disk without room, a bad tag, a tensor that the ranks' ranges do not
-            cover exactly, plain data that is no plain data, ranks that disagree.
+        CheckpointError: the same on all ranks: a full disk, an invalid tag, a tensor that the ranks' ranges do not
+            cover exactly, unsupported plain data, ranks with different arguments.
     """
     ranks = CheckpointRanks.of_group(process_group)
     return CheckpointSave(directory, tag, state, ranks, save_latest).finish(ranks)
 
 
 class DerivedMetadata(Protocol):
-    """Plain data that follows from what is written, and is known only then.
+    """Plain data computed from the written bytes, and so known only after them.
 
     Attributes:
-        key: under which it is kept.
+        key: key under which it is stored.
     """
 
     key: str
 
     def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> object:
-        """Elements `[start, start + n)` of a tensor that this rank writes, and no other: `flat` `[n]`."""
+        """Process elements `[start, start + n)` of a tensor that only this rank writes, as `flat` of shape `[n]`."""
 
     def local_part(self) -> Any:
-        """What this rank makes of all of its own."""
+        """Return this rank's result."""
 
     def combine(self, parts: list[Any]) -> Any:
-        """What is kept, as JSON has it, from the parts of all ranks."""
+        """Combine the results of all ranks to the stored value, which must be JSON data."""
 
 
 class CheckpointSave:
-    """A save whose ranks have agreed on who writes what; nothing is written yet. Collective.
+    """Save whose ranks have agreed on the writer of each box; nothing is written yet. Its construction is collective.
 
     Args:
-        then: called on the first rank once it is there, and `latest` names it: the save was fine, whatever becomes of
-            that, so what goes wrong with files is told and no error.
-        later: plain data beside that of the state.
-        beside: called on every rank with the draft's directory once the whole checkpoint is in it, to write files of
-            its own there.
-        by_node: nodes may have disks of their own, and then each gets the whole checkpoint; `then` is called on the
-            first rank of each ([Note: node-local checkpoints]).
+        on_finished: called on the first rank once the checkpoint exists and `latest` names it. Its file errors are only
+            logged, because the save itself has succeeded.
+        derived_metadata: plain data to store besides that of the state.
+        write_extra_files: called on every rank with the staging directory once the checkpoint in it is complete, to
+            write further files there.
+        use_node_local_storage: nodes may have disks of their own, and each such node gets the full checkpoint;
+            `on_finished` is then called on the first rank of each ([Note: node-local checkpoints]).
 
     Raises:
         CheckpointError: as `save`, the same on all ranks.
@@ -114,7 +114,7 @@ class CheckpointSave:
         try:
             path = ranks.run_on_first("preparing to save", self._create_staging)
             self._staging_path = path = self._create_node_staging(path, ranks) if use_node_local_storage else path
-            # Imported here: the first import of torch.distributed.checkpoint costs as much as torch's own.
+            # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
             from windlass.checkpoint import collective_transfer
 
             self._writer = collective_transfer.plan_save(path, held, ranks, told[0][1], [own for _, _, own in told])
@@ -126,23 +126,24 @@ class CheckpointSave:
 
     @property
     def path(self) -> Path:
-        """What it will be."""
+        """Path of the finished checkpoint."""
         return self._directory / self._tag
 
     @property
     def file(self) -> RankFile:
-        """What this rank writes."""
+        """Data file of this rank."""
         return self._writer.file
 
     def finish(self, ranks: CheckpointRanks, local_error: Exception | None = None) -> Path:
-        """Writes it, and returns its path. Collective over the same ranks; from any thread, if they have a group of
-        their own.
+        """Write the checkpoint and return its path. Collective over the same ranks.
+
+        May be called in any thread, if `ranks` has a process group for it.
 
         Args:
-            refused: why this rank can't write its part, if so.
+            local_error: the reason if this rank cannot write its part.
 
         Raises:
-            CheckpointError: the same on all ranks; nothing is left of it.
+            CheckpointError: the same on all ranks; the staging directory is removed.
         """
         try:
             results = ranks.gather_to_first("saving", lambda: self._write_rank_file(local_error))
@@ -161,7 +162,7 @@ class CheckpointSave:
             self.file.release_storages()
 
     def _create_node_staging(self, path: Path, ranks: CheckpointRanks) -> Path:
-        """The draft of this rank's node, of which there is one where nodes do not see that of rank 0."""
+        """Return the staging directory of this rank's node. A node that does not see rank 0's directory makes one."""
         nodes = NodeDisks.detect(path, ranks)
         if not nodes.has_several:
             return path
@@ -173,7 +174,7 @@ class CheckpointSave:
     def _finish_on_all_nodes(
         self, nodes: NodeDisks, results: list[tuple[WrittenFile, Any]], ranks: CheckpointRanks
     ) -> Path:
-        """Write the index, and have every node commit the whole."""
+        """Write the index, copy all files to every node, and commit on each node."""
         ranks.run_on_first("finishing the save", lambda: self._write_index(results))
         nodes.replicate_files(self._staging_path, ranks)
         if (beside := self._write_extra_files) is not None:
@@ -185,7 +186,7 @@ class CheckpointSave:
         return found
 
     def abandon(self) -> None:
-        """It will not be written. Not collective."""
+        """Discard the save. Not collective."""
         self.file.release_storages()
         self._discard()
 
@@ -215,7 +216,7 @@ class CheckpointSave:
         try:
             self._on_finished()
         except (CheckpointError, OSError) as error:
-            logger.warning("%s is written; what was to follow failed: %s", path, error)
+            logger.warning("%s is written; the clean-up after it failed: %s", path, error)
         return path
 
     def _discard(self) -> None:
@@ -226,12 +227,13 @@ class CheckpointSave:
 def _prepare_save(
     held: dict[str, HeldTensor], root: Path, tag: str, state: SavedState, rank: int
 ) -> tuple[str, Any, Any]:
-    """Fills `held` with this rank's boxes; returns what the other ranks must know of it."""
+    """Fill `held` with this rank's boxes. Return the target path and the encoded plain data."""
     where = str(root / check_tag(tag))
     held.update(hold_tensors(state.shards, state.tensors))
     shared, found = plain_data.encode(dict(state.plain), "plain/")
     own, found_own = plain_data.encode(dict(state.rank_plain), f"rank/{rank}/")
-    # Rank 0's plain data is kept; the others' is only looked at, so that a value that cannot be kept is always told.
+    # Only rank 0's shared plain data is stored. The other ranks encode theirs too, so that unsupported values always
+    # raise.
     for name, tensor in ({**found, **found_own} if rank == 0 else found_own).items():
         held[name] = hold_full_tensor(tensor)
     return where, shared if rank == 0 else None, own
@@ -240,4 +242,4 @@ def _prepare_save(
 def _check_same_target(told: list[tuple[str, Any, Any]]) -> None:
     if len({where for where, _, _ in told}) > 1:
         places = "; ".join(f"rank {rank}: {where}" for rank, (where, _, _) in enumerate(told))
-        raise CheckpointError(f"ranks save to different places ({places}); give all the same directory and tag")
+        raise CheckpointError(f"ranks save to different paths ({places}); pass the same directory and tag on all ranks")

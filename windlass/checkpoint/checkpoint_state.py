@@ -1,4 +1,4 @@
-"""What a checkpoint holds: named tensors, cut over ranks or whole, and plain data."""
+"""State in a checkpoint: named tensors, sharded or full, and plain data."""
 
 from __future__ import annotations
 
@@ -18,33 +18,31 @@ from windlass.checkpoint.fragment_boxes import BoxPart, place_range
 from windlass.parallel.placement import Placement, make_full_ranges
 from windlass.storage.safetensors_header import require_tensor_name
 
-# Tensors found inside plain data are stored under these prefixes, so no other tensor may use them.
+# Tensors inside plain data are stored under these prefixes, so no other tensor may use them.
 RESERVED_PREFIXES = ("plain/", "rank/")
 
 
-# [Note: ranges at rest]
-# What rests on disk is not brought to memory to be saved, nor all at once to be loaded over. A shard may say where its
-# values rest instead of having them; the storage goes drawer by drawer, opens each once, and moves between it and the
-# checkpoint's files what belongs to it.
+# [Note: ranges at rest] Offloaded values are not brought to memory all at once for a save or a load. A shard may refer
+# to a lazy storage handle in place of a tensor. Save and load open one handle after the other, each once, and copy all
+# its values to or from the checkpoint's files.
 
 
 class LazyStorage(Protocol):
-    """Where ranges rest together; they are in memory, all of them, while it is open."""
+    """Handle of ranges that are stored together. All of them are in memory while the handle is open."""
 
     @property
     def is_resident(self) -> bool:
-        """Asked while it is closed: whether all in it is in memory now, and stays as and where it is."""
+        """True if, while the handle is closed, its values are in memory and will not move or change."""
 
     def open(self) -> AbstractContextManager[Any]:
-        """A context in which they are in memory. After a load, leaving it keeps what was filled in."""
+        """Return a context in which the values are in memory. After a load, leaving it stores the loaded values."""
 
 
 class OffloadedStorage:
-    """A drawer of which nothing is in memory, and which another thread may open later: until that is over, whoever is
-    to change what is in it waits.
+    """Handle of offloaded values that another thread may open later. Until then, writers of these values wait.
 
     Attributes:
-        wanted: somebody waits.
+        has_waiter: a writer waits.
     """
 
     def __init__(self) -> None:
@@ -56,25 +54,25 @@ class OffloadedStorage:
         return False
 
     def open(self) -> AbstractContextManager[Any]:
-        """As `Drawer`; from any thread."""
+        """Return a context in which the values are in memory. May be called in any thread."""
         raise NotImplementedError
 
     def block_writers(self) -> None:
-        """From now on whoever is to change it waits."""
+        """Make writers of these values wait from now on."""
 
     def release_writers(self) -> None:
-        """It was copied, or nobody will copy it."""
+        """Let writers continue: the values were copied, or will not be."""
         self._released.set()
 
     def wait_until_released(self) -> None:
-        """Return once it is over."""
+        """Wait until the values are released."""
         self.has_waiter = True
         self._released.wait()
 
 
 @dataclass(frozen=True)
 class LazyFlatTensor:
-    """Stands for a tensor `[numel]` that is in memory only while its drawer is open; `get` then gives it."""
+    """Placeholder for a tensor `[numel]` that `get` returns while its storage handle is open."""
 
     numel: int
     dtype: torch.dtype
@@ -88,11 +86,11 @@ class FlatShard:
 
     Args:
         name: the tensor's name in the checkpoint, such as `param/lm_head.weight` or `state/lm_head.weight/exp_avg`.
-        shape: the shape of the whole tensor.
+        shape: the shape of the full tensor, or of the part that `part_placement` describes.
         start: the flat position of this range's first element.
-        tensor: [elements of the range], contiguous; read by a save, filled in place by a load. It may be empty.
-            Or where such a tensor rests.
-        of: what of the whole tensor `shape` is, where that is only a part of it; the range is one of this part.
+        tensor: [elements of the range], contiguous; read by a save, filled in place by a load. It may be empty, or a
+            lazy tensor.
+        part_placement: the part of the full tensor that `shape` is; None: all of it. The range lies in this part.
     """
 
     name: str
@@ -117,7 +115,7 @@ class FlatShard:
 
     @property
     def placement(self) -> Placement:
-        """What of the whole tensor `shape` is."""
+        """Part of the full tensor that `shape` is."""
         return (
             self.part_placement
             if self.part_placement is not None
@@ -134,18 +132,18 @@ class FlatShard:
 
     @property
     def storage(self) -> LazyStorage | None:
-        """Where it rests; None for what is in memory."""
+        """Lazy storage handle of the values; None if they are in memory."""
         return None if isinstance(self.tensor, torch.Tensor) else self.tensor.storage
 
     def values(self) -> torch.Tensor:
-        """[elements of the range]: the very memory; of what rests, while its drawer is open."""
+        """Return the values `[elements of the range]` without a copy. Lazy values require an open storage handle."""
         if isinstance(self.tensor, torch.Tensor):
             return self.tensor.detach()
         found = self.tensor.get().detach()
         self._check_flat(found)
         if (found.numel(), found.dtype) != (self.numel, self.dtype):
             raise CheckpointError(
-                f"the shard of {self.name!r} was said to have {self.numel} elements of {self.dtype}, and has "
+                f"the shard of {self.name!r} was declared with {self.numel} elements of {self.dtype}, and has "
                 f"{found.numel()} of {found.dtype}"
             )
         return found
@@ -160,14 +158,14 @@ class FlatShard:
 
 @dataclass
 class SavedState:
-    """One rank's share of a state, to be saved or (its tensors) to be filled by a load.
+    """One rank's part of a state, to be saved, or whose tensors a load fills.
 
     Args:
-        shards: this rank's flat ranges. Over all ranks they must cover each named tensor; ranks that hold the same
-            range (replicas) are fine, one of them writes it.
-        tensors: whole tensors that every rank which names them holds equal.
-        plain: None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Rank 0's is kept.
-        rank_plain: likewise, but each rank's own is kept: random states, loader positions.
+        shards: this rank's flat ranges. Over all ranks they must cover each named tensor. Several ranks may hold the
+            same range (replicas); one of them writes it.
+        tensors: full tensors; ranks that list the same name hold equal values.
+        plain: None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Rank 0's is stored.
+        rank_plain: likewise, but stored for each rank: random states, loader positions.
     """
 
     shards: Sequence[FlatShard] = ()
@@ -178,10 +176,11 @@ class SavedState:
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What a load found besides the tensors that it filled in place.
+    """Result of a load, besides the tensors that it filled in place.
 
-    `rank_plain` is None where the checkpoint was saved by fewer ranks than this rank's number; `saved_world_size` says
-    how many saved it. `missing` were asked for and are not in the checkpoint, `unexpected` are in it and no rank asked.
+    `rank_plain` is None if the checkpoint was saved by too few ranks to have data for this one; `saved_world_size` is
+    their number. Names in `missing` were requested and are not in the checkpoint; names in `unexpected` are in it and
+    no rank requested them.
     """
 
     tag: str
@@ -196,7 +195,7 @@ class LoadedState:
 
 @dataclass(frozen=True)
 class HeldBox:
-    """One box of a named tensor; `get` gives the memory that holds it, shaped as the box, while its drawer is open."""
+    """One box of a named tensor. `get` returns its memory in the box's shape, while its storage handle is open."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -206,7 +205,7 @@ class HeldBox:
 
 @dataclass
 class HeldTensor:
-    """All that this rank holds of one named tensor; no piece at all where its ranges are empty."""
+    """Boxes of one named tensor that this rank holds; none if its ranges are empty."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -214,7 +213,7 @@ class HeldTensor:
 
 
 def hold_full_tensor(tensor: torch.Tensor) -> HeldTensor:
-    """A tensor of which this rank holds all."""
+    """Return the HeldTensor of a tensor that this rank holds in full."""
     shape, data = tuple(tensor.shape), tensor.detach()
     return HeldTensor(shape, tensor.dtype, [HeldBox((0,) * len(shape), shape, lambda: data)])
 
@@ -222,10 +221,10 @@ def hold_full_tensor(tensor: torch.Tensor) -> HeldTensor:
 def hold_tensors(
     shards: Iterable[FlatShard], tensors: Mapping[str, torch.Tensor], *, allow_overlap: bool = False
 ) -> dict[str, HeldTensor]:
-    """This rank's tensors as boxes, by name; the pieces are views, nothing is copied.
+    """Return this rank's tensors as boxes, by name. Boxes are views; nothing is copied.
 
     Args:
-        overlap: an element may be held twice, as a load allows.
+        allow_overlap: an element may be held twice, as in a load.
 
     Raises:
         CheckpointError: a reserved name, a name with two shapes or dtypes, an element held twice.
@@ -245,7 +244,7 @@ def hold_tensors(
         _check_disjoint(name, ranges)
     for name, tensor in tensors.items():
         if _check_name(name) in held:
-            raise CheckpointError(f"{name!r} is given as a shard and as a whole tensor; give it once")
+            raise CheckpointError(f"{name!r} is given as a shard and as a full tensor; give it once")
         held[name] = hold_full_tensor(tensor)
     return held
 
@@ -253,7 +252,7 @@ def hold_tensors(
 def _check_name(name: str) -> str:
     if not name or name.startswith(RESERVED_PREFIXES):
         raise CheckpointError(
-            f"{name!r} cannot name a tensor: names are not empty and begin with none of {RESERVED_PREFIXES}"
+            f"{name!r} cannot name a tensor: names must not be empty or begin with any of {RESERVED_PREFIXES}"
         )
     try:
         require_tensor_name(name)
@@ -265,7 +264,7 @@ def _check_name(name: str) -> str:
 def _held_boxes(shard: FlatShard) -> list[HeldBox]:
     placement = shard.placement
     if math.prod(placement.global_shape) == 0:
-        # An empty tensor has no elements to hold, yet must be found again: one box of no elements stands for it.
+        # A tensor without elements is stored as one empty box, so that a load finds its name.
         return [HeldBox((0,) * len(shard.shape), shard.shape, lambda: shard.values().view(shard.shape), shard.storage)]
     return [
         HeldBox(part.offsets, part.sizes, partial(_box_values, shard, part), shard.storage)

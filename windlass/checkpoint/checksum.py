@@ -1,4 +1,4 @@
-"""The crc32 of bytes, by the processor's own instructions where `isal` is at hand: zlib alone is slower than a disk."""
+"""Computation of crc32, with `isal`'s processor instructions if it is installed: zlib alone is slower than a disk."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from ctypes import Array, c_ubyte
 
 try:
     from isal.isal_zlib import crc32 as _crc32
-except ImportError:  # there is no build of it for this platform
+except ImportError:  # no build for this platform
     from zlib import crc32 as _crc32
 
 
 def crc32(data: bytes | memoryview | Array[c_ubyte], before: int = 0) -> int:
-    """Of `data`; or, of what had the crc32 `before` and `data` after it."""
+    """Return the crc32 of `data`, continuing from the crc32 `before` of preceding bytes."""
     return _crc32(data, before)

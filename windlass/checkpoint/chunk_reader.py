@@ -1,4 +1,4 @@
-"""The stored boxes that a load reads, part by part, each byte once, straight into where it belongs."""
+"""Reading of stored boxes in a load: part by part, each byte once, directly into its target."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from windlass.checkpoint.open_file_cache import OpenFileCache
 from windlass.checkpoint.safetensors_file import TensorFile, tensor_bytes
 from windlass.checkpoint.shard_load_planner import Wanted
 
-_AT_ONCE = 1 << 22  # bytes of what is converted, moved to a device, only summed up, or read in one run
-_SMALL = 1 << 18  # bytes of a box that is read together with its neighbours: a copy of it costs less than a read
+_AT_ONCE = 1 << 22  # bytes converted, moved to a device, checksummed, or read as one run at a time
+_SMALL = 1 << 18  # bytes of a box to read together with its neighbours: copying it costs less than a read of its own
 
 
 class _Box(NamedTuple):
-    """A stored box, where it lies, and what is wanted of it while one drawer is open."""
+    """Stored box with its byte range, and the parts of it that are wanted from one storage handle."""
 
     file: TensorFile
     begin: int
@@ -35,26 +35,25 @@ class _Box(NamedTuple):
 
 @dataclass
 class _ChecksumProgress:
-    """How far an entry was read, in bytes, and the crc32 of that."""
+    """Number of bytes of an entry read so far, and their crc32."""
 
     position: int = 0
     crc32: int = 0
 
 
 class ChunkReader:
-    """Reads boxes of a checkpoint into the memory that wants them. Use it in a `with` statement.
+    """Reader of boxes of a checkpoint into their target memory. Use it in a `with` statement.
 
-    A box with parts in several drawers is read part by part, as these are opened; its crc32 is known, and checked,
-    once nothing more of it is expected. Small boxes that are wanted whole and follow each other in their file are read
-    together.
+    A box with parts in several storage handles is read part by part, as these are opened. Its crc32 is checked after
+    its last part. Small boxes that are wanted in full and follow each other in their file are read together.
 
     Args:
-        files: of the checkpoint.
+        files: the open files of the checkpoint.
     """
 
     def __init__(self, files: OpenFileCache) -> None:
         self._files = files
-        self._expected_parts: Counter[int] = Counter()  # parts that are still to be read, by the id of their box
+        self._expected_parts: Counter[int] = Counter()  # number of parts still to be read, by the id of their box
         self._progress: dict[int, _ChecksumProgress] = {}
 
     def __enter__(self) -> ChunkReader:
@@ -66,10 +65,10 @@ class ChunkReader:
         self._files.__exit__(kind, error, trace)
 
     def fill(self, wanted: Sequence[Wanted]) -> None:
-        """Read all that is wanted.
+        """Read all the wanted parts.
 
         Raises:
-            CheckpointError: bytes are not those that were written. The targets' values are then undefined.
+            CheckpointError: the bytes are damaged. The targets' values are then undefined.
         """
         self._expected_parts = Counter(id(one.chunk) for one in wanted)
         for drawer, parts in _by_drawer(wanted):
@@ -102,7 +101,7 @@ class ChunkReader:
             self._read_run(run)
 
     def _is_simple(self, box: _Box) -> bool:
-        """Whether a box is small, and wanted whole and once."""
+        """Return True if a box is small, wanted in full, and wanted once."""
         one = box.parts[0]
         return (
             box.end - box.begin <= _SMALL
@@ -113,7 +112,7 @@ class ChunkReader:
         )
 
     def _read_run(self, run: list[_Box]) -> None:
-        """Fill what wants boxes that follow each other in their file, with one read; each has its own crc32."""
+        """Fill the targets of boxes that follow each other in their file with one read. Check the crc32 of each box."""
         file, first = run[0].file, run[0].begin
         raw = file.read_run(first, run[-1].end, run[0].parts[0].chunk.entry)
         data, start = memoryview(raw), ctypes.addressof(raw)
@@ -136,11 +135,11 @@ class ChunkReader:
                 one.done(target)
             self._expected_parts[id(chunk)] = 0
         if changed:
-            # Copying into the memory goes past autograd, which must know that what it saved is stale.
+            # memmove is invisible to autograd, which must detect that its saved tensors are stale.
             torch.autograd.graph.increment_version(changed)
 
     def _read(self, box: _Box) -> None:
-        """Fill what wants parts of one box."""
+        """Fill the targets of parts of one box."""
         file, parts = box.file, box.parts
         chunk, dtype = parts[0].chunk, parts[0].dtype
         nbytes = math.prod(chunk.sizes) * dtype.itemsize
@@ -180,7 +179,7 @@ class ChunkReader:
                 part if _needs_no_conversion(one, target) else torch.empty(part.numel(), dtype=one.dtype, device="cpu")
             )
             raw = file.read_part(entry, (begin + first) * size, straight)
-            # a part that is read again (replicas on one rank) was summed up the first time
+            # a part that is read twice (replicas on one rank) is checksummed once
             if progress is not None and progress.position == (begin + first) * size:
                 progress.crc32 = crc32_of(raw, progress.crc32)
                 progress.position += len(raw)
@@ -188,7 +187,10 @@ class ChunkReader:
                 part.copy_(straight)
 
     def _read_whole(self, file: TensorFile, parts: list[Wanted], targets: list[torch.Tensor]) -> None:
-        """Fill targets that are no flat ranges of the box, as other planners may ask; all of it is in memory."""
+        """Fill targets that are not flat ranges of the box from the full box in memory.
+
+        Other planners may request these.
+        """
         chunk = parts[0].chunk
         whole = torch.empty(chunk.sizes, dtype=parts[0].dtype, device="cpu")
         file.read_into(chunk.entry, whole, chunk.crc32)
@@ -200,7 +202,7 @@ class ChunkReader:
 
 
 def _sum_up(file: TensorFile, entry: str, progress: _ChecksumProgress, until: int) -> None:
-    """Take the bytes up to `until` into the crc32 though nobody wants them: it covers all of the box."""
+    """Add the bytes up to `until` to the crc32 although no part wants them: the checksum covers the full box."""
     while progress.position < until:
         scratch = torch.empty(min(_AT_ONCE, until - progress.position), dtype=torch.uint8, device="cpu")
         raw = file.read_part(entry, progress.position, scratch)
@@ -209,7 +211,10 @@ def _sum_up(file: TensorFile, entry: str, progress: _ChecksumProgress, until: in
 
 
 def _by_drawer(parts: Iterable[Wanted]) -> list[tuple[LazyStorage | None, list[Wanted]]]:
-    """Parts by the drawer that must be open for them: first those that need none, then as drawers first appear."""
+    """Group parts by the storage handle that must be open for them.
+
+    Parts that need no handle come first, then the handles in order of appearance.
+    """
     found: dict[int, tuple[LazyStorage | None, list[Wanted]]] = {id(None): (None, [])}
     for one in parts:
         found.setdefault(id(one.drawer), (one.drawer, []))[1].append(one)
@@ -217,10 +222,10 @@ def _by_drawer(parts: Iterable[Wanted]) -> list[tuple[LazyStorage | None, list[W
 
 
 def _needs_no_conversion(one: Wanted, target: torch.Tensor) -> bool:
-    """Whether the file's bytes are the target's."""
+    """Return True if the file's bytes equal the target's."""
     return target.device.type == "cpu" and target.dtype == one.dtype and target.is_contiguous()
 
 
 def _is_flat(one: Wanted, target: torch.Tensor) -> bool:
-    """Whether a part is one flat range both of the box and of its target."""
+    """Return True if a part is one flat range both of the box and of its target."""
     return target.is_contiguous() and is_contiguous(one.chunk.sizes, one.sizes)

@@ -1,4 +1,4 @@
-"""Copies of tensors inside of plain data, for `torch.save`: without the larger storages that they are parts of."""
+"""Copies of tensors inside plain data for `torch.save`, which would otherwise write their full storages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """`item` with each tensor in it (in lists, tuples and dictionaries) replaced by a copy of its own on `device`. What
-    was one tensor under two names (tied weights) is one copy under both, so that it is saved once."""
+    """Return `item` with each tensor in it (in lists, tuples and dictionaries) replaced by a copy on `device`.
+
+    A tensor with two names (tied weights) has one copy for both, so that it is saved once.
+    """
     return _clone(item, torch.device(device), {})
 
 

@@ -1,4 +1,4 @@
-"""What a save and a load do on all ranks between planning and files."""
+"""Collective parts of a save and a load, between planning and file access."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from windlass.checkpoint.write_assignment import HeldTensorInfos, assign_writers
 def plan_save(
     path: Path, held: dict[str, HeldTensor], ranks: CheckpointRanks, plain: Any, rank_plain: Iterable[Any]
 ) -> SafetensorsWriter:
-    """Agrees on which rank writes which boxes into the directory `path`; the writer of this rank's. Collective.
+    """Agree on the writer of each box in the directory `path`. Return this rank's writer. Collective.
 
     Raises:
-        CheckpointError: on all ranks alike, where any of them fails, or the disk has too little room.
+        CheckpointError: on all ranks, if any of them fails or the disk has too little space.
     """
     mine: list[HeldTensorInfos] = []
 
@@ -30,7 +30,7 @@ def plan_save(
         mine.append(describe_held(held))
         return mine[0]
 
-    everyone = ranks.gather_to_first("saving", told)  # nothing on ranks that are not the first
+    everyone = ranks.gather_to_first("saving", told)  # empty on ranks other than the first
 
     def decide() -> list[bytes]:
         chosen, nbytes = assign_writers(everyone)
@@ -51,13 +51,13 @@ def load_held_tensors(
     first: Collection[str],
     check: Callable[[], object],
 ) -> None:
-    """Fills this rank's boxes from a checkpoint. Collective.
+    """Fill this rank's boxes from a checkpoint. Collective.
 
     Args:
-        first: tensors that are filled before all others, on any rank; then `check` is called on all.
+        first: tensors that are filled before all others, on any rank. Then `check` is called on all ranks.
 
     Raises:
-        CheckpointError: on all ranks alike, where any of them fails. What was filled till then stays filled.
+        CheckpointError: on all ranks, if any of them fails. Tensors filled before the failure keep the loaded values.
     """
 
     def fill(some: dict[str, HeldTensor]) -> None:

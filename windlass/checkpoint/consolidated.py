@@ -1,7 +1,7 @@
-"""Whole weights out of checkpoints, by the names of DeepSpeed's `zero_to_fp32`: of its files and of our own.
+"""Full weights from checkpoints of DeepSpeed and of windlass, under the function names of DeepSpeed's `zero_to_fp32`.
 
-Values come as there: trained parameters from their float32 masters, buffers of floating point in float32, frozen
-parameters as they were saved. Where files are written, a few megabytes are in memory, whatever the model's size.
+Values are the same as there: trained parameters from their float32 master weights, floating-point buffers in float32,
+frozen parameters as saved. Writing files needs a few megabytes of memory, for any model size.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from windlass.checkpoint.torch_file import read_torch_file
 
 
 class NotZeroCheckpointError(CheckpointError, ValueError):
-    """A file that is not what DeepSpeed's ZeRO writes, or no tag to look for."""
+    """Error for a file that DeepSpeed's ZeRO did not write, or for a missing tag."""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when it is asked for.
+    """Tensor that is read on demand.
 
     Attributes:
-        dtype, shape: its own.
+        dtype, shape: dtype and shape of the tensor.
     """
 
     dtype: torch.dtype
@@ -53,20 +53,20 @@ class LazyTensor:
     _read: Callable[[], torch.Tensor]
 
     def contiguous(self) -> torch.Tensor:
-        """The tensor, whole, on the CPU."""
+        """Return the full tensor on the CPU."""
         return self._read()
 
     def numel(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements."""
         return self.shape.numel()
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """DeepSpeed's file of model states in a tag's directory.
+    """Return DeepSpeed's file of model states in a tag's directory.
 
     Raises:
-        FileNotFoundError: there is no such directory or file.
-        ValueError: there is no such stage.
+        FileNotFoundError: the directory or the file does not exist.
+        ValueError: unknown stage.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"unknown zero stage {zero_stage}: it is 0, 1, 2 or 3")
@@ -78,7 +78,10 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
-    """Files of a tag's directory, by the numbers in their names. Raises FileNotFoundError where there is none."""
+    """Return files of a tag's directory, ordered by the numbers in their names.
+
+    Raises FileNotFoundError if there is none.
+    """
     root = _require_directory(checkpoint_dir)
     found = sorted((str(path) for path in root.glob(glob_pattern)), key=_natural_sort_key)
     if not found:
@@ -87,12 +90,12 @@ def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: s
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """DeepSpeed's files of optimizer states, by rank. Raises FileNotFoundError where there is none."""
+    """Return DeepSpeed's files of optimizer states, by rank. Raises FileNotFoundError if there is none."""
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """DeepSpeed's files of model states, by rank. Raises FileNotFoundError where there is none."""
+    """Return DeepSpeed's files of model states, by rank. Raises FileNotFoundError if there is none."""
     return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
 
 
@@ -102,22 +105,22 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """What `model.load_state_dict` takes, on the CPU; tied parameters under each of their names.
+    """Return a state dictionary for `model.load_state_dict`, on the CPU, with all names of tied parameters.
 
     Args:
-        tag: in that directory; None for the one that `latest` names.
-        exclude_frozen_parameters: without parameters that are not trained.
-        lazy_mode: a `LazyTensor` for each tensor, which reads it when `.contiguous()` is called.
+        tag: a tag in that directory; None: the one in `latest`.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+        lazy_mode: return a `LazyTensor` for each tensor, which reads it when `.contiguous()` is called.
 
     Raises:
-        ValueError: there is no `latest` and no tag is given; a file is not one of ZeRO's, or of an unknown stage.
-        FileNotFoundError: there is no such directory, or a file of DeepSpeed's is missing.
+        ValueError: there is no `latest` and no tag is given, or a file is not one of ZeRO's, or of an unknown stage.
+        FileNotFoundError: the directory or one of DeepSpeed's files does not exist.
         CheckpointError: a file is damaged.
     """
     path = _tag_directory(checkpoint_dir, tag)
     found: dict[str, Any] = OrderedDict()
     for name, weight in _stored_weights(path, exclude_frozen_parameters).items():
-        # one object for all names of a tied parameter
+        # one tensor object for all names of a tied parameter
         first = next((known for known in found if weight.name == known), None)
         if first is not None:
             found[name] = found[first]
@@ -137,17 +140,19 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes `pytorch_model.bin`, or `model.safetensors`, to `output_dir`; numbered files and an index beyond
-    `max_shard_size`. A tied parameter is in the files once; in a `.bin` under each of its names.
+    """Write a checkpoint's weights to `output_dir` as `pytorch_model.bin` or `model.safetensors`.
+
+    Weights beyond `max_shard_size` give several numbered files and an index. A tied parameter is stored once; a `.bin`
+    file lists it under each of its names.
 
     Args:
-        dtype: of all floating-point tensors: float32, float16 or bfloat16, as such or by name.
-        max_shard_size: most bytes of a file that holds more than one tensor, as "5GB"; None: one file.
-        safe_serialization: safetensors.
+        dtype: of all floating-point tensors: float32, float16 or bfloat16, as a dtype or its name.
+        max_shard_size: maximum bytes of a file with more than one tensor, such as "5GB"; None: one file.
+        safe_serialization: write safetensors.
 
     Raises:
-        ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`; or a dtype or
-            size that is none.
+        ValueError, FileNotFoundError, CheckpointError: as `get_fp32_state_dict_from_zero_checkpoint`; also for an
+            invalid dtype or size.
     """
     chosen, most = parse_output_dtype(dtype), parse_shard_size(max_shard_size)
     path = _tag_directory(checkpoint_dir, tag)
@@ -164,7 +169,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """`convert_zero_checkpoint_to_state_dict` in float32."""
+    """Call `convert_zero_checkpoint_to_state_dict` with float32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
@@ -178,7 +183,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Puts `model`, a plain one, on the CPU and loads a checkpoint's weights into it; returns it."""
+    """Move the plain `model` to the CPU, load a checkpoint's weights into it, and return it."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -186,33 +191,35 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def zero_to_fp32(argv: Sequence[str] | None = None, prog: str = "zero_to_fp32.py") -> int:
-    """The command of that name; the exit code."""
+    """Run the command `zero_to_fp32` and return its exit code."""
     return _run_command(prog, argv, with_dtype=False)
 
 
 def zero_to_torch(argv: Sequence[str] | None = None, prog: str = "zero_to_torch.py") -> int:
-    """The command of that name; the exit code."""
+    """Run the command `zero_to_torch` and return its exit code."""
     return _run_command(prog, argv, with_dtype=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`zero_to_fp32`."""
+    """Run the command `zero_to_fp32` and return its exit code."""
     return zero_to_fp32(argv)
 
 
 @exit_quietly_on_broken_pipe()
 def _run_command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> int:
-    parser = argparse.ArgumentParser(prog, description="Write whole weights of a checkpoint.")
-    parser.add_argument("checkpoint_dir", help="the directory that the checkpoints lie in, with `latest`")
-    parser.add_argument("output_dir", help="where to write")
+    parser = argparse.ArgumentParser(prog, description="Write the full weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the directory of the checkpoints, with the file `latest`")
+    parser.add_argument("output_dir", help="the directory to write to")
     if with_dtype:
         names = ("float32", "fp32", "float16", "fp16", "bfloat16", "bf16")
-        parser.add_argument("--dtype", required=True, choices=sorted(names), help="of floating-point tensors")
-    parser.add_argument("--max_shard_size", default="5GB", help="most bytes of a file, as 5GB or 500MB (%(default)s)")
+        parser.add_argument("--dtype", required=True, choices=sorted(names), help="dtype of floating-point tensors")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="maximum size of a file, such as 5GB or 500MB (%(default)s)"
+    )
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, not .bin")
-    parser.add_argument("-t", "--tag", help="of the checkpoint; by default the one that `latest` names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
-    parser.add_argument("-d", "--debug", action="store_true", help="say more, and show tracebacks")
+    parser.add_argument("-t", "--tag", help="tag of the checkpoint; by default the one in `latest`")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
+    parser.add_argument("-d", "--debug", action="store_true", help="log more, and show tracebacks")
     args = parser.parse_args(argv)
     if args.debug:
         logger.setLevel(logging.DEBUG)
@@ -236,7 +243,7 @@ def _run_command(prog: str, argv: Sequence[str] | None, *, with_dtype: bool) -> 
 
 
 def _tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Path:
-    """The tag's directory."""
+    """Return the directory of a tag."""
     root = Path(checkpoint_dir)
     tag = read_latest(root) if tag is None else tag
     if tag is None:
@@ -264,12 +271,12 @@ def _natural_sort_key(text: str) -> list[tuple[int, str]]:
 
 
 def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]:
-    """Parameters and buffers of a checkpoint by all their names."""
+    """Return parameters and buffers of a checkpoint by all their names."""
     if not (path / INDEX_FILE).is_file():
         _require_zero(path)
     stored = StoredCheckpoint.from_path(path)
     if absent := missing_parameters(stored) if not exclude_frozen else ():
-        logger.warning("%s holds trained parameters alone; absent: %s", path, ", ".join(absent))
+        logger.warning("%s holds only trained parameters; missing: %s", path, ", ".join(absent))
     held = stored_names(stored)
     trained = _trained_names(stored, held)
     found: dict[str, StoredWeight] = OrderedDict()
@@ -287,14 +294,17 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
 
 
 def _trained_names(stored: StoredCheckpoint, held: Mapping[str, str]) -> set[str]:
-    """Names of the parameters that are trained; in checkpoints that do not say, those of the optimizer's groups."""
+    """Return the names of the trained parameters.
+
+    If a checkpoint does not record the frozen ones, the trained ones are those in the optimizer's groups.
+    """
     if (frozen := stored.engine_data.get("frozen")) is not None:
         return set(held) - set(frozen)
     return {name for group in stored.engine_data.get("groups", []) for name in group["parameters"]}
 
 
 def _require_zero(path: Path) -> None:
-    """Raises unless a directory has what DeepSpeed's stages 1 to 3 write."""
+    """Raise unless a directory has the files that DeepSpeed's stages 1 to 3 write."""
     for file in get_model_state_files(path)[:1]:
         value = read_torch_file(Path(file))
         if not isinstance(value, dict) or "buffer_names" not in value:
@@ -312,6 +322,6 @@ def _require_zero(path: Path) -> None:
     ranks = max(count) if isinstance(count, list) else count
     if ranks != len(files):
         raise NotZeroCheckpointError(
-            f"{ranks} '*_optim_states.pt' files are expected in {path} and {len(files)} are there: some ranks did not "
-            "save, or another checkpoint was written over"
+            f"{ranks} '*_optim_states.pt' files are expected in {path}, but there are {len(files)}: some ranks did not "
+            "save, or another checkpoint was written to the same directory"
         )

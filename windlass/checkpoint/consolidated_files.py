@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as the files that `from_pretrained` and `torch.load` know, a part of a tensor at a time."""
+"""Writing of a checkpoint's weights as files for `from_pretrained` and `torch.load`, a part of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A parameter or buffer that is to be read.
+    """Stored parameter or buffer to convert.
 
     Attributes:
         name: the first of its names.
-        dtype: in which it is given.
-        where: its name in `stored`.
+        dtype: dtype of the values that are returned.
+        stored_name: its name in `stored`.
     """
 
     name: str
@@ -47,17 +47,17 @@ class StoredWeight:
     stored_name: str
 
     def read_full(self) -> torch.Tensor:
-        """All of it, on the CPU."""
+        """Return the full tensor on the CPU."""
         with self.stored:
             return self.stored.read_full(self.stored_name).to(self.dtype)
 
     def dtype_as(self, dtype: torch.dtype) -> torch.dtype:
-        """`dtype`, where it is of floating point."""
+        """Return `dtype` for a floating-point tensor, else the tensor's own dtype."""
         return dtype if self.dtype.is_floating_point else self.dtype
 
 
 def parse_output_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype of that name. Raises ValueError for another than float32, float16 and bfloat16."""
+    """Return the dtype of a name. Raises ValueError for a dtype other than float32, float16 and bfloat16."""
     found = _DTYPES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
         raise ValueError(f"Unsupported output dtype {dtype!r}; give one of {', '.join(sorted(_DTYPES))}")
@@ -66,13 +66,13 @@ def parse_output_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def parse_shard_size(size: str | int | None) -> int | None:
-    """Bytes, from "5GB" (10^9), "2GiB" (2^30), a number, or None. Raises ValueError for anything else."""
+    """Return bytes from "5GB" (10^9), "2GiB" (2^30), a number, or None. Raises ValueError for anything else."""
     if size is None or isinstance(size, int):
         return size
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ValueError(f"max_shard_size {size!r} is no size; write one as 5GB, 500MB or 2GiB")
+        raise ValueError(f"max_shard_size {size!r} is not a size; write one such as 5GB, 500MB or 2GiB")
     return int(float(found[1]) * unit)
 
 
@@ -84,12 +84,12 @@ def write_weights(
     *,
     safetensors: bool,
 ) -> None:
-    """Writes them to the directory `target`; each file appears whole, the index of several last.
+    """Write the weights to the directory `target`. Each file appears atomically, and the index of several files last.
 
     Args:
-        weights: by all their names.
-        dtype: of all floating-point tensors.
-        most: bytes of a file that holds more than one tensor.
+        weights: weights by all their names.
+        dtype: dtype of all floating-point tensors.
+        max_shard_bytes: maximum bytes of a file with more than one tensor.
     """
     stem, suffix = ("model", "safetensors") if safetensors else ("pytorch_model", "bin")
     shards = _split_into_files(weights, dtype, max_shard_bytes)
@@ -110,7 +110,7 @@ def write_weights(
 
 
 def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """A file that has its name once it is whole."""
+    """Write a file under a temporary name, and rename it once it is complete."""
     temporary = temporary_path_beside(path)
     try:
         write(temporary)
@@ -123,7 +123,8 @@ def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def _write_safetensors(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dtype) -> None:
     once = {name: weight for name, weight in shard.items() if weight.name == name}
     entries = {name: TensorEntry(weight.dtype_as(dtype), weight.shape) for name, weight in once.items()}
-    entries = dict(sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize))  # so that each is aligned
+    # wide dtypes first, so that each tensor is aligned
+    entries = dict(sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize))
     tied = {name: weight.name for name, weight in shard.items() if weight.name != name}
     stream_tensors(path, entries, (_iter_parts(once[name]) for name in entries), tied)
 
@@ -139,7 +140,7 @@ def _write_torch(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dty
 def _iter_parts(weight: StoredWeight) -> Iterator[torch.Tensor]:
     with weight.stored:
         for part in weight.stored.iter_parts(weight.stored_name):
-            yield part.to(weight.dtype)  # as it is given, whatever it is written in
+            yield part.to(weight.dtype)  # converted to the returned dtype first, whatever the dtype in the file
 
 
 def _nbytes(weight: StoredWeight, dtype: torch.dtype) -> int:
@@ -149,7 +150,10 @@ def _nbytes(weight: StoredWeight, dtype: torch.dtype) -> int:
 def _split_into_files(
     weights: Mapping[str, StoredWeight], dtype: torch.dtype, max_shard_bytes: int | None
 ) -> list[dict[str, StoredWeight]]:
-    """Neighbours together, as many as `most` bytes hold, and at least one; other names with the first."""
+    """Group consecutive tensors into files of at most `max_shard_bytes` bytes, at least one tensor each.
+
+    Further names of a tied tensor are in the same file as the tensor.
+    """
     shards: list[dict[str, StoredWeight]] = [{}]
     size, place = 0, dict[str, int]()
     for name, weight in weights.items():

@@ -1,10 +1,10 @@
-"""A windlass checkpoint written once more as the files that DeepSpeed 0.19 writes, for tools that read those.
+"""Export of a windlass checkpoint as the files that DeepSpeed 0.19 writes, for tools that read those.
 
-[Note: DeepSpeed's files beside ours] With `checkpoint.format: deepspeed` a save writes its own files first. Then each
-rank reads from those what is its part in DeepSpeed's layout ([Note: DeepSpeed's files]), and writes that into the same
-draft: one rename makes both appear. So what rests on disk, a save behind training and any home need nothing of their
-own here, and no rank has more in memory than a part of a tensor, at most a few megabytes (a whole state, where states
-are kept in 8 bits: DeepSpeed has no such thing, and gets them in float32). Whoever loads with windlass reads our files.
+[Note: DeepSpeed's files beside ours] With `checkpoint.format: deepspeed` a save writes windlass' files first. Then each
+rank reads its part of DeepSpeed's layout from them ([Note: DeepSpeed's files]) and writes it into the same staging
+directory, so that one rename makes both appear. So offloaded states, async saves and all tiers need no code of their
+own here. A rank has at most a few megabytes in memory, a part of a tensor; or one full state if states are kept in 8
+bits, which DeepSpeed does not support, so that they are exported in float32. A load by windlass reads windlass' files.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 
 @dataclass(frozen=True)
 class DeepSpeedTarget:
-    """What DeepSpeed's engine would have been.
+    """Description of the DeepSpeed engine whose files are written.
 
     Attributes:
-        stage, ranks: of ZeRO, and of data parallelism.
-        sub_group: at stage 3, `sub_group_size`.
-        round_robin: `round_robin_gradients`, by which stages 1 and 2 order parameters.
-        half: `bf16` or `fp16`, where it is enabled.
-        module: names of the module's state dictionary, in order.
-        trained: names of the parameters that are trained.
-        flat_optimizer: at stage 0 under 16 bits, whether its optimizer is one that is stepped on flat groups.
-        clip: `gradient_clipping`.
-        scaling: of the loss, see `loss_scaler`.
-        config: the caller's.
+        stage, dp_world_size: ZeRO stage, and number of data-parallel ranks.
+        sub_group_size: `sub_group_size`, used at stage 3.
+        round_robin_gradients: `round_robin_gradients`, which determines the order of parameters at stages 1 and 2.
+        low_precision: `bf16` or `fp16`, if enabled.
+        state_dict_keys: names of the module's state dictionary, in order.
+        trainable_names: names of the trained parameters.
+        flat_optimizer: at stage 0 under 16 bits, True if DeepSpeed steps this optimizer on flat groups.
+        gradient_clipping: `gradient_clipping`.
+        loss_scaling: settings of the loss scale, see `loss_scale_fields`.
+        config: the caller's configuration.
     """
 
     stage: int
@@ -71,10 +71,10 @@ class DeepSpeedTarget:
 
 
 def write_deepspeed_files(path: Path, target: DeepSpeedTarget, rank: int) -> None:
-    """Writes the files of one rank into the directory of a whole windlass checkpoint.
+    """Write the files of one rank into the directory of a complete windlass checkpoint.
 
     Raises:
-        CheckpointError: its files are damaged, or the disk is full.
+        CheckpointError: the windlass files are damaged, or the disk is full.
     """
     with StoredCheckpoint.from_path(path) as stored:
         writing = _DeepSpeedExport(path, stored, target, rank)
@@ -99,7 +99,7 @@ class _DeepSpeedExport:
         self.groups = list(self._flat_groups())
 
     def model_states(self) -> dict[str, Any]:
-        """What is in the file of model states."""
+        """Return the contents of the file of model states."""
         target, plain = self._target, self._stored.engine_data
         whole = target.stage < 3
         tied = {alias: name for alias, name in plain.get("tied", {}).items() if alias not in self._stored_names}
@@ -130,7 +130,7 @@ class _DeepSpeedExport:
         }
         if both := sorted(set(client) & set(own)):
             logger.warning(
-                "%s: %s of the client state have names of DeepSpeed's own, and are in windlass' files alone",
+                "%s: %s of the client state have names that DeepSpeed uses, so they are only in windlass' files",
                 self._path.parent,
                 ", ".join(map(repr, both)),
             )
@@ -150,7 +150,7 @@ class _DeepSpeedExport:
         return found
 
     def _planned_tensor(self, name: str) -> PlannedTensor:
-        """A parameter or buffer as the model has it, once for all places that name it."""
+        """Return a parameter or buffer in the model's dtype. All places that name it share one object."""
         where = self._stored_names[name]
         if name not in self._planned:
             dtype = stored_param_dtype(self._stored, where)
@@ -158,7 +158,7 @@ class _DeepSpeedExport:
         return self._planned[name]
 
     def _local_shard(self, name: str) -> PlannedTensor:
-        """This rank's part of a frozen parameter, flat."""
+        """Return this rank's flat part of a frozen parameter."""
         where, size = (
             self._stored_names[name],
             per_parameter_layout({name: self._shapes[name]}, self._target.dp_world_size),
@@ -166,10 +166,10 @@ class _DeepSpeedExport:
         flat = FlatTensorSource(self._stored, size.spans(self._rank), lambda _: where)
         return flat.plan(stored_param_dtype(self._stored, where))
 
-    # what the optimizer holds
+    # Optimizer.
 
     def _flat_groups(self) -> Iterator[FlatGroup]:
-        """What is flat by itself: the optimizer's groups, at stage 3 cut into sub-groups."""
+        """Yield the flat groups: the optimizer's groups, at stage 3 divided into sub-groups."""
         target = self._target
         for number, group in enumerate(self._stored.engine_data.get("groups", [])):
             names = [name for name in group["parameters"] if name in self._stored_names]
@@ -191,7 +191,7 @@ class _DeepSpeedExport:
                 yield FlatGroup(number, concatenated_layout(shapes, ranks))
 
     def optimizer_states(self) -> dict[str, Any]:
-        """What is in this rank's file of optimizer states."""
+        """Return the contents of this rank's file of optimizer states."""
         target = self._target
         masters = [self._flat_master_weights(group) for group in self.groups]
         scaling: dict[str, Any] = {
@@ -238,7 +238,7 @@ class _DeepSpeedExport:
         return group.plan_states(self._stored, group.layout.spans(self._rank))
 
     def _group_states(self) -> list[dict[str, Any]]:
-        """Hyper-parameters by optimizer group, with the numbers of what is flat."""
+        """Return the hyper-parameters of each optimizer group, with the numbers of its flat groups."""
         made = []
         for number in dict.fromkeys(group.number for group in self.groups):
             mine = [at for at, group in enumerate(self.groups) if group.number == number]
@@ -247,7 +247,7 @@ class _DeepSpeedExport:
         return made
 
     def _slice_mappings(self, group: FlatGroup) -> dict[str, PickledObject]:
-        """Where each parameter lies in this rank's part; what makes universal checkpoints reads it."""
+        """Return the position of each parameter in this rank's part, for the conversion to universal checkpoints."""
         found, at = OrderedDict(), 0
         for name, start, stop in group.layout.spans(self._rank):
             if name:
@@ -257,7 +257,7 @@ class _DeepSpeedExport:
         return found
 
     def _stage_0_optimizer(self) -> dict[str, Any]:
-        """Stage 0: torch's own, by numbers; under 16 bits inside of another dictionary."""
+        """Return the optimizer state of stage 0: torch's own, by numbers; under 16 bits inside another dictionary."""
         target, stored = self._target, self._stored
         if target.low_precision and target.flat_optimizer:
             base = {"state": dict(enumerate(map(self._flat_states, self.groups))), "param_groups": self._group_states()}
@@ -305,7 +305,10 @@ def _shapes_of(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _sub_groups(shapes: Mapping[str, tuple[int, ...]], ranks: int, most: int) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Stage 3 steps so many elements of a rank at a time; a sub-group ends with the parameter that reaches that."""
+    """Divide parameters into sub-groups, as stage 3 does.
+
+    A sub-group ends with the parameter that reaches `most` elements per rank.
+    """
     part: dict[str, tuple[int, ...]] = {}
     size = 0
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Parameters as DeepSpeed lays them flat, and the spans of them that one rank has; see [Note: DeepSpeed's files]."""
+"""DeepSpeed's flat layout of parameters, and the spans of one rank; see [Note: DeepSpeed's files]."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 from windlass.checkpoint.torch_state_dicts import decode_full_state
 
 ParameterSpan = tuple[str, int, int]
-"""A parameter's elements `[start, stop)`; without a name, so many zeros."""
+"""Elements `[start, stop)` of a parameter. An empty name means as many zeros."""
 
-_ZEROS = 1 << 20  # at a time
+_ZEROS = 1 << 20  # elements at a time
 _STEP = "step"
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """How some parameters lie flat.
+    """Flat layout of several parameters.
 
     Attributes:
-        shapes: of the parameters, in their order.
-        ranks: by how many they are cut.
-        part: elements of each rank's part.
-        each: each parameter is cut by itself; else they follow each other, and all of it is cut.
+        shapes: shapes of the parameters, in their order.
+        ranks: number of parts.
+        part_numel: elements of each rank's part.
+        shards_each_parameter: each parameter is divided by itself; else the parameters are concatenated and the whole
+            is divided.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -38,14 +39,14 @@ class FlatLayout:
     shards_each_parameter: bool
 
     def spans(self, rank: int, *, padded: bool = True) -> list[ParameterSpan]:
-        """What lies in the part of a rank, in order; without `padded`, but for the zeros at its end."""
+        """Return the spans in a rank's part, in order. With `padded` False, without the zeros at its end."""
         found = self._spans_per_parameter(rank) if self.shards_each_parameter else self._spans_concatenated(rank)
         if not padded and found and not found[-1][0]:
             found.pop()
         return found
 
     def padding_numel(self, rank: int) -> int:
-        """Zeros at the end of a rank's part of what follows each other."""
+        """Return the number of zeros at the end of a rank's part of concatenated parameters."""
         return self.part_numel - sum(stop - start for name, start, stop in self._spans_concatenated(rank) if name)
 
     def _spans_per_parameter(self, rank: int) -> list[ParameterSpan]:
@@ -74,14 +75,14 @@ class FlatLayout:
 
 
 def concatenated_layout(shapes: Mapping[str, tuple[int, ...]], ranks: int, align: int = 2) -> FlatLayout:
-    """Stages 1 and 2: one after the other, cut into parts of an even number of elements."""
+    """Return the layout of stages 1 and 2: parameters are concatenated and divided into equal parts of aligned size."""
     unit = align * ranks
     total = sum(math.prod(shape) for shape in shapes.values())
     return FlatLayout(shapes, ranks, -(-total // unit) * unit // ranks, shards_each_parameter=False)
 
 
 def per_parameter_layout(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> FlatLayout:
-    """Stage 3: each parameter cut by itself."""
+    """Return the layout of stage 3: each parameter is divided by itself."""
     return FlatLayout(
         shapes, ranks, sum(-(-math.prod(shape) // ranks) for shape in shapes.values()), shards_each_parameter=True
     )
@@ -89,10 +90,10 @@ def per_parameter_layout(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> F
 
 @dataclass(frozen=True)
 class FlatTensorSource:
-    """Spans of tensors of a checkpoint, one after the other.
+    """Consecutive spans of a checkpoint's tensors.
 
     Attributes:
-        where: under which name a parameter's tensor is stored; None where it has none, and zeros stand for it.
+        stored_name_of: returns the stored name of a parameter's tensor; None if it has none, which gives zeros.
     """
 
     stored: StoredCheckpoint
@@ -101,7 +102,7 @@ class FlatTensorSource:
     read: Callable[[str, int, int], Iterable[torch.Tensor]] | None = None
 
     def plan(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> PlannedTensor:
-        """The tensor that they are; flat without a `shape`."""
+        """Return the concatenated spans as a planned tensor, flat unless `shape` is given."""
         numel = sum(stop - start for _, start, stop in self.spans)
         return PlannedTensor(dtype, (numel,) if shape is None else shape, lambda: self._iter_parts())
 
@@ -117,10 +118,10 @@ class FlatTensorSource:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """An optimizer group, or a part of one, that is flat by itself.
+    """Optimizer group, or a part of one, that is stored as one flat tensor.
 
     Attributes:
-        number: of the optimizer group.
+        number: index of the optimizer group.
     """
 
     number: int
@@ -128,19 +129,19 @@ class FlatGroup:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of its parameters, in order."""
+        """Shapes of its parameters, in order."""
         return self.layout.shapes
 
     def step_count(self, stored: StoredCheckpoint) -> int:
-        """How often its parameters were stepped; 0 where the optimizer does not count."""
+        """Return the step count of its parameters; 0 if the optimizer does not count."""
         return max((_stored_step_count(stored, name) for name in self.shapes), default=0)
 
     def plan_states(
         self, stored: StoredCheckpoint, spans: Sequence[ParameterSpan], shape: tuple[int, ...] | None = None
     ) -> dict[str, Any]:
-        """The optimizer's states of it: those with a value an element, flat or of `shape`, and the count of steps.
+        """Return its optimizer states: those with one value per element, flat or of `shape`, and the step count.
 
-        Others are left out with a warning: DeepSpeed steps flat groups, and knows none a parameter.
+        Other states are left out with a warning: DeepSpeed steps flat groups and has no states per parameter.
         """
         kinds: dict[str, dict[str, str]] = stored.engine_data.get("states", {})
         keys = dict.fromkeys(key for name in self.shapes for key in kinds.get(name, {}))
@@ -148,7 +149,7 @@ class FlatGroup:
         for key in keys:
             forms = {kinds.get(name, {}).get(key, "").split(" ")[0] for name in self.shapes} - {""}
             if key == _STEP and forms <= {"whole", "value"}:
-                # A plain number: every optimizer of DeepSpeed's and torch's takes one.
+                # a plain number works for all optimizers of DeepSpeed and torch
                 found[key] = self.step_count(stored)
             elif forms <= {"pieces", "signed", "unsigned"}:
                 found[key] = self._plan_flat_state(stored, spans, kinds, key, shape)
@@ -191,8 +192,8 @@ def _warn_left_out(stored: StoredCheckpoint, key: str, name: str) -> None:
     if key not in _WARNED_KEYS:
         _WARNED_KEYS.add(key)
         logger.warning(
-            "checkpoint.format: DeepSpeed's files have no place for the optimizer's state %r (of %r, say), which has "
-            "no value an element; it is in windlass' own files, from which a load here goes on",
+            "checkpoint.format: DeepSpeed's files have no place for the optimizer's state %r (e.g. of %r), which has "
+            "not one value per element; windlass' own files contain it, and a load here uses those",
             key,
             name,
         )

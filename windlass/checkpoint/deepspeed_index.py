@@ -1,12 +1,12 @@
-"""The files that DeepSpeed 0.19 writes, as the index of a checkpoint: which range of which file is part of what.
+"""Index of the files that DeepSpeed 0.19 writes: the range of each file that holds each part of a tensor.
 
-[Note: DeepSpeed's files] Without DeepSpeed, and without copying. Stages 0 to 2 write the module whole, in
-`mp_rank_00_model_states.pt`; stage 3 writes one such file a rank, with frozen parameters cut and trained ones left out.
-Stages 1 to 3 write one `..._optim_states.pt` a rank with master weights and moments. There each optimizer group is
-flat: at stages 1 and 2 its parameters one after the other, cut into equal parts; at stage 3 each parameter is cut into
-equal parts, and a rank's parts follow each other. Padding is at the ends. So every tensor is a few flat ranges, and
-each range is a few boxes of the parameter, as in our own files. Stage 0 keeps optimizer states under numbers, and only
-the optimizer that they are for says which parameter a number is.
+[Note: DeepSpeed's files] They are read without DeepSpeed, and without copying. Stages 0 to 2 write the full module in
+`mp_rank_00_model_states.pt`; stage 3 writes one such file per rank, with frozen parameters divided over ranks and
+without trained ones. Stages 1 to 3 write one `..._optim_states.pt` per rank with master weights and moments. There each
+optimizer group is flat: at stages 1 and 2 its parameters are concatenated and divided into equal parts; at stage 3 each
+parameter is divided into equal parts, and a rank's parts are concatenated. Padding is at the ends. So every tensor is a
+few flat ranges, and each range is a few boxes of the parameter, as in windlass' files. Stage 0 keeps optimizer states
+by number, and only the optimizer defines the parameter of each number.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from windlass.checkpoint.deepspeed_shards import DeepSpeedShards
 from windlass.checkpoint.torch_file import StoredTensor, read_torch_file
 
 ParameterOrder = Sequence[Sequence[str]]
-"""By optimizer group, the names of its parameters in the optimizer's order."""
+"""Names of the parameters of each optimizer group, in the optimizer's order."""
 
-# Of an optimizer group: who it is for, and how it is computed, which this run decides by itself.
+# group keys that list parameters or select an implementation, which this run chooses itself
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "step", "fused", "foreach", "capturable", "differentiable"})
 
 
 def read_any_index(path: Path, parameter_order: ParameterOrder | None = None) -> CheckpointIndex:
-    """The index of the checkpoint directory `path`: its `checkpoint.json`, or what stands for it in one of DeepSpeed's.
+    """Return the index of the checkpoint directory `path`, read from `checkpoint.json` or built from DeepSpeed's files.
 
     Args:
-        order: of the optimizer that the states are for. Without it, those of DeepSpeed's stage 0 are left out.
+        parameter_order: parameter order of the optimizer that loads the states. Without it, the states of DeepSpeed's
+            stage 0 are left out.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of a kind that is not read.
+        CheckpointError: there is no checkpoint, it is damaged, or of an unsupported kind.
     """
     if (path / INDEX_FILE).is_file():
         return read_index(path)
@@ -58,7 +59,7 @@ def read_any_index(path: Path, parameter_order: ParameterOrder | None = None) ->
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
             f"{path} does not have the layout that DeepSpeed 0.19 writes ({type(error).__name__}: {error!s:.200}); a "
-            "file is damaged, or of another version. Load it with what wrote it"
+            "file is damaged, or of another version. Load it with the library that wrote it"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -68,18 +69,18 @@ def read_any_index(path: Path, parameter_order: ParameterOrder | None = None) ->
 
 
 def optimizer_parameter_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The `Order` of an optimizer over a model's parameters."""
+    """Return the `ParameterOrder` of an optimizer over a model's parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 @dataclass
 class _SavedFlatGroup:
-    """An optimizer group as it was saved, or a part of one that was flat by itself.
+    """Saved optimizer group, or a part of one, that was one flat tensor.
 
     Attributes:
-        shapes: of its parameters, in the order in which they lie.
-        number: of its state in the optimizer's.
+        shapes: shapes of its parameters, in the order of the flat tensor.
+        number: key of its state in the optimizer's state.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -88,7 +89,7 @@ class _SavedFlatGroup:
 
 @dataclass
 class _DeepSpeedDirectory:
-    """One directory that is being looked at."""
+    """DeepSpeed checkpoint directory that is being indexed."""
 
     path: Path
     parameter_order: ParameterOrder | None
@@ -99,7 +100,7 @@ class _DeepSpeedDirectory:
         self.shards = DeepSpeedShards(self.path)
 
     def build_index(self) -> CheckpointIndex:
-        """Look at all files."""
+        """Index all files."""
         model_files = _files_by_rank(self.path, r"^zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt$")
         whole = self.path / "mp_rank_00_model_states.pt"
         if not model_files and not whole.is_file():
@@ -131,29 +132,29 @@ class _DeepSpeedDirectory:
         value = read_torch_file(path)
         if not isinstance(value, dict):
             raise CheckpointError(
-                f"{path} is none of DeepSpeed's files: it holds a {type(value).__name__}, no dictionary"
+                f"{path} is not a DeepSpeed file: it holds a {type(value).__name__}, not a dictionary"
             )
         return value
 
     def _refuse_parallel(self, first: Mapping[str, Any]) -> None:
         if (self.path / "zero").is_dir() and not any(self.path.glob("*_optim_states.pt")):
             raise CheckpointError(
-                f"{self.path} is a universal checkpoint of DeepSpeed's, which is not read; load the checkpoint that it "
-                "was made from, in any layout, or make one from that with windlass' own ds_to_universal"
+                f"{self.path} is a universal checkpoint of DeepSpeed, which is not supported; load the checkpoint that "
+                "it was made from, in any layout, or convert that with windlass' own ds_to_universal"
             )
         others = sorted(self.path.glob("*mp_rank_01_model_states.pt")) + sorted(self.path.glob("layer_*_expert_*.pt"))
         if others or int(first.get("mp_world_size") or 1) > 1:
             raise CheckpointError(
-                f"{self.path} was saved under model, pipeline or expert parallelism, which is not yet read; make a "
-                "checkpoint without, or export its weights with what wrote it"
+                f"{self.path} was saved under model, pipeline or expert parallelism, which is not yet supported; make "
+                "a checkpoint without it, or export its weights with the library that wrote it"
             )
         if not isinstance(first.get("module"), dict):
-            raise CheckpointError(f"{self.path} is none of DeepSpeed's checkpoints: its model states have no module")
+            raise CheckpointError(f"{self.path} is not a DeepSpeed checkpoint: its model states have no module")
 
-    # weights
+    # Weights.
 
     def _index_module(self, first: Mapping[str, Any], stage: int) -> dict[str, str]:
-        """Buffers, and parameters that are nowhere else; returns the other names of what is there once."""
+        """Index buffers, and parameters that have no master weights. Return the aliases of tied tensors."""
         buffers, tied = set(first.get("buffer_names") or ()), dict[str, str]()
         seen: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, tensor in first["module"].items():
@@ -172,7 +173,7 @@ class _DeepSpeedDirectory:
         return tied | (dict(said) if isinstance(said, dict) else {})
 
     def _index_frozen_parameters(self, states: list[dict[str, Any]]) -> None:
-        """Stage 3: what is not trained, a flat part a rank."""
+        """Index the frozen parameters of stage 3, each a flat part per rank."""
         for name, shape in (states[0].get("frozen_param_shapes") or {}).items():
             parts = [state["frozen_param_fragments"][name] for state in states]
             if math.prod(shape) == 0:
@@ -180,14 +181,14 @@ class _DeepSpeedDirectory:
                 continue
             self.shards.add_per_parameter_shards(f"param/{name}", tuple(shape), [(part, 0) for part in parts])
 
-    # what the optimizer holds
+    # Optimizer.
 
     def _index_stage_3_masters(self, first: Mapping[str, Any], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Stage 3: each parameter cut into equal parts, a rank's parts one after the other."""
+        """Index the master weights of stage 3: each parameter in equal parts, a rank's parts concatenated."""
         if not saved:
             return []
         if saved[0].get("ds_zero_partition_groups") is not None:
-            raise CheckpointError(f"{self.path} holds experts cut over groups of ranks, which is not yet read")
+            raise CheckpointError(f"{self.path} holds experts sharded over groups of ranks, which is not yet supported")
         shapes = first.get("param_shapes") or []
         groups = [
             _SavedFlatGroup({name: tuple(shape) for name, shape in part.items()}, n) for n, part in enumerate(shapes)
@@ -210,7 +211,7 @@ class _DeepSpeedDirectory:
         return self._hyperparameters(optimizers[0], groups)
 
     def _index_stage_1_2_masters(self, first: Mapping[str, Any], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Stages 1 and 2: parameters one after the other, all of it cut into equal parts."""
+        """Index the master weights of stages 1 and 2: parameters concatenated, then divided into equal parts."""
         shapes = first.get("param_shapes") or []
         groups = [
             _SavedFlatGroup({name: tuple(shape) for name, shape in part.items()}, n) for n, part in enumerate(shapes)
@@ -219,7 +220,8 @@ class _DeepSpeedDirectory:
         for group in groups:
             number = group.number
             masters = [one["single_partition_of_fp32_groups"][number] for one in saved]
-            # the end of the last part is left out where the optimizer says its stage, which one of two of them does
+            # without the padding of the last part if `zero_stage` is recorded, as one of DeepSpeed's two optimizers
+            # does
             left_out = int(saved[0]["group_paddings"][number]) if "zero_stage" in saved[0] else 0
             part = masters[0].numel() + left_out
             paddings = (saved[0].get("param_alignment_paddings") or {number: []})[number]
@@ -232,7 +234,7 @@ class _DeepSpeedDirectory:
         return self._hyperparameters(optimizers[0], groups)
 
     def _index_stage_0_masters(self, first: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Stage 0: torch's own state, under numbers that `order` gives names to."""
+        """Index the state of stage 0: torch's own, with numbers that `parameter_order` maps to names."""
         given = first["optimizer"]
         optimizer = _as_torch_state(given.get("optimizer_state_dict", given))
         saved = optimizer["param_groups"]
@@ -242,9 +244,9 @@ class _DeepSpeedDirectory:
         counts = [len(group["params"]) for group in saved]
         if flat is None and counts != [len(names) for names in self.parameter_order]:
             raise CheckpointError(
-                f"{self.path}: DeepSpeed's stage 0 tells parameters by their number in the optimizer, whose groups had "
-                f"{counts} of them; this optimizer's have {[len(names) for names in self.parameter_order]}. Build it with the "
-                "same groups, or load with load_optimizer_states=False"
+                f"{self.path}: DeepSpeed's stage 0 identifies parameters by their number in the optimizer, whose "
+                f"groups had {counts} of them; this optimizer's have {[len(names) for names in self.parameter_order]}. "
+                "Build it with the same groups, or load with load_optimizer_states=False"
             )
         module = first["module"]
         groups = []
@@ -273,7 +275,10 @@ class _DeepSpeedDirectory:
     def _index_states(
         self, name: str, optimizers: list[dict[str, Any]], group: _SavedFlatGroup
     ) -> Iterator[tuple[str, list[StoredTensor]]]:
-        """States with a value an element, by key and rank; counts and plain values are put where they belong."""
+        """Yield each state with one value per element: its key, and its tensors on all ranks.
+
+        Step counts and plain values are recorded in `kinds` and `values` instead.
+        """
         found = [one["state"].get(group.number, {}) for one in optimizers]
         here = dict(found[0])
         holders = [one for one in optimizers[0]["param_groups"] if group.number in one.get("params", ())]
@@ -298,7 +303,7 @@ class _DeepSpeedDirectory:
                 )
 
     def _hyperparameters(self, optimizer: Mapping[str, Any], groups: list[_SavedFlatGroup]) -> list[dict[str, Any]]:
-        """Hyper-parameters of each optimizer group, with the names of its parameters."""
+        """Return the hyper-parameters of each optimizer group, with the names of its parameters."""
         made = []
         saved = optimizer["param_groups"]
         for number, values in enumerate(saved):
@@ -311,7 +316,7 @@ class _DeepSpeedDirectory:
             )
         return made
 
-    # all of it
+    # Whole index.
 
     def _make_index(
         self,
@@ -335,7 +340,7 @@ class _DeepSpeedDirectory:
             "values": self.values,
             "spans": {},
             "groups": groups,
-            "trainable_only": None,  # it does not say
+            "trainable_only": None,  # not recorded by DeepSpeed
             "buffers": True,
             "tied": tied,
             "dtypes": dtypes,
@@ -359,7 +364,7 @@ class _DeepSpeedDirectory:
 
 
 def _files_by_rank(path: Path, pattern: str) -> list[Path]:
-    """Files whose names fit, by the rank in their names; they must count from 0."""
+    """Return the files whose names match, ordered by the rank in their names. Ranks must count from 0."""
     found = {int(match[1]): child for child in path.iterdir() if (match := re.match(pattern, child.name))}
     absent = sorted(set(range(len(found))) - set(found))
     if absent:
@@ -376,7 +381,7 @@ def _stage_of(saved: Mapping[str, Any]) -> int:
 
 
 def _as_torch_state(state: Any) -> dict[str, Any]:
-    """A torch optimizer's state; of DeepSpeed's older kind, a list with one state a group."""
+    """Return a torch optimizer's state. DeepSpeed's older kind is a list with one state per group."""
     if isinstance(state, list):
         return {"state": dict(enumerate(state)), "param_groups": [{"params": [n]} for n in range(len(state))]}
     return dict(state)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's files say beside tensors, in the words of our own plain data."""
+"""Conversion of the metadata in DeepSpeed's files to windlass' plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.checkpoint import plain_data
 from windlass.checkpoint.pickle_stand_ins import LossScalerStandIn, NamespaceStandIn, NumpyArrayStandIn
 from windlass.checkpoint.torch_file import StoredTensor
 
-# What the engine itself writes beside the caller's `client_state`.
+# keys that DeepSpeed's engine writes besides the caller's `client_state`
 _ENGINE_KEYS = frozenset(
     """
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
@@ -26,7 +26,7 @@ _ENGINE_KEYS = frozenset(
 
 
 def read_deepspeed_metadata(first: Mapping[str, Any], saved: list[dict[str, Any]], path: Path) -> dict[str, Any]:
-    """Counters, loss scale, schedule and client state.
+    """Return counters, loss scale, scheduler state and client state.
 
     Args:
         first: the model states of rank 0.
@@ -49,7 +49,10 @@ def read_deepspeed_metadata(first: Mapping[str, Any], saved: list[dict[str, Any]
 
 
 def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """As `windlass.optim.loss_scale` keeps it: good steps are those since the last overflow or doubling."""
+    """Return a state for `windlass.optim.loss_scale`.
+
+    `good_steps` counts the steps since the last overflow or doubling.
+    """
     scaler = saved[0].get("loss_scaler") if saved else None
     facts = scaler.attributes if isinstance(scaler, LossScalerStandIn) else first.get("optimizer") or {}
     if "cur_scale" not in facts:
@@ -64,7 +67,7 @@ def _loss_scale(first: Mapping[str, Any], saved: list[dict[str, Any]]) -> dict[s
 
 
 def _client_state(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The caller's own; what is no plain data is left out, and named."""
+    """Return the caller's client state. Unsupported values are left out with a warning."""
     client = {}
     for key, value in first.items():
         if key in _ENGINE_KEYS:

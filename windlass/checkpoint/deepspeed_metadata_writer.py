@@ -1,4 +1,4 @@
-"""What DeepSpeed's files say beside tensors, from our own plain data: the way back of `deepspeed_plain`."""
+"""Conversion of windlass' plain data to the metadata in DeepSpeed's files; inverse of `deepspeed_metadata_reader`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from windlass.checkpoint.pickle_writer import PickledObject
 
-DEEPSPEED_VERSION = "0.19.8"  # whose layout the files have
+DEEPSPEED_VERSION = "0.19.8"  # the version whose layout the files have
 _LOSS_SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
-_IMPLEMENTATION_KEYS = ("fused", "foreach")  # of a group: how it is computed, which each run decides by itself
+_IMPLEMENTATION_KEYS = ("fused", "foreach")  # group keys that select an implementation, which each run chooses itself
 
 
 def run_metadata(plain: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Counters, and how many ranks there were."""
+    """Return the counters and the number of ranks."""
     engine = plain["engine"]
     return {
         "data_sampler": None,
@@ -32,28 +32,28 @@ def run_metadata(plain: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def group_state(values: Mapping[str, Any], numbers: Sequence[int], step: int) -> dict[str, Any]:
-    """A group of the optimizer's state dictionary.
+    """Return a group of the optimizer's state dictionary.
 
     Args:
         values: its hyper-parameters.
-        numbers: of its parameters.
-        step: done so far; optimizers of DeepSpeed's that are fused count it in the group.
+        numbers: numbers of its parameters.
+        step: steps so far; DeepSpeed's fused optimizers keep the count in the group.
     """
     kept = {key: to_plain_data(value) for key, value in values.items() if key != "state_dtype"}
     kept |= {key: None for key in _IMPLEMENTATION_KEYS if key in kept}
     if "betas" in kept:
-        kept.setdefault("bias_correction", True)  # without which DeepSpeed's Adams can't step
+        kept.setdefault("bias_correction", True)  # DeepSpeed's Adam optimizers need this key
     if step:
         kept["step"] = step
     return {**kept, "params": list(numbers)}
 
 
 def loss_scale_fields(loss_scaling: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The loss scale as stage 0 has it, among the optimizer's own.
+    """Return the loss scale as stage 0 stores it, among the optimizer's fields.
 
     Args:
-        scaling: `dynamic`, and of a dynamic one `window`, `min_scale`, `hysteresis`, `consecutive_hysteresis` and
-            `raises`.
+        loss_scaling: `dynamic`, and for a dynamic scale `window`, `min_scale`, `hysteresis`, `consecutive_hysteresis`
+            and `raises`.
     """
     saved = plain.get("loss_scale", {})
     steps = int(plain["engine"]["global_steps"])
@@ -74,7 +74,7 @@ def loss_scale_fields(loss_scaling: Mapping[str, Any], plain: Mapping[str, Any])
 def loss_scaler_object(
     loss_scaling: Mapping[str, Any], plain: Mapping[str, Any], low_precision: str | None
 ) -> PickledObject:
-    """The loss scale as the other stages have it: an object of theirs, which their loader takes as it is."""
+    """Return the loss scale as the other stages store it: as an object of DeepSpeed's class."""
     facts = loss_scale_fields(loss_scaling, plain)
     dynamic = facts.pop("dynamic_loss_scale")
     if not dynamic:
@@ -95,7 +95,7 @@ def loss_scaler_object(
 
 
 def to_plain_data(value: Any) -> Any:
-    """A value of the caller's as plain data or an object of Python's own; what is neither becomes its text."""
+    """Convert a caller's value to plain data or objects of Python's standard library; any other value to its text."""
     if value is None or isinstance(value, (bool, int, float, str, torch.Tensor, torch.dtype)):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Tensors whose elements lie cut in several of DeepSpeed's files, as boxes; see [Note: DeepSpeed's files]."""
+"""Tensors whose elements are spread over several of DeepSpeed's files, as boxes; see [Note: DeepSpeed's files]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.checkpoint.torch_file import literal_entry as entry_of_bytes
 
 @dataclass
 class DeepSpeedShards:
-    """Tensors by name, as the index of a checkpoint has them.
+    """Collection of tensor records for the index, by name.
 
     Args:
         path: the directory of the files.
@@ -32,7 +32,7 @@ class DeepSpeedShards:
     def add_per_parameter_shards(
         self, name: str, shape: tuple[int, ...], shards: Iterable[tuple[StoredTensor, int]]
     ) -> None:
-        """A tensor of which each rank has an equal part, `at` in something flat of its own."""
+        """Add a tensor of which each rank has an equal part, at offset `at` in a flat tensor of its own."""
         found = list(shards)
         size, numel = -(-math.prod(shape) // len(found)), math.prod(shape)
         ranges = []
@@ -45,7 +45,7 @@ class DeepSpeedShards:
     def add_concatenated_shards(
         self, name: str, shape: tuple[int, ...], flats: Sequence[StoredTensor], part_numel: int, at: int
     ) -> None:
-        """A tensor that is elements `[at, ...)` of something flat of which each rank has `part` elements."""
+        """Add a tensor at offset `at` of a concatenated flat tensor, of which each rank has `part_numel` elements."""
         numel = math.prod(shape)
         ranges = []
         for rank, flat in enumerate(flats):
@@ -56,7 +56,7 @@ class DeepSpeedShards:
         self.add_ranges(name, shape, flats[0].dtype, ranges or [(0, 0, flats[0], 0)])
 
     def add_full_tensor(self, name: str, tensor: StoredTensor, shape: tuple[int, ...] | None = None) -> None:
-        """A tensor that is stored as it is; `shape` is what it must have."""
+        """Add a tensor that is stored in full; `shape` is its expected shape."""
         shape = tuple(tensor.shape) if shape is None else shape
         self.require(tuple(tensor.shape) == shape, f"the shape of {name!r}")
         self.add_ranges(name, shape, tensor.dtype, [(0, tensor.numel(), tensor, 0)])
@@ -64,15 +64,15 @@ class DeepSpeedShards:
     def add_ranges(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, ranges: list[tuple[int, int, StoredTensor, int]]
     ) -> None:
-        """A tensor whose elements `[start, stop)` are those from `at` on of a stored one, for each of `ranges`."""
+        """Add a tensor by ranges: elements `[start, stop)` are the elements from `at` on of a stored flat tensor."""
         chunks = []
         for start, stop, flat, at in ranges:
             if flat.dtype != dtype:
                 raise CheckpointError(f"{self.path}: {name!r} is {dtype} on one rank and {flat.dtype} on another")
             if not flat.is_contiguous():
                 raise CheckpointError(
-                    f"{self.path}: {name!r} was saved with strides {flat.strides}, and only tensors that lie in one "
-                    "piece are read; save it from contiguous parameters"
+                    f"{self.path}: {name!r} was saved with strides {flat.strides}, and only contiguous tensors "
+                    "are supported; save it from contiguous parameters"
                 )
             if math.prod(shape) == 0:
                 chunks.append(_chunk_record((0,) * len(shape), shape, flat.path, entry_of_elements(flat, 0, 0), 0))
@@ -85,18 +85,18 @@ class DeepSpeedShards:
         self.tensors[name] = TensorRecord(shape, dtype_code(dtype), tuple(chunks))
 
     def add_literal(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor that is none in the files, but a plain number or bytes."""
+        """Add a tensor for a plain number or bytes that the files do not store as a tensor."""
         file = next(iter(sorted(self.path.glob("*model_states.pt"))))
         shape = tuple(tensor.shape)
         chunk = _chunk_record((0,) * len(shape), shape, file, entry_of_bytes(tensor), None)
         self.tensors[name] = TensorRecord(shape, dtype_code(tensor.dtype), (chunk,))
 
     def require(self, fits: Any, what: str) -> None:
-        """Raises CheckpointError unless what the files say fits together."""
+        """Raise CheckpointError unless `fits`, because the files contradict each other."""
         if not fits:
             raise CheckpointError(
-                f"{self.path}: {what} does not fit what the other files say; a file is damaged, missing or of another "
-                "version of DeepSpeed (0.19 is read)"
+                f"{self.path}: {what} does not match the other files; a file is damaged, missing or of another "
+                "version of DeepSpeed (0.19 is supported)"
             )
 
 

@@ -1,4 +1,4 @@
-"""The schema of the plain data that an engine saves beside its tensors (docs/checkpoint-format.md)."""
+"""Schema of the plain data that an engine saves besides its tensors (docs/checkpoint-format.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.checkpoint.checkpoint_index import Count, validation_message
 
 
 def _check_hyperparameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Refuse hyper-parameters that no optimizer takes, by the names that all of them use."""
+    """Reject invalid hyper-parameters, by the names that all optimizers use."""
     for key in ("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "step"):
         value = values.get(key, 0)
         if isinstance(value, bool) or (isinstance(value, (int, float)) and not 0 <= value < float("inf")):
@@ -36,13 +36,13 @@ def _check_hyperparameters(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_span(span: tuple[int, int]) -> tuple[int, int]:
     if span[0] >= span[1]:
-        raise ValueError("a span of elements that is empty")
+        raise ValueError("an empty span of elements")
     return span
 
 
 def _check_dtype_name(name: str) -> str:
     if not isinstance(getattr(torch, name, None) if name.isidentifier() else None, torch.dtype):
-        raise ValueError("no dtype of torch")
+        raise ValueError("not a dtype of torch")
     return name
 
 
@@ -99,7 +99,7 @@ class _SavedAverage(_EngineDataModel):
 
 
 class EngineData(_EngineDataModel):
-    """All keys that windlass reads; a key that is not there was not saved."""
+    """All keys that windlass reads. A missing key was not saved."""
 
     engine: _Counters | None = None
     layout: _Layout | None = None
@@ -128,19 +128,19 @@ _REQUIRED = ("engine", "layout", "groups", "loss_scale", "schedule", "client", "
 
 
 def require_engine_data(plain: Any, path: object, *, require_all: bool = False) -> dict[str, Any]:
-    """Check the plain data of a checkpoint, which is returned as it is.
+    """Check the plain data of a checkpoint and return a copy.
 
     Args:
-        path: of the checkpoint, for errors.
-        whole: all that an engine needs must be there.
+        path: path of the checkpoint, for messages.
+        require_all: raise if a key is missing that an engine needs.
 
     Raises:
-        CheckpointError: a value has another type or range than an engine writes. It names the key.
+        CheckpointError: a value has another type or range than an engine writes. The message names the key.
     """
     if not isinstance(plain, Mapping):
         raise CheckpointError(f"{path}: its plain data is a {type(plain).__name__}, not a dictionary")
     if require_all and (lacks := [key for key in _REQUIRED if key not in plain]):
-        raise CheckpointError(f"{path} was saved by no engine: its plain data has no {lacks[0]!r}; use read_full")
+        raise CheckpointError(f"{path} was not saved by an engine: its plain data has no {lacks[0]!r}; use read_full")
     known = {key: value for key, value in plain.items() if key in EngineData.model_fields}
     none = next((key for key, value in known.items() if value is None and key not in _NULLABLE), None)
     if none is not None:
@@ -149,14 +149,14 @@ def require_engine_data(plain: Any, path: object, *, require_all: bool = False) 
         EngineData.model_validate(known)
     except ValidationError as error:
         raise CheckpointError(
-            f"{path} has plain data that no engine wrote: {validation_message(error)}; load another checkpoint"
+            f"{path} has plain data that an engine does not write: {validation_message(error)}; load another checkpoint"
         ) from error
     _check_names(known, path)
     return dict(plain)
 
 
 def _check_names(plain: Mapping[str, Any], path: object) -> None:
-    """States that are plain values have them; a parameter is in one group."""
+    """Check that each state of kind `value` has its value, and that each parameter is in one group."""
     values = plain.get("values", {})
     for name, kinds in plain.get("states", {}).items():
         for key, kind in kinds.items():

@@ -1,5 +1,7 @@
-"""Arithmetic of a flat range of a row-major tensor: at most 2N-1 boxes that lie contiguously in it, in order; and of
-what such a range is in a larger tensor of which that one is a part."""
+"""Arithmetic of flat ranges of row-major tensors: their boxes, and their position in a larger tensor.
+
+A range of an N-dimensional tensor consists of at most 2N-1 boxes, each contiguous in the range, in order.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from windlass.parallel.placement import Placement
 
 @dataclass(frozen=True)
 class FlatBox:
-    """A rectangular part of a tensor whose elements are neighbours in row-major order.
+    """Rectangular part of a tensor whose elements are consecutive in row-major order.
 
-    `offsets` and `sizes` have one entry a dimension (none for a 0-dimensional tensor); `start` is the flat position of
-    the first element.
+    `offsets` and `sizes` have one entry per dimension (none for a 0-dimensional tensor); `start` is the flat position
+    of the first element.
     """
 
     offsets: tuple[int, ...]
@@ -30,10 +32,10 @@ class FlatBox:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[FlatBox]:
-    """Cuts the flat range [start, stop) of a tensor of `shape` into boxes, in order, without gap or overlap.
+    """Split the flat range [start, stop) of a tensor of `shape` into boxes, in order, without gap or overlap.
 
-    A range of an N-dimensional tensor needs at most 2N-1 of them: partial rows that rise to the outermost dimension,
-    whole rows of it, partial rows that fall again. A range that is empty needs none.
+    A range of an N-dimensional tensor needs at most 2N-1 boxes: partial rows of inner to outer dimensions, full rows of
+    the outermost one, and partial rows of outer to inner dimensions. An empty range needs none.
 
     Raises:
         ValueError: the range does not lie inside the tensor.
@@ -41,7 +43,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[FlatBo
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
         raise ValueError(f"the range [{start}, {stop}) does not lie in a tensor of shape {shape} ({numel} elements)")
-    if start == 0 and 0 < stop == numel:  # all of it, as a small tensor mostly is
+    if start == 0 and 0 < stop == numel:  # fast path for full tensors, the usual case for small ones
         return [FlatBox((0,) * len(shape), shape, 0)]
     strides = _strides(shape)
     cut: list[FlatBox] = []
@@ -54,25 +56,28 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[FlatBo
 
 
 def flat_start(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-    """The flat position of the element at `offsets` in a row-major tensor of `shape`."""
+    """Return the flat position of the element at `offsets` in a row-major tensor of `shape`."""
     return sum(offset * stride for offset, stride in zip(offsets, _strides(shape), strict=True))
 
 
 def is_contiguous(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether a box of `sizes` in a row-major tensor of `shape` is one flat range: 1s, then any size, then whole."""
+    """Return True if a box of `sizes` in a tensor of `shape` is one flat range.
+
+    Its sizes are then 1 in the first dimensions, any size in the next one, and full sizes in the others.
+    """
     outermost = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
     return sizes[outermost + 1 :] == shape[outermost + 1 :]
 
 
 @dataclass(frozen=True)
 class BoxPart:
-    """A box of a whole tensor, and where it is in a flat range of a part of that tensor.
+    """Box of a global tensor, and its position in a flat range of a local part of that tensor.
 
     Attributes:
-        offsets, sizes: in the whole.
-        inside: the box of the range that it lies in: its first element counted from the start of the range, and its
-            sizes.
-        starts: where it begins within that box.
+        offsets, sizes: position and sizes in the global tensor.
+        containing_start, containing_sizes: the box of the range that contains it: its first element counted from the
+            start of the range, and its sizes.
+        starts_in_box: position inside the containing box.
     """
 
     offsets: tuple[int, ...]
@@ -82,7 +87,7 @@ class BoxPart:
     starts_in_box: tuple[int, ...]
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements, shaped, as a view of the range `[n]`."""
+        """Return its elements as a view of the range `[n]`, in the box's shape."""
         numel = math.prod(self.containing_sizes)
         if numel != flat.numel():
             flat = flat[self.containing_start : self.containing_start + numel]
@@ -94,7 +99,7 @@ class BoxPart:
 
 
 def place_range(placement: Placement, start: int, stop: int) -> Iterator[BoxPart]:
-    """What the flat range `[start, stop)` of the local tensor is of the whole one."""
+    """Yield the boxes of the global tensor that the flat range `[start, stop)` of the local tensor covers."""
     if placement.is_full:
         for box in boxes_of_range(placement.global_shape, start, stop):
             yield BoxPart(box.offsets, box.sizes, box.start - start, box.sizes, (0,) * len(box.sizes))
@@ -117,7 +122,11 @@ def place_range(placement: Placement, start: int, stop: int) -> Iterator[BoxPart
 def flat_ranges_of_box(
     shape: tuple[int, ...], offsets: tuple[int, ...], values: torch.Tensor
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The elements of a box of a tensor of `shape` as flat ranges of it: the position of the first, and `[n]`."""
+    """Yield the elements of a box of a tensor of `shape` as flat ranges.
+
+    Yields:
+        The flat position of the range's first element in the tensor, and the values `[n]`.
+    """
     if not values.numel():
         return
     if is_contiguous(shape, tuple(values.shape)):
@@ -134,7 +143,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _largest_box(shape: tuple[int, ...], strides: tuple[int, ...], position: int, stop: int) -> FlatBox:
-    """The largest box that begins at `position`: whole rows of the outermost dimension at whose boundary it lies."""
+    """Return the largest box that begins at `position`: full rows of the outermost dimension with a boundary there."""
     offsets = tuple(position // stride % size for stride, size in zip(strides, shape, strict=True))
     for dim, stride in enumerate(strides):
         if position % stride == 0 and position + stride <= stop:

@@ -1,4 +1,4 @@
-"""Keys of dictionaries and items of sets that a stranger's file may hold."""
+"""Validation of dictionary keys and set items from untrusted files."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from typing import Any
 
 import torch
 
-_LARGEST = 1 << 60  # beyond it different integers may have the same hash
-_MOST_OTHERS = 4096  # keys whose hashes can be made to be the same: a dictionary of more would take forever
-_LONGEST, _DEEPEST = 64, 4  # of tuples
+_LARGEST = 1 << 60  # larger integers can collide: different values with the same hash
+_MOST_OTHERS = 4096  # limit for keys whose hashes can be made to collide: a dictionary with more would take too long
+_LONGEST, _DEEPEST = 64, 4  # limits for tuples
 
 
 class KeyValidator:
-    """Counts the keys of one file. Python's hashes of numbers and tuples are no secret: somebody who wants a reader to
-    hang makes keys whose hashes are all the same."""
+    """Validator of the keys of one file.
+
+    Python's hashes of numbers and tuples are predictable, so an attacker can choose keys with equal hashes to make a
+    reader hang.
+    """
 
     def __init__(self) -> None:
         self._other_count = 0
 
     def require(self, key: Any, depth: int = 0) -> None:
-        """Check that `key` is a text, bytes, a number, None, a dtype, or a tuple or frozen set of such. Raises
-        ValueError where it is not, or too many keys are large numbers, tuples and sets."""
+        """Check that `key` is a text, bytes, a number, None, a dtype, or a tuple or frozen set of these.
+
+        Raises ValueError if it is not, or if too many keys are large numbers, tuples and sets.
+        """
         kind = type(key)
         if kind is str or (kind is int and -_LARGEST < key < _LARGEST):
             return

@@ -1,9 +1,9 @@
-"""Checkpoints on disks that belong to single nodes: each node gets all files of it.
+"""Checkpoints on disks that belong to single nodes: each node gets all files.
 
-[Note: node-local checkpoints] Ranks that do not see the draft which rank 0 made write to a draft of their own node,
-which the first of them makes. Once all files are written, and the index beside those of rank 0's node, the nodes send
-each other what they lack. So the directory of every node holds the whole checkpoint, and any number of ranks, on any
-node, can load it; it costs each node the room for all of it. Where all nodes share the directory nothing is different.
+[Note: node-local checkpoints] Ranks that do not see rank 0's staging directory write to one on their own node, which
+the first of them creates. Once all files are written, and the index on rank 0's node, the nodes send each other the
+missing files. So every node's directory holds the full checkpoint, and any number of ranks on any node can load it;
+each node needs space for all of it. If all nodes share the directory, nothing changes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _CHUNK = 32 << 20  # bytes sent at a time
 
 @dataclass(frozen=True)
 class NodeDisks:
-    """Which ranks write to one disk.
+    """Groups of ranks that write to one disk.
 
     Attributes:
-        leaders: the first rank of each node that has a disk of its own; rank 0 first.
-        mine: the leader of this rank's node.
+        leaders: the first rank of each node with a disk of its own; rank 0 first.
+        local_leader: the leader of this rank's node.
     """
 
     leaders: tuple[int, ...]
@@ -38,7 +38,7 @@ class NodeDisks:
 
     @classmethod
     def detect(cls, staging: Path, ranks: CheckpointRanks) -> NodeDisks:
-        """The nodes, by who sees the draft that rank 0 made. Collective."""
+        """Group the ranks: those that see rank 0's staging directory, and the others by node. Collective."""
         names = ranks.run_on_all(
             "looking for a directory that is shared", lambda: None if staging.is_dir() else _node_name()
         )
@@ -50,14 +50,14 @@ class NodeDisks:
 
     @property
     def has_several(self) -> bool:
-        """There is more than one disk."""
+        """True if there is more than one disk."""
         return len(self.leaders) > 1
 
     def replicate_files(self, staging: Path, ranks: CheckpointRanks) -> None:
-        """Bring every file of all nodes' drafts to each of them. Collective.
+        """Copy every file of all nodes' staging directories to each node. Collective.
 
         Args:
-            place: the draft of this rank's node.
+            staging: the staging directory of this rank's node.
 
         Raises:
             CheckpointError: a file could not be read or written on some node; on all ranks.
@@ -79,12 +79,12 @@ class NodeDisks:
 
 
 def _node_name() -> str:
-    """A name of this node, the same for its ranks alone."""
+    """Return a name shared by exactly the ranks of this node."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 def _send_files(staging: Path, others: list[int], ranks: CheckpointRanks, problems: list[str]) -> None:
-    """Send what others lack; a file that can't be read is told to them too."""
+    """Send each node the files it lacks. An error while reading is sent too."""
     names = sorted(
         str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file() and path.name[0] != "."
     )
@@ -102,7 +102,7 @@ def _send_files(staging: Path, others: list[int], ranks: CheckpointRanks, proble
 
 
 def _read_chunks(path: Path) -> Iterator[bytes | str | None]:
-    """The bytes of a file and None at its end; a text says what went wrong instead, and is the last."""
+    """Yield the bytes of a file, then None. After an error, yield its text instead and stop."""
     try:
         with open(path, "rb") as file:
             while chunk := file.read(_CHUNK):
@@ -114,7 +114,10 @@ def _read_chunks(path: Path) -> Iterator[bytes | str | None]:
 
 
 def _receive_files(staging: Path, source: int, ranks: CheckpointRanks, problems: list[str]) -> None:
-    """Receive and write what this node lacks. After a failure the rest is received and dropped: nobody waits."""
+    """Receive and write the files that this node lacks.
+
+    After a failure, receive and drop the rest: the sender must not block.
+    """
     names = [name for name in _receive_object(source, ranks) if not (staging / name).exists()]
     _send_object(names, source, ranks)
     for name in names:
@@ -130,10 +133,10 @@ def _receive_files(staging: Path, source: int, ranks: CheckpointRanks, problems:
 
 
 class _IncomingFile:
-    """The bytes of one file, as they arrive.
+    """Iterator over the bytes of one file as they arrive.
 
     Attributes:
-        trouble: why the sender could not read all of it, once the last piece has come.
+        error: the sender's error, set after the last chunk; empty if the file is complete.
     """
 
     def __init__(self, source: int, ranks: CheckpointRanks) -> None:

@@ -1,4 +1,4 @@
-"""The data files of a checkpoint that are being read, of which only so many are open at once."""
+"""Cache of the open data files of a checkpoint, with a limit on their number."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Self
 from windlass.checkpoint.safetensors_file import TensorFile
 from windlass.checkpoint.torch_file import open_tensor_file
 
-_OPEN = 64  # a checkpoint of more ranks has more
+_OPEN = 64  # a checkpoint of more ranks has more files
 
 
 class OpenFileCache:
-    """Files of one checkpoint by name; the least recently used is closed for the next, and opens again when it is read.
+    """Files of one checkpoint by name.
+
+    The least recently used one is closed when the limit is reached, and reopened by a read.
 
     Args:
         path: the checkpoint's directory.
@@ -33,7 +35,7 @@ class OpenFileCache:
             file.close()
 
     def get(self, name: str) -> TensorFile:
-        """The file of that name, known from now on."""
+        """Return the file of that name, and keep it in the cache."""
         file = self._files.pop(name, None) or open_tensor_file(self._path / name)
         self._files[name] = file
         if len(self._files) > _OPEN:

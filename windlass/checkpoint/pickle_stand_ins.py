@@ -1,4 +1,4 @@
-"""Stand-ins for objects of classes that are not loaded: attributes, and nothing that could run."""
+"""Stand-ins for objects in pickles whose classes are not loaded. They hold attributes and run no code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PickleStandIn:
     """Stand-in for an object of a class that is not loaded.
 
     Attributes:
-        given: arguments that its class was called with.
+        arguments: arguments that its class was called with.
         attributes: its state.
     """
 
@@ -24,10 +24,10 @@ class PickleStandIn:
         self.attributes: dict[str, Any] = {}
 
     def set_state(self, state: Any) -> None:
-        """Take a state as a pickle has it: a dictionary of attributes, or one after another of slots.
+        """Set the state from a pickle: a dictionary of attributes, or a tuple of one for attributes and one for slots.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a state.
         """
         for part in state if type(state) is tuple else (state,):
             if part is None:
@@ -37,7 +37,7 @@ class PickleStandIn:
             self.attributes.update(part)
 
     def children(self) -> Collection[Any]:
-        """All values in it."""
+        """Return all values in it."""
         return [*self.arguments, *self.attributes.values()]
 
     def __setstate__(self, state: Any) -> None:
@@ -48,25 +48,25 @@ class PickleStandIn:
 
 
 class LossScalerStandIn(PickleStandIn):
-    """Of DeepSpeed: `cur_scale`, and how it moves."""
+    """Stand-in for DeepSpeed's loss scaler: `cur_scale` and its settings."""
 
     __slots__ = ()
 
 
 class ZeroStageStandIn(PickleStandIn):
-    """Of DeepSpeed: a stage's number, in `given`."""
+    """Stand-in for DeepSpeed's stage enum; `arguments` holds the number."""
 
     __slots__ = ()
 
 
 class NamespaceStandIn(PickleStandIn):
-    """Of argparse: options as attributes."""
+    """Stand-in for `argparse.Namespace`; options are its attributes."""
 
     __slots__ = ()
 
 
 class NumpyDtypeStandIn(PickleStandIn):
-    """Of numpy: an array's type, its code in `given`."""
+    """Stand-in for a numpy dtype; `arguments` holds its code."""
 
     __slots__ = ("state",)
 
@@ -75,15 +75,15 @@ class NumpyDtypeStandIn(PickleStandIn):
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """Keep the state, which has the order of bytes."""
+        """Keep the state, which includes the byte order."""
         self.state = state
 
     def children(self) -> Collection[Any]:
-        """All values in it."""
+        """Return all values in it."""
         return [*self.arguments, self.state]
 
     def dtype_code(self) -> str:
-        """Its kind and size, such as `f8`. Raises CheckpointError where its bytes are in another order than here."""
+        """Return kind and size, such as `f8`. Raises CheckpointError if the byte order is not little-endian."""
         order = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "<"
         code = self.arguments[0] if self.arguments else None
         if not isinstance(code, str) or order not in ("<", "|", "="):
@@ -92,7 +92,7 @@ class NumpyDtypeStandIn(PickleStandIn):
 
 
 class NumpyArrayStandIn(PickleStandIn):
-    """Of numpy: a state that `made` makes an array of."""
+    """Stand-in for a numpy array. `to_numpy` builds the array from its state."""
 
     __slots__ = ("state",)
 
@@ -105,14 +105,14 @@ class NumpyArrayStandIn(PickleStandIn):
         self.state = state
 
     def children(self) -> Collection[Any]:
-        """All values in it."""
+        """Return all values in it."""
         return [*self.arguments, self.state]
 
     def to_numpy(self) -> Any:
-        """The array.
+        """Return the array.
 
         Raises:
-            CheckpointError: it is none of numbers or text, or has not the bytes that its shape needs.
+            CheckpointError: it is not an array of numbers or text, or its bytes do not match its shape.
         """
         import numpy
 

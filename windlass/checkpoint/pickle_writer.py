@@ -1,4 +1,4 @@
-"""Pickles as `torch.load` reads them, written without the pickle module: plain data, tensors, named objects."""
+"""Writer of pickles for `torch.load` without the pickle module: plain data, tensors, and objects by class name."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _STORAGES = {
     torch.bool: "BoolStorage",
 }
 
-# [Note: pickles that we write] A pickler looks up each class that it names, so a file in which a class of DeepSpeed's
-# is named could be written only where DeepSpeed is. And it would write whatever it is given. This writes opcodes for
-# the few kinds of values below, and names nothing that the caller did not spell out as a `Named`.
+# [Note: pickles that we write] A pickler imports each class that it names, so a file that names a class of DeepSpeed
+# could be written only where DeepSpeed is installed. And it would write any object it is given. This writer emits
+# opcodes for the few kinds of values below, and names only the classes that the caller gives as `PickledObject`.
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedTensor:
-    """A tensor of a file that is to be written; the same object twice is one storage.
+    """Tensor to be written to a file. The same object twice shares one storage.
 
     Attributes:
-        dtype, shape: its own; contiguous.
-        parts: gives its elements as flat tensors that follow each other, when the file is written.
+        dtype, shape: its dtype and shape; it is contiguous.
+        parts: returns its elements as consecutive flat tensors, when the file is written.
     """
 
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PickledObject:
-    """An object of a class that its reader knows by name: called with `given`, then given the attributes."""
+    """Object of a class given by name. The reader calls the class with `arguments`, then sets the attributes."""
 
     module: str
     name: str
@@ -59,19 +59,19 @@ class PickledObject:
 
 
 def plan_tensor(tensor: torch.Tensor) -> PlannedTensor:
-    """A tensor that is in memory."""
+    """Return a planned tensor for a tensor in memory."""
     return PlannedTensor(tensor.dtype, tuple(tensor.shape), lambda: [tensor.detach().reshape(-1)])
 
 
 def write_pickle(value: Any) -> tuple[bytes, list[PlannedTensor]]:
-    """The pickle of `value`, and its tensors: that at `n` is the storage `n`.
+    """Return the pickle of `value`, and its tensors. The tensor at index `n` is the storage `n`.
 
     Args:
-        value: None, bool, int, float, str, dtypes, sizes, tensors, `Planned`, `Named`, and lists, tuples and
-            dictionaries of them.
+        value: None, bool, int, float, str, dtypes, sizes, tensors, `PlannedTensor`, `PickledObject`, and lists, tuples
+            and dictionaries of them.
 
     Raises:
-        CheckpointError: there is another kind of value in it.
+        CheckpointError: it contains another kind of value.
     """
     writer = _PickleWriter()
     writer.put(value)
@@ -79,16 +79,19 @@ def write_pickle(value: Any) -> tuple[bytes, list[PlannedTensor]]:
 
 
 class _PickleWriter:
-    """Opcodes of pickle's protocol 2. Its memo has tensors alone: one that is named twice is one object to readers."""
+    """Writer of opcodes of pickle protocol 2.
+
+    Only tensors are memoized, so that a tensor used twice is one object to readers.
+    """
 
     def __init__(self) -> None:
         self.out: list[bytes] = []
         self.tensors: list[PlannedTensor] = []
-        self._numbers: dict[int, int] = {}  # by the id of what is in `tensors`, or in `_kept`
+        self._numbers: dict[int, int] = {}  # index in `tensors`, by id of the tensor
         self._kept: list[torch.Tensor] = []
 
     def put(self, value: Any) -> None:
-        """One value."""
+        """Write one value."""
         if value is None:
             self.out.append(b"N")
         elif isinstance(value, bool):
@@ -103,7 +106,7 @@ class _PickleWriter:
         elif isinstance(value, PlannedTensor):
             self._tensor(value, id(value))
         elif isinstance(value, torch.Tensor):
-            self._kept.append(value)  # or another might have its id
+            self._kept.append(value)  # keeps the tensor alive, so that its id is not reused
             self._tensor(plan_tensor(value), id(value))
         elif isinstance(value, torch.dtype):
             self._global("torch", str(value).removeprefix("torch."))
@@ -162,7 +165,7 @@ class _PickleWriter:
     def _object(self, value: PickledObject) -> None:
         self._global(value.module, value.name)
         self.put(value.arguments)
-        self.out.append(b"R" if value.arguments else b"\x81")  # without arguments nothing of it is called
+        self.out.append(b"R" if value.arguments else b"\x81")  # without arguments, NEWOBJ creates it without a call
         if value.attributes:
             self.put(dict(value.attributes))
             self.out.append(b"b")

@@ -1,4 +1,4 @@
-"""Plain data as JSON: what JSON lacks is tagged, tensors are set aside under names, and nothing is ever pickled."""
+"""Encoding of plain data as JSON, without pickle. Values that JSON lacks are tagged; tensors are stored apart."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import torch
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.key_validation import KeyValidator
 
-# A tagged value is an object with this one key: {"$": [kind, payload]}.
+# a tagged value is an object with this one key: {"$": [kind, payload]}
 TAG = "$"
-MOST_DEPTH = 64  # of values within values
-_MOST_BITS = 8000  # Python reads no larger integers from text
+MOST_DEPTH = 64  # nesting depth of values
+_MOST_BITS = 8000  # Python parses no larger integers from text
 _ENCODED_DEPTH = 4 * MOST_DEPTH + 8  # a tagged dictionary takes four levels of JSON
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 @dataclass
 class _FoundTensors:
-    """Tensors that were found, by the names that they get.
+    """Tensors found during encoding, by the names they get.
 
     Attributes:
-        kinds: classes whose objects are tensors.
+        tensor_types: classes whose objects are stored as tensors.
     """
 
     prefix: str
@@ -42,25 +42,27 @@ class _FoundTensors:
 def encode(
     value: object, prefix: str, tensor_types: tuple[type[Any], ...] = (torch.Tensor,)
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Plain data as what `json.dumps` takes, and the tensors found in it by the names they are to be stored under.
+    """Encode plain data for `json.dumps`.
 
-    Tuples, sets, bytes, dtypes, arrays of numpy, dictionaries whose keys are not all strings, infinities and NaNs come
-    back as they were, namespaces as argparse's, numbers of numpy as Python's, paths as text.
+    Return it, and the tensors found in it by the names under which they are stored.
+
+    Tuples, sets, bytes, dtypes, numpy arrays, dictionaries with other keys than strings, infinities and NaNs are
+    restored exactly; namespaces as argparse's, numpy numbers as Python's, paths as text.
 
     Args:
-        prefix: begins each tensor's name, such as `plain/`.
-        kinds: classes whose objects are taken for tensors.
+        prefix: prefix of each tensor's name, such as `plain/`.
+        tensor_types: classes whose objects are stored as tensors.
 
     Raises:
-        CheckpointError: a value of any other type, with the path to it; or values that are too deep to be read again,
-            or contain themselves.
+        CheckpointError: a value of any other type, with the path to it; or values nested too deep to be read again, or
+            that contain themselves.
     """
     found = _FoundTensors(prefix, tensor_types)
     return _encode(value, "", found, 0), found.tensors
 
 
 def require_depth(value: Any) -> None:
-    """Raises CheckpointError where encoded plain data is deeper than is read."""
+    """Raise CheckpointError if encoded plain data is nested too deep to be read."""
     stack = [(value, 0)]
     while stack:
         item, depth = stack.pop()
@@ -71,10 +73,10 @@ def require_depth(value: Any) -> None:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `encode`, with the tensors that were set aside.
+    """Decode the result of `encode`, with its tensors.
 
     Raises:
-        CheckpointError: an unknown tag or a tensor that is not there: the text was not written by `encode`.
+        CheckpointError: an unknown tag or a missing tensor: the text was not written by `encode`.
     """
     return _decode(value, tensors, KeyValidator())
 
@@ -97,7 +99,7 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator)
 
 
 def tensor_names(value: Any) -> list[str]:
-    """The names of the tensors that encoded plain data refers to."""
+    """Return the names of the tensors that encoded plain data refers to."""
     if isinstance(value, list):
         return [name for item in value for name in tensor_names(item)]
     if not isinstance(value, dict):
@@ -143,7 +145,7 @@ def _namespace(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValid
 
 
 def _array(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator) -> Any:
-    """An array of numpy's: its type's code, its shape, its bytes."""
+    """Decode a numpy array from its type code, shape and bytes."""
     import numpy
 
     code, shape, raw = _items(payload, tensors, keys)
@@ -155,7 +157,7 @@ def _array(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator
 
 
 _ARRAY_CODE = re.compile(r"[<>|=][biufcMmSU][0-9]{1,9}(\[[0-9a-zA-Z]{1,20}\])?")
-# kind -> what is made of the payload
+# kind -> decoder of the payload
 _READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor], KeyValidator], Any]] = {
     "tuple": lambda payload, tensors, keys: tuple(_items(payload, tensors, keys)),
     "dict": _keyed,
@@ -180,7 +182,7 @@ def _tagged(value: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _abbreviate(value: Any) -> str:
-    """A value's text, cut short before it is made: it may be of any size."""
+    """Return an abbreviated text of a value of any size, without building the full text."""
     return reprlib.repr(value)[:200]
 
 
@@ -214,7 +216,7 @@ def _check_integer(value: int, path: str) -> int:
 
 
 def _encode_other(value: object, path: str, found: _FoundTensors, depth: int) -> Any:
-    """What is plain and has no place in JSON; scripts put it into their client state."""
+    """Encode values without a JSON equivalent that scripts put into their client state."""
     if isinstance(value, (set, frozenset)):
         items = [_encode_key(item, f"{path} (an item)", found, depth) for item in value]
         return {TAG: ["set" if isinstance(value, set) else "frozenset", items]}
@@ -226,7 +228,7 @@ def _encode_other(value: object, path: str, found: _FoundTensors, depth: int) ->
         return str(value)
     if isinstance(value, (Namespace, SimpleNamespace)):
         return {TAG: ["namespace", _encode(vars(value), path, found, depth + 1)]}
-    numpy = sys.modules.get("numpy")  # a value of its kinds is there only if it is
+    numpy = sys.modules.get("numpy")  # numpy values can only exist if numpy was imported
     if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), (bool, int, float, str)):
         return _encode(value.item(), path, found, depth)
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcMmSU":
@@ -250,7 +252,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, found: _FoundTensors, d
 
 
 def _encode_key(key: Any, path: str, found: _FoundTensors, depth: int) -> Any:
-    """A key, or an item of a set."""
+    """Encode a dictionary key or a set item."""
     encoded = _encode(key, path, found, depth + 1)
     try:
         KeyValidator().require(decode(encoded, {}))

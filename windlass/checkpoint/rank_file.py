@@ -1,4 +1,4 @@
-"""The data file of one rank: written at once, or from a copy of what was in memory, while training goes on."""
+"""Data file of one rank, written at once, or during training from a copy of the resident tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from windlass.checkpoint.checkpoint_state import LazyStorage, OffloadedStorage
 from windlass.checkpoint.safetensors_file import TensorEntry, TensorFileWriter, lay_out_entries, tensor_crc32
 from windlass.storage.extent_allocator import PAGE, page_up
 
-_MAX_UNWAITED_BYTES = 256 << 20  # bytes sent before any of them is awaited: copies of what is elsewhere would pile up
+# bytes submitted before a wait: otherwise host copies of device tensors would accumulate
+_MAX_UNWAITED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class RankFileItem:
-    """An entry of the file; `get` gives the tensor while its drawer is open."""
+    """Entry of the file. `get` returns the tensor while its storage handle is open."""
 
     name: str
     entry: TensorEntry
@@ -30,18 +31,19 @@ class RankFileItem:
 
 
 class RankFile:
-    """What this rank writes.
+    """Data file that this rank writes.
 
-    [Note: saving while training goes on] A save that does not block copies what is in memory into a part of host memory
-    that lies as the file will: from there whole pages go to the disk without another copy. What rests on disk is not
-    copied: it is read drawer by drawer, and who is to change a drawer before that waits for its turn, which comes next
-    (`AwayDrawer`). So the memory is that of what this rank writes from memory, kept for the next save, and one drawer.
+    [Note: saving while training goes on] An async save copies resident tensors to a host buffer with the layout of the
+    file; from there whole pages are written to disk without another copy. Offloaded values are not copied but read one
+    storage handle after the other. An update that wants to change the values of a handle before that waits, and that
+    handle is written next (`OffloadedStorage`). So the memory is the size of this rank's resident tensors, kept for the
+    next save, and one storage handle.
 
     Args:
-        items: in the order of the file, but for the width of their dtypes.
+        items: entries in file order, except that wide dtypes come first.
 
     Attributes:
-        seen: called with the name of each entry and the tensor that is written, before that may change.
+        on_tensor_written: called with the name of each entry and its tensor, before the tensor may change.
     """
 
     def __init__(self, path: Path, items: Sequence[RankFileItem]) -> None:
@@ -55,18 +57,18 @@ class RankFile:
 
     @property
     def copy_nbytes(self) -> int:
-        """What `copy` needs at most."""
+        """Upper bound of the buffer size for `copy_resident`."""
         return sum(page_up(stop - start) + 2 * PAGE for _, start, stop in self._resident_runs())
 
     def copy_resident(self, buffer: torch.Tensor) -> None:
-        """Take what is in memory now: `write` will write that, whatever becomes of it.
+        """Copy the resident tensors. `write` writes the copy, whatever happens to the tensors.
 
         Args:
-            memory: `[bytes]` uint8 on the CPU, at least `nbytes_in_memory`; not to be touched until `write` is over.
+            buffer: `[bytes]` uint8 on the CPU, at least `copy_nbytes`; not to be modified until `write` is over.
         """
         at, copies = -buffer.data_ptr() % PAGE, list[Pending]()
         for names, start, stop in self._resident_runs():
-            at += start % PAGE  # as it lies in the file
+            at += start % PAGE  # same alignment as in the file
             data = buffer[at : at + stop - start]
             at = page_up(at + stop - start)
             self._copied_runs.append((names, start, data))
@@ -74,7 +76,7 @@ class RankFile:
             for drawer, items in group_items_by_storage(wanted):
                 with drawer.open() if drawer is not None else nullcontext():
                     copies += [self._copy_item(item, data[self._offsets[item.name] - start :]) for item in items]
-                    for copy in copies:  # they are made from what the drawer holds
+                    for copy in copies:  # the copies read the open handle's memory
                         copy.wait()
                     copies.clear()
         for drawer in {id(item.storage): item.storage for item in self._items.values()}.values():
@@ -82,12 +84,14 @@ class RankFile:
                 drawer.block_writers()
 
     def write_now(self) -> None:
-        """Write now; `write` will say what came of it."""
+        """Write now. A later `write` returns the result."""
         self._early_checksums = self.write()
 
     def write(self) -> dict[str, int]:
-        """Writes all of it, durably; the crc32 of each entry. Drawers of `AwayDrawer` are over afterwards, however it
-        ends."""
+        """Write the file durably. Return the crc32 of each entry.
+
+        Handles of type `OffloadedStorage` are released afterwards, also after an error.
+        """
         if self._early_checksums is not None:
             return self._early_checksums
         sums: dict[str, int] = {}
@@ -111,7 +115,7 @@ class RankFile:
         return sums
 
     def release_storages(self) -> None:
-        """Nobody waits for this any more."""
+        """Release all offloaded storage handles, so that updates can change their values."""
         for item in self._items.values():
             if isinstance(item.storage, OffloadedStorage):
                 item.storage.release_writers()
@@ -122,7 +126,7 @@ class RankFile:
         storages: list[tuple[LazyStorage | None, list[RankFileItem]]],
         checksums: dict[str, int],
     ) -> None:
-        # An update begins with what comes last in the model.
+        # an update begins with the last units of the model, so write those first
         left = [one for one in storages if not isinstance(one[0], OffloadedStorage)]
         left += reversed([one for one in storages if isinstance(one[0], OffloadedStorage)])
         held = 0
@@ -150,7 +154,7 @@ class RankFile:
         return copy_to_host(self._view_entry(item.entry, target), item.get().detach())
 
     def _view_entry(self, entry: TensorEntry, data: torch.Tensor) -> torch.Tensor:
-        """An entry's tensor, where its bytes begin `data`."""
+        """Return an entry's tensor as a view of `data`, which begins with its bytes."""
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         return data[: entry.nbytes].view(entry.dtype).view(entry.shape)
@@ -160,7 +164,7 @@ class RankFile:
         return data[first : first + self.entries[name].nbytes]
 
     def _resident_runs(self) -> Iterable[tuple[list[str], int, int]]:
-        """Neighbours in the file that are in memory: names, first byte and the one after the last."""
+        """Yield runs of resident entries that are adjacent in the file: names, first byte, and end."""
         names = sorted(self._items, key=lambda name: (self._offsets[name], self.entries[name].nbytes))
         for away, run in groupby(names, key=lambda name: isinstance(self._items[name].storage, OffloadedStorage)):
             found = list(run)
@@ -170,7 +174,10 @@ class RankFile:
 
 
 def group_items_by_storage(items: Iterable[RankFileItem]) -> list[tuple[LazyStorage | None, list[RankFileItem]]]:
-    """Items by the drawer that must be open for them: first those that need none, then as drawers first appear."""
+    """Group items by the storage handle that must be open for them.
+
+    Items that need no handle come first, then the handles in order of appearance.
+    """
     found: dict[int, tuple[LazyStorage | None, list[RankFileItem]]] = {}
     for item in items:
         found.setdefault(id(item.storage), (item.storage, []))[1].append(item)

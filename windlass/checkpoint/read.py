@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, one after the other, in one process, by the shortest names."""
+"""Reading of full tensors of a checkpoint, one after the other, in one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, missing_name
 def read_full(
     directory: str | os.PathLike[str], tag: str | None = None, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole CPU tensor) for each of `names`, all where None. No process group, no collective.
+    """Yield (name, full CPU tensor) for each of `names`, or for all tensors if it is None.
 
-    Memory: one whole tensor at a time; a caller who drops each before it takes the next needs no more.
+    No process group, not collective.
+
+    Memory: one full tensor at a time, if the caller drops each before taking the next.
 
     Args:
-        tag: None for the one that `latest` names.
+        tag: None: the tag in `latest`.
 
     Raises:
         CheckpointError: no such checkpoint or name, or a damaged file.
@@ -34,15 +36,17 @@ def read_full(
 
 
 def read_plain(directory: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
-    """The plain data that all ranks share, with the tensors in it. Raises CheckpointError as `read_full` does."""
+    """Return the plain data that all ranks share, with its tensors. Raises CheckpointError as `read_full` does."""
     return StoredCheckpoint(directory, tag).plain
 
 
 def read_meta_tensors(
     directory: str | os.PathLike[str], tag: str | None = None, parameter_order: ParameterOrder | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The plain data, and every named tensor as one without memory (on the device `meta`) that has its shape and
-    dtype. `order` is that of `load`. Raises CheckpointError as `read_full` does."""
+    """Return the plain data, and every named tensor on the meta device with its shape and dtype.
+
+    `parameter_order` is that of `load`. Raises CheckpointError as `read_full` does.
+    """
     stored = StoredCheckpoint(directory, tag, parameter_order)
     return stored.plain, stored.outline()
 

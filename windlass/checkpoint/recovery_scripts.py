@@ -1,4 +1,4 @@
-"""The two scripts that lie beside checkpoints, as users of DeepSpeed expect: weights out of them in one command."""
+"""Two scripts that are written next to checkpoints, as DeepSpeed does: each extracts weights in one command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCRIPTS = {
 
 
 def write_recovery_scripts(directory: Path) -> None:
-    """Puts them there, unless they are.
+    """Write the scripts to `directory`, unless they are there.
 
     Raises:
         CheckpointError: they cannot be written.
@@ -45,4 +45,4 @@ def write_recovery_scripts(directory: Path) -> None:
         with disk_errors(path, len(text)):
             write_atomically(
                 path, text, mode=0o777
-            )  # file shares that know no rights: `python FILE` runs it all the same
+            )  # some file shares have no execute bit: `python FILE` runs the script there

@@ -1,10 +1,10 @@
-"""Which former checkpoints go once a new one is finished.
+"""Removal of old checkpoints once a new one is finished.
 
 [Note: keep the last] `checkpoint.keep_last` counts finished windlass checkpoints whose tag this engine wrote, or is
-`global_step` and a number (the default tag, so that a run that was started again goes on counting). Others are neither
-counted nor touched: tags that somebody chose, what DeepSpeed wrote, a directory that is no checkpoint. The newest stay,
-and so do the one that was just saved and the one that `latest` names. One that goes first gets a hidden name, so a
-kill in the middle leaves nothing that looks like a checkpoint.
+`global_step` and a number (the default tag, so that a restarted run continues to count). Others are neither counted nor
+removed: tags that a user chose, DeepSpeed's checkpoints, directories that are not checkpoints. The newest ones stay,
+and so do the one just saved and the one that `latest` names. A checkpoint is renamed to a hidden name before its
+removal, so that a kill in the middle leaves nothing that looks like a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DEFAULT = re.compile(r"^global_step\d+$")
 def remove_old_checkpoints(
     directory: str | os.PathLike[str], keep_last: int, saved_tag: str, own_tags: Collection[str]
 ) -> list[str]:
-    """Removes the oldest checkpoints of a run beyond the last `keep`, and returns their tags. On one rank.
+    """Remove the oldest checkpoints of a run beyond the last `keep_last`, and return their tags. Called on one rank.
 
-    What cannot be removed stays, and is told: the save itself was fine.
+    Checkpoints that cannot be removed stay, with a warning: the save itself succeeded.
 
     Args:
-        saved: the tag that was just saved.
-        written: all tags that this run wrote.
+        saved_tag: the tag that was just saved.
+        own_tags: all tags that this run wrote.
     """
     root = Path(directory)
     try:

@@ -1,9 +1,9 @@
-"""A reader of pickles that executes nothing and takes no more memory than it is allowed.
+"""Reader of pickles that executes no code and has a memory limit.
 
-[Note: reading pickles] Python's own unpickler asks its caller which names a pickle may use, and no more: it sets any
-attribute of any object that these names make, and takes as much memory as a few bytes ask for. This one knows opcodes
-of protocols 2 to 5. What a name stands for is an `Inert` function or a class of stand-ins (`Bag`), and state goes into
-stand-ins alone. Everything that is made is charged to a `Budget` before or as it is made.
+[Note: reading pickles] Python's own unpickler lets its caller restrict only the names that a pickle may use: it sets
+any attribute of any object made by these names, and allocates as much memory as a few bytes request. This reader
+supports opcodes of protocols 2 to 5. A name is resolved to an `AllowedFunction` or a stand-in class (`PickleStandIn`),
+and only stand-ins get a state. Every object is charged to a `MemoryBudget` before or when it is made.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from windlass.checkpoint.pickle_stand_ins import PickleStandIn
 from windlass.checkpoint.plain_data import MOST_DEPTH
 
 _MOST_ARGUMENTS = 64
-_LONGEST_INTEGER = 255  # bytes; Python refuses to write larger ones as text
-_WORD = 9  # bytes of a reference in a list that grows
+_LONGEST_INTEGER = 255  # bytes; Python does not convert larger integers to text
+_WORD = 9  # bytes of a reference in a growing list
 _BAG = 200
-_VALUE = 64  # charged for each place of a value, since readers copy what they find
+_VALUE = 64  # bytes charged for each place of a value, since readers copy the values they find
 
 _INT32, _INT16, _UINT32, _UINT64, _FLOAT = map(struct.Struct, ("<i", "<H", "<I", "<Q", ">d"))
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or asks for what is never given."""
+    """Error for a pickle that is damaged or requests something that is not allowed."""
 
 
 class MemoryBudget:
-    """Bytes that may be taken in all."""
+    """Limit on the total number of bytes that may be allocated."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self._left = limit, limit
 
     def charge(self, nbytes: int) -> None:
-        """Take so many. Raises PickleError where fewer are left."""
+        """Allocate this many bytes. Raises PickleError if fewer are left."""
         self._left -= nbytes
         if self._left < 0:
             raise PickleError(f"its plain data need more than {self.limit} bytes of memory, which no such file does")
 
 
 class AllowedFunction:
-    """A function that a pickle may call, given a budget and the pickle's arguments; nothing can change it."""
+    """Function that a pickle may call, given a budget and the pickle's arguments. It cannot be modified."""
 
     __slots__ = ("function",)
 
@@ -53,18 +53,19 @@ class AllowedFunction:
 
 
 class _StackMark:
-    """The place of a mark on the stack."""
+    """Mark on the stack."""
 
 
 _MARK = _StackMark()
 
 
 class SafeUnpickler:
-    """Reads one pickle; see [Note: reading pickles].
+    """Reader of one pickle; see [Note: reading pickles].
 
     Args:
-        find: what stands for a name, by module and name: an `Inert`, a class of `Bag`, or a plain value.
-        persistent: what stands for an object that the pickle names by a key.
+        resolve_name: returns the object for a module and name: an `AllowedFunction`, a subclass of `PickleStandIn`, or
+            a plain value.
+        resolve_persistent: returns the object for a persistent key.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class SafeUnpickler:
         self._resolve_name, self._resolve_persistent = resolve_name, resolve_persistent
         self._stack: list[Any] = []
         self._memo: list[Any] = []
-        self._sparse_memo: dict[int, Any] = {}  # of the memo, what is not in order
+        self._sparse_memo: dict[int, Any] = {}  # memo entries that are not consecutive
         self._keys = KeyValidator()
 
     def load(self) -> Any:
-        """The value, of bounded depth and without cycles.
+        """Return the value, which has bounded depth and no cycles.
 
         Raises:
-            PickleError: the pickle is damaged, or asks for more than it is given.
+            PickleError: the pickle is damaged, or requests something that is not allowed.
         """
         deepest = 0
         text, stack, budget = self._text, self._stack, self._budget
@@ -113,10 +114,10 @@ class SafeUnpickler:
         check_tree(stack[0], budget)
         return stack[0]
 
-    # arguments of opcodes
+    # Arguments of opcodes.
 
     def _take(self, count: int) -> bytes:
-        """The next bytes, which must be there before any memory is taken."""
+        """Return the next `count` bytes. They must exist before any memory is allocated for them."""
         if count > len(self._text) - self._at:
             raise PickleError(f"it is cut short: {count} bytes are asked for, {len(self._text) - self._at} are left")
         begin, self._at = self._at, self._at + count
@@ -132,7 +133,7 @@ class SafeUnpickler:
         line, self._at = self._text[self._at : end].decode(), end + 1
         return line
 
-    # the stack
+    # Stack.
 
     def _push(self, value: Any, cost: int) -> None:
         self._budget.charge(cost)
@@ -157,45 +158,45 @@ class SafeUnpickler:
         del self._stack[at:]
         return items
 
-    # values
+    # Values.
 
     def text(self, form: struct.Struct) -> None:
-        """A text after its length."""
+        """Push a text, which follows its length."""
         value = self._take(self._number(form)).decode("utf-8", "surrogatepass")
         self._push(value, getsizeof(value))
 
     def raw(self, form: struct.Struct) -> None:
-        """Bytes after their length."""
+        """Push bytes, which follow their length."""
         value = self._take(self._number(form))
         self._push(value, getsizeof(value))
 
     def integer(self, form: struct.Struct) -> None:
-        """A small number."""
+        """Push a small number."""
         self._push(self._number(form), 32)
 
     def large(self, form: struct.Struct) -> None:
-        """A number of any size, after its length in bytes."""
+        """Push a number of any size, which follows its length in bytes."""
         length = self._number(form)
         if not 0 <= length <= _LONGEST_INTEGER:
             raise PickleError(f"it has an integer of {length} bytes")
         self._push(int.from_bytes(self._take(length), "little", signed=True), 32 + length)
 
     def constant(self, value: Any) -> None:
-        """None, True or False."""
+        """Push None, True or False."""
         self._stack.append(value)
 
     def empty(self, make: Callable[[], Any]) -> None:
-        """An empty list, dictionary, set or tuple."""
+        """Push an empty list, dictionary, set or tuple."""
         value = make()
         self._push(value, getsizeof(value) if value != () else 0)
 
     def tuple_of(self, count: int | None) -> None:
-        """The last values as a tuple; None: those since the mark."""
+        """Push the last `count` values as a tuple; None: all values since the mark."""
         items = self._pop_to_mark() if count is None else [self._pop() for _ in range(count)][::-1]
         self._push(tuple(items), 56 + 8 * len(items))
 
     def push_from_mark(self, kind: type[Any]) -> None:
-        """A list, dictionary or frozen set of what is since the mark."""
+        """Push the values since the mark as a list, dictionary or frozen set."""
         items = self._pop_to_mark()
         if kind is list:
             self._push(items, 56 + _WORD * len(items))
@@ -209,7 +210,7 @@ class SafeUnpickler:
             self._push(found, getsizeof(found))
 
     def append(self, *, several: bool) -> None:
-        """Add to a list."""
+        """Append to a list."""
         items = self._pop_to_mark() if several else [self._pop()]
         target = self._top()
         if type(target) is not list:
@@ -243,7 +244,7 @@ class SafeUnpickler:
         self._budget.charge(getsizeof(target) - before)
 
     def mark(self) -> None:
-        """Begin a list."""
+        """Push a mark."""
         self._stack.append(_MARK)
 
     def pop(self) -> None:
@@ -251,18 +252,18 @@ class SafeUnpickler:
         self._stack.pop()
 
     def pop_mark(self) -> None:
-        """Drop all since the mark."""
+        """Drop all values since the mark."""
         self._pop_to_mark()
 
     def duplicate(self) -> None:
-        """The last value once more."""
+        """Push the last value again."""
         value = self._pop()
         self._stack += (value, value)
 
-    # the memo
+    # Memo.
 
     def put(self, form: struct.Struct | None) -> None:
-        """Remember the last value."""
+        """Store the last value in the memo."""
         value = self._stack[-1]
         number = len(self._memo) if form is None else self._number(form)
         if number == len(self._memo) and not self._sparse_memo:
@@ -275,14 +276,14 @@ class SafeUnpickler:
             self._sparse_memo[number] = value
 
     def get(self, form: struct.Struct) -> None:
-        """A value that was remembered."""
+        """Push a value from the memo."""
         number = self._number(form)
         self._stack.append(self._memo[number] if number < len(self._memo) else self._sparse_memo[number])
 
-    # objects
+    # Objects.
 
     def push_named(self, *, on_stack: bool) -> None:
-        """What stands for a class or function."""
+        """Push the object for the name of a class or function."""
         if on_stack:
             name, module = self._pop(), self._pop()
             if not isinstance(name, str) or not isinstance(module, str):
@@ -292,12 +293,12 @@ class SafeUnpickler:
         self._stack.append(self._resolve_name(module, name))
 
     def call(self) -> None:
-        """Call a function or class with a tuple."""
+        """Call a function or class with a tuple of arguments."""
         arguments, function = self._pop(), self._pop()
         self._push(self.apply(function, arguments), 0)
 
     def apply(self, function: Any, arguments: Any) -> Any:
-        """What a function or class makes of its arguments."""
+        """Return the result of a function or class for these arguments."""
         if type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
             raise PickleError("it calls something with arguments that are none")
         if isinstance(function, AllowedFunction):
@@ -317,7 +318,7 @@ class SafeUnpickler:
         self._push(self.apply(kind, arguments), 0)
 
     def build(self) -> None:
-        """Give a stand-in its state; the attributes of a dictionary (torch's `_metadata`) are dropped."""
+        """Set the state of a stand-in. Attributes of a dictionary (torch's `_metadata`) are dropped."""
         state, target = self._pop(), self._top()
         if type(target) is dict:
             return
@@ -328,11 +329,11 @@ class SafeUnpickler:
         target.set_state(state)
 
     def push_persistent(self) -> None:
-        """An object that is named by a key."""
+        """Push the object for a persistent key."""
         self._push(self._resolve_persistent(self._pop()), 0)
 
     def skip(self, count: int) -> None:
-        """Bytes that say nothing here: a protocol's number, the length of a frame."""
+        """Skip bytes without meaning here: a protocol number, the length of a frame."""
         self._take(count)
 
 
@@ -340,11 +341,12 @@ _CONTAINER_TYPES = (dict, list, tuple, set, frozenset, PickleStandIn, bytes)
 
 
 def check_tree(value: Any, budget: MemoryBudget) -> None:
-    """Check a value as those who walk through it see it: as deep as is read, and each place of a value paid for, though
-    one object may be in many places.
+    """Check the nesting depth of a value, and charge each of its references to the budget.
+
+    Code that traverses a value visits an object once per reference, so shared objects are charged several times.
 
     Raises:
-        PickleError: it is deeper, contains itself, or has more places than the budget pays.
+        PickleError: it is too deep, contains itself, or has more references than the budget allows.
     """
     stack: list[tuple[Any, int]] = [(value, 0)]
     while stack:

@@ -1,4 +1,4 @@
-"""Weights of any checkpoint as Hugging Face's safetensors files: one process, a few megabytes in memory at a time."""
+"""Export of any checkpoint's weights as Hugging Face safetensors files, in one process and a few megabytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from windlass.checkpoint.safetensors_file import TensorEntry
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, split_checkpoint_path
 from windlass.checkpoint.streamed_safetensors import stream_tensors
 
-# What a model's directory may hold beside its weights; taken along where the checkpoint's directory has it.
+# files that a model's directory may hold besides weights; copied if the checkpoint's directory has them
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -49,13 +49,13 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        tensors, nbytes: how many tensors, and their bytes.
+        tensors, nbytes: number of tensors, and their bytes.
         files: names of the safetensors files.
-        tied: other names of tensors that are in the files once, with the names under which they are.
-        companions: files that were taken along.
+        tied: aliases of tensors that are stored once, with the names under which they are stored.
+        companions: further files that were copied.
         absent: parameters that the checkpoint does not hold.
     """
 
@@ -77,18 +77,18 @@ def export_safetensors(
     overwrite: bool = False,
     companion_dirs: Sequence[Path] = (),
 ) -> ExportResult:
-    """Writes parameters and buffers of a checkpoint to the directory `target`, which appears whole or not at all.
+    """Write parameters and buffers of a checkpoint to the directory `target`, which appears atomically.
 
-    Memory: some megabytes, whatever the size of a tensor. A tied parameter is in the files once, under its first name;
-    its other names are in the files' header, as `safetensors.torch.save_model` writes them.
+    Memory: some megabytes, whatever the size of a tensor. A tied parameter is stored once, under its first name; its
+    aliases are in the files' header, as `safetensors.torch.save_model` writes them.
 
     Args:
         checkpoint: a checkpoint directory (its latest), or DIRECTORY/TAG.
-        dtype: of all floating-point tensors; None: each in that in which the model computed.
-        shard_size: most bytes of a file that holds more than one tensor.
-        partial: write what a checkpoint of trained parameters alone holds; else that is refused.
-        overwrite: replace a directory that is there.
-        beside: more directories in which the model's configuration and tokenizer are looked for.
+        dtype: dtype of all floating-point tensors; None: each in its compute dtype.
+        shard_size: maximum bytes of a file with more than one tensor.
+        allow_partial: export a checkpoint without frozen parameters; else this raises.
+        overwrite: replace an existing directory.
+        companion_dirs: more directories to search for the model's configuration and tokenizer.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged or lacks parameters, or the files cannot be written.
@@ -103,9 +103,9 @@ def export_safetensors(
         if absent and not allow_partial:
             shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
             raise CheckpointError(
-                f"{stored.path} holds trained parameters alone; {len(absent)} of the model are absent: {shown}. They "
-                "are where the model was loaded from; export what is there with partial=True (--partial), and load it "
-                "over that"
+                f"{stored.path} holds only trained parameters; {len(absent)} of the model are missing: {shown}. They "
+                "are in the base model; export the trained ones with allow_partial=True (--partial), and load them "
+                "over the base model"
             )
         staging = temporary_path_beside(root.absolute())
         try:
@@ -121,36 +121,37 @@ def export_safetensors(
 
 
 def _refuse_checkpoint_target(target: Path, exported: Path) -> None:
-    """To overwrite a directory is to remove it, and no checkpoint shall go that way."""
+    """Refuse to overwrite a directory with checkpoints: overwriting removes it."""
     here = target.resolve()
     if exported.resolve().is_relative_to(here) or is_checkpoint(here) or list_tags(here):
         raise CheckpointError(f"{target} holds checkpoints, which would be removed; choose another directory")
 
 
 def missing_parameters(stored: StoredCheckpoint) -> tuple[str, ...]:
-    """Names of the model's parameters that the checkpoint does not hold: those that were not trained.
+    """Return the names of the model's parameters that the checkpoint lacks because they were not trained.
 
     Raises:
-        CheckpointError: there are some, and it does not say which (old checkpoints of trained parameters alone).
+        CheckpointError: there are some, and it does not record their names (an old checkpoint without frozen
+            parameters).
     """
     if not stored.engine_data.get("trainable_only"):
         return ()
     absent = stored.engine_data.get("absent")
     if absent is None:
         raise CheckpointError(
-            f"{stored.path} holds trained parameters alone, and does not say which are absent; load it into an engine "
-            "and save again, or use engine.save_16bit_model"
+            f"{stored.path} holds only trained parameters, and does not record which are missing; load it into an "
+            "engine and save again, or use engine.save_16bit_model"
         )
     return tuple(absent)
 
 
 def stored_names(stored: StoredCheckpoint) -> dict[str, str]:
-    """Parameters and buffers by the model's own names: under which name each is stored."""
+    """Return the stored name of each parameter and buffer, by its name in the model."""
     return {name.partition("/")[2]: name for name in (*stored.names("param/"), *stored.names("buffer/"))}
 
 
 def stored_param_dtype(stored: StoredCheckpoint, name: str) -> torch.dtype:
-    """The dtype in which the model computed with what is stored as `name`: a master weight is wider than that."""
+    """Return the compute dtype of the parameter stored as `name`: its master weights may be wider."""
     said = stored.engine_data.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
     dtype = getattr(torch, said, None) if isinstance(said, str) else None
     return dtype if isinstance(dtype, torch.dtype) else stored.meta_tensor(name).dtype
@@ -193,7 +194,7 @@ def _write(
 
 
 def _split_into_files(entries: Mapping[str, TensorEntry], max_shard_bytes: int) -> list[dict[str, TensorEntry]]:
-    """Neighbours together, as many as `limit` bytes hold, and at least one."""
+    """Group consecutive tensors into files of at most `max_shard_bytes` bytes, at least one tensor each."""
     shards: list[dict[str, TensorEntry]] = [{}]
     size = 0
     for name, entry in entries.items():
@@ -210,7 +211,7 @@ def _shard_file_names(count: int) -> list[str]:
 
 
 def _copy_companions(folders: Sequence[Path], staging: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Copy configuration and tokenizer, each file from the first of the folders that has it."""
+    """Copy configuration and tokenizer files, each from the first folder that has it."""
     found = []
     for name in COMPANIONS:
         text = next((text for folder in folders if (text := _read_companion(folder, name)) is not None), None)
@@ -225,22 +226,24 @@ def _copy_companions(folders: Sequence[Path], staging: Path, dtype: torch.dtype 
 
 
 def _read_companion(directory: Path, name: str) -> bytes | None:
-    """A file that lies beside weights; a link out of the directory is not followed, and said."""
+    """Read a companion file. A link out of the directory is not followed and causes a warning."""
     try:
         return read_regular(directory / name, directory)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        logger.warning("%s is not taken along: %s", directory / name, error.strerror or error)
+        logger.warning("%s is not copied: %s", directory / name, error.strerror or error)
         return None
 
 
 def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Have the model's configuration name the dtype that the files have, or loading would convert them back."""
+    """Set the dtype in the model's configuration to that of the files; otherwise loading would convert them back."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} beside the checkpoint is not JSON ({error}); mend or remove it") from error
+        raise CheckpointError(
+            f"{path.name} beside the checkpoint is not JSON ({error}); repair or remove it"
+        ) from error
     if not isinstance(config, dict):
         return
     for key in ("dtype", "torch_dtype"):
@@ -256,7 +259,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_directory(new: Path, target: Path) -> None:
-    """Puts `new` in the place of `target`; a directory cannot be exchanged in one step, so the old one moves first."""
+    """Replace `target` by `new`. A directory cannot be exchanged atomically, so the old one is moved away first."""
     old = temporary_path_beside(target.absolute())
     if target.exists():
         os.replace(target, old)

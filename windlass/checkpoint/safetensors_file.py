@@ -1,4 +1,4 @@
-"""One safetensors file, written front to back and read entry by entry, with a crc32 for each entry."""
+"""Safetensors files with a crc32 per entry: written sequentially, and read entry by entry."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from windlass.storage.safetensors_header import (
     read_safetensors_header,
 )
 
-# safetensors' own reader is not used: it maps the file, where this one reads straight into the destination, knows the
-# bytes' crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
-_AT_ONCE = 1 << 22  # bytes that are read only to be summed up
+# safetensors' own reader is not used: it maps the file, while this one reads directly into the destination, checks the
+# crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
+_AT_ONCE = 1 << 22  # bytes per read that only computes a checksum
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """safetensors' name of a dtype, such as `BF16`. Raises CheckpointError for one that it cannot store."""
+    """Return safetensors' name of a dtype, such as `BF16`. Raises CheckpointError for an unsupported dtype."""
     if dtype not in CODES:
         raise CheckpointError(f"a checkpoint cannot hold tensors of dtype {dtype}; cast to one of {list(CODES)}")
     return CODES[dtype]
 
 
 def dtype_from_code(code: str) -> torch.dtype:
-    """The dtype that safetensors names so. Raises CheckpointError for a name that is not known."""
+    """Return the dtype of a safetensors name. Raises CheckpointError for an unknown name."""
     if code not in DTYPES:
         raise CheckpointError(f"the checkpoint holds tensors of dtype {code!r}, which this version cannot read")
     return DTYPES[code]
@@ -49,7 +49,7 @@ def dtype_from_code(code: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file that is to be written."""
+    """Tensor of a file that is to be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,12 +60,13 @@ class TensorEntry:
 
 
 class TensorFileWriter:
-    """A safetensors file that is being written, entry by entry in any order. Use it in a `with` statement: left without
-    an error, the file is whole and durable.
+    """Writer of a safetensors file, entry by entry in any order. Use it in a `with` statement.
+
+    If the statement ends without an error, the file is complete and durable.
 
     Args:
-        entries: all that it will hold, by name.
-        laid: `laid_out(entries)`, where it is known.
+        entries: all tensors that the file will hold, by name.
+        layout: `lay_out_entries(entries)`, if it is known.
 
     Raises:
         CheckpointError: the disk is full or the path cannot be written.
@@ -82,31 +83,31 @@ class TensorFileWriter:
             self._file.submit(0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, name: str, tensor: torch.Tensor) -> int:
-        """Writes the entry `name`, which is `tensor` on any device, and returns the crc32 of its bytes."""
+        """Write the entry `name` from `tensor` on any device, and return the crc32 of its bytes."""
         found = self.submit(name, tensor)
         self.wait()
         return found
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
-        """As `write`, but a tensor on the CPU may not change before `settle`."""
+        """Start to write as `write` does. A CPU tensor must not change before `wait`."""
         entry = self._entries[name]
         if tuple(tensor.shape) != entry.shape:
-            raise CheckpointError(f"{name!r} was said to have shape {entry.shape} and has {tuple(tensor.shape)}")
+            raise CheckpointError(f"{name!r} was declared with shape {entry.shape} and has {tuple(tensor.shape)}")
         here = tensor.detach()
         if here.device.type != "cpu" or here.dtype != entry.dtype or not here.is_contiguous():
             here = here.to(device="cpu", dtype=entry.dtype).contiguous()
         raw = tensor_bytes(here)
         self.submit_bytes((name,), self._offsets[name], here.view(-1).view(torch.uint8) if len(raw) else _NOTHING)
-        return crc32_of(raw)  # while the disk is at work
+        return crc32_of(raw)  # computed while the disk writes
 
     def submit_bytes(self, names: Iterable[str], offset: int, data: torch.Tensor) -> None:
-        """Start to write what lies at byte `offset` of the file: `data` `[bytes]`, which holds the entries `names`."""
+        """Start to write `data` `[bytes]` at byte `offset` of the file. It holds the entries `names`."""
         with disk_errors(self.path, self.nbytes):
             self._file.submit(offset, data)
         self._unwritten.difference_update(names)
 
     def wait(self) -> None:
-        """Wait until what was sent is written."""
+        """Wait until all submitted data is written."""
         with disk_errors(self.path, self.nbytes):
             self._file.wait()
 
@@ -120,24 +121,24 @@ class TensorFileWriter:
         with disk_errors(self.path, self.nbytes):
             self._file.__exit__(CheckpointError if lacks else kind, error, trace)
         if lacks:
-            raise CheckpointError(f"{self.path} lacks {sorted(self._unwritten)[:8]}, which nobody wrote")
+            raise CheckpointError(f"{self.path} lacks {sorted(self._unwritten)[:8]}, which were never written")
 
 
 class TensorFile:
-    """A safetensors file for reading. Use it in a `with` statement, or close it; a read opens it again.
+    """Safetensors file for reading. Use it in a `with` statement, or close it; a later read reopens it.
 
     Args:
-        within: the checkpoint's directory, which a link may not lead out of.
+        root: the checkpoint's directory. Links out of it are refused.
 
     Raises:
-        CheckpointError: it cannot be opened, is no regular file, or is not a safetensors file.
+        CheckpointError: it cannot be opened, is not a regular file, or is not a safetensors file.
     """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
         self._root = path.parent if root is None else root
         self._file: BufferedReader | None = None
-        self._verified_ranges: set[tuple[int, int]] = set()  # spans whose bytes were found to have their crc32
+        self._verified_ranges: set[tuple[int, int]] = set()  # byte ranges whose crc32 was verified
         try:
             self._read_header(self._open())
         except BaseException:
@@ -145,7 +146,7 @@ class TensorFile:
             raise
 
     def close(self) -> None:
-        """Give the file handle back."""
+        """Close the file handle."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -169,14 +170,13 @@ class TensorFile:
         return self._file
 
     def read_into(self, entry: str, tensor: torch.Tensor, crc32: int | None) -> None:
-        """Fill `tensor`, contiguous and on the CPU, with the whole entry, whose bytes must have this crc32.
+        """Fill `tensor`, contiguous and on the CPU, with the full entry, and check the crc32.
 
         Args:
-            crc32: None where the entry has none of its own; the file's checksum that covers it is compared then.
+            crc32: None if the entry has none of its own; then the file's checksum that covers it is checked.
 
         Raises:
-            CheckpointError: no such entry, another size, or other bytes than were written. The tensor's values are
-                then undefined.
+            CheckpointError: no such entry, another size, or damaged bytes. The tensor's values are then undefined.
         """
         self.check_size(entry, tensor.numel() * tensor.element_size())
         if crc32 is None:
@@ -185,8 +185,10 @@ class TensorFile:
         self.compare_crc32(entry, crc32_of(raw), crc32)
 
     def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-        """Fill `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on, and return its memory
-        as bytes. They are unchecked: sum up all of the entry for `check_sum`, or call `require_sound` before.
+        """Fill `tensor`, contiguous and on the CPU, with the entry's bytes from byte `offset` on.
+
+        Return its memory as bytes. The bytes are not checked: compute the crc32 of the full entry for `compare_crc32`,
+        or call `verify_checksum` before.
 
         Raises:
             CheckpointError: the file has fewer bytes, or cannot be read.
@@ -195,13 +197,14 @@ class TensorFile:
         raw = tensor_bytes(tensor)
         self._read(begin + offset, raw, entry)
         if not tensor.is_inference():
-            # Reading into the memory goes past autograd, which must know that what it saved is stale.
+            # writes to memory are invisible to autograd, which must detect that its saved tensors are stale
             torch.autograd.graph.increment_version(tensor)
         return raw
 
     def read_run(self, begin: int, end: int, entry: str) -> ctypes.Array[ctypes.c_ubyte]:
-        """Bytes `[begin, end)` of the file, of entries that follow each other, the first of which is `entry`. They are
-        unchecked, as those of `read_part`.
+        """Return bytes `[begin, end)` of the file, which hold consecutive entries, the first of them `entry`.
+
+        The bytes are not checked, as in `read_part`.
 
         Raises:
             CheckpointError: the file has fewer bytes, or cannot be read.
@@ -211,14 +214,15 @@ class TensorFile:
         return raw
 
     def verify_checksum(self, entry: str, crc32: int | None) -> None:
-        """Read what the checksum of an entry covers, unless it was read before, and compare it. For readers that want
-        a part of it.
+        """Read all bytes that the checksum of an entry covers, and compare it, unless this was done before.
+
+        For readers that read only a part of the entry.
 
         Args:
-            crc32: of the entry; None where the file itself has the checksum.
+            crc32: crc32 of the entry; None if the file itself has the checksum.
 
         Raises:
-            CheckpointError: other bytes than were written.
+            CheckpointError: the bytes are damaged.
         """
         begin, end = self.byte_range(entry)
         if crc32 is None:
@@ -254,7 +258,7 @@ class TensorFile:
             )
 
     def check_entry(self, entry: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError unless the entry is there, inside of the file, and has this dtype and shape."""
+        """Raise CheckpointError unless the entry exists, lies inside the file, and has this dtype and shape."""
         found = self._entry(entry)
         if (found.dtype, found.shape) != (CODES[dtype], shape):
             raise CheckpointError(
@@ -263,7 +267,7 @@ class TensorFile:
             )
 
     def check_size(self, entry: str, size: int) -> None:
-        """Raises CheckpointError unless the entry has `size` bytes."""
+        """Raise CheckpointError unless the entry has `size` bytes."""
         begin, end = self.byte_range(entry)
         if end - begin != size:
             raise CheckpointError(
@@ -272,8 +276,7 @@ class TensorFile:
             )
 
     def compare_crc32(self, entry: str, found: int, crc32: int | None) -> None:
-        """Raises CheckpointError unless `found`, the crc32 of all bytes that were read, is that of the index, where it
-        has one."""
+        """Raise CheckpointError unless `found`, the crc32 of the bytes read, equals `crc32` (None: not checked)."""
         if crc32 is not None and found != crc32:
             raise CheckpointError(
                 f"the checkpoint file {self.path} is damaged: entry {entry!r} has crc32 {found:08x}, {crc32:08x} was "
@@ -281,7 +284,7 @@ class TensorFile:
             )
 
     def byte_range(self, entry: str) -> tuple[int, int]:
-        """The entry's place in the file: its first byte, and the one after its last."""
+        """Return the entry's first byte in the file, and its end."""
         found = self._entry(entry)
         return self._header.data_offset + found.begin, self._header.data_offset + found.end
 
@@ -293,7 +296,7 @@ class TensorFile:
         return found
 
     def _checksum_range(self, entry: str) -> tuple[int, int, int]:
-        """The bytes that the file's own checksum covers, and that checksum."""
+        """Return the byte range that the file's own checksum covers, and that checksum."""
         raise CheckpointError(f"the checkpoint file {self.path} has no checksum for entry {entry!r}")
 
     def _read_header(self, file: BufferedReader) -> None:
@@ -307,8 +310,8 @@ class TensorFile:
 
 
 def lay_out_entries(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str, int], int]:
-    """How a file of these entries begins, at which byte of it each of them lies, and its size in bytes."""
-    # Wide dtypes first, so that every entry is aligned.
+    """Return the header of a file of these entries, the byte offset of each entry, and the file size in bytes."""
+    # wide dtypes first, so that every entry is aligned
     order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
     at: dict[str, int] = {}
     position = 0
@@ -320,7 +323,7 @@ def lay_out_entries(entries: Mapping[str, TensorEntry]) -> tuple[bytes, dict[str
 
 
 def build_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file of these entries, in this order. Raises CheckpointError for a name that it cannot hold."""
+    """Return the header of a file of these entries, in this order. Raises CheckpointError for an unsupported name."""
     described = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     for dtype, _ in described.values():
         dtype_code(dtype)
@@ -331,15 +334,15 @@ def build_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
 
 
 def tensor_crc32(data: torch.Tensor) -> int:
-    """Of `data` `[bytes]`, uint8 on the CPU."""
+    """Return the crc32 of `data` `[bytes]`, uint8 on the CPU."""
     return crc32_of(tensor_bytes(data))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """The tensor's memory as a buffer, without numpy, which is optional; the caller keeps the tensor alive.
+    """Return the tensor's memory as a buffer, without numpy, which is optional. The caller keeps the tensor alive.
 
     Raises:
-        CheckpointError: it has no such memory: it is not contiguous, not on the CPU, or its storage was freed.
+        CheckpointError: the tensor is not contiguous, not on the CPU, or its storage was freed.
     """
     if why := native_access_problem(tensor):
         raise CheckpointError(f"a {tensor.dtype} tensor of shape {list(tensor.shape)} can't be saved: it {why}")

@@ -1,4 +1,4 @@
-"""Storage under `torch.distributed.checkpoint`: safetensors files and a JSON index; no pickle is written or read."""
+"""Storage for `torch.distributed.checkpoint`: safetensors files and a JSON index, without pickle."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What the first rank has to know of a rank's file: its size, and the crc32 of each entry in order."""
+    """Size of a rank's file and the crc32 of each entry in order, sent to the first rank."""
 
     nbytes: int
     checksums: list[int]
 
 
 class SafetensorsWriter:
-    """Writes one data file a rank into the existing directory `path`, and from rank 0 `checkpoint.json`.
+    """Writer of one data file per rank into the existing directory `path`, and of `checkpoint.json` on rank 0.
 
     Args:
         rank: this rank; its file is `rank_<rank>.safetensors`.
-        held: what it holds.
-        ranks: what each rank holds, and which boxes of it each writes (`assignment.assign`); rank 0 needs all, any
-            other its own alone.
-        plain: what all ranks share, as `windlass.checkpoint.plain_data` encodes it.
-        rank_plain: one such value a rank.
+        held: the tensors that this rank holds.
+        ranks: the boxes that each rank holds, and flags of those it writes (`write_assignment.assign_writers`). Rank 0
+            needs those of all ranks, another rank only its own.
+        plain: plain data shared by all ranks, as `windlass.checkpoint.plain_data` encodes it.
+        rank_plain: plain data of each rank.
 
     Attributes:
-        file: of this rank.
+        file: the data file of this rank.
     """
 
     def __init__(
@@ -88,8 +88,11 @@ class SafetensorsWriter:
         self.file = RankFile(path / _file_name(rank), items)
 
     def observe(self, callback: Callable[[str, tuple[int, ...], int, torch.Tensor], object]) -> None:
-        """Have `seen` called with each box as it is written: the tensor's name and shape, at which of its elements the
-        box begins, and its elements `[n]`; a box that is no flat range comes as several."""
+        """Call `callback` for each box as it is written.
+
+        Its arguments are the tensor's name and shape, the flat position of the box's first element, and its elements
+        `[n]`. A box that is not a flat range is passed as several ranges.
+        """
         places = {entry_name(name, of.shape, box): (name, of.shape, box[0]) for name, of, box in self._boxes}
 
         def see(name: str, tensor: torch.Tensor) -> None:
@@ -102,20 +105,20 @@ class SafetensorsWriter:
         self.file.on_tensor_written = see
 
     def add_plain(self, key: str, value: Any) -> None:
-        """Say something in the plain data of the index that is known only now; JSON as it is."""
+        """Add a JSON value to the plain data of the index, for values known only after the files are written."""
         self._plain[key] = value
 
     def write(self) -> WrittenFile:
-        """Writes this rank's file; from any thread, and without other ranks."""
+        """Write this rank's file. May be called in any thread; not collective."""
         sums = self.file.write()
         size = self.file.path.stat().st_size if self._boxes else 0
         return WrittenFile(size, [sums[entry_name(name, of.shape, box)] for name, of, box in self._boxes])
 
     def write_index(self, files: Sequence[WrittenFile]) -> None:
-        """Writes the index, durably: from here on the directory holds a whole checkpoint. On the first rank only.
+        """Write the index durably, which completes the checkpoint in the directory. On the first rank only.
 
         Args:
-            files: what `write` returned on each rank.
+            files: results of `write` on each rank.
         """
         found: dict[str, tuple[HeldTensorInfo, list[ChunkRecord]]] = {}
         for described, _ in self._ranks.values():
@@ -151,7 +154,7 @@ class SafetensorsWriter:
 
 
 class SafetensorsReader(StorageReader):
-    """Reads the checkpoint directory `path`: only the chunks that are asked for, each once and checked by its crc32."""
+    """Reader of the checkpoint directory `path`. It reads only requested chunks, each once, and checks their crc32."""
 
     def __init__(self, path: str | os.PathLike[str], index: CheckpointIndex | None = None):
         self.path = Path(path)
@@ -165,7 +168,7 @@ class SafetensorsReader(StorageReader):
         return Metadata({name: _tensor_metadata(record) for name, record in self._load_index().tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: files are opened when they are read."""
+        """Do nothing: files are opened when they are read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -200,7 +203,7 @@ def _completed_future(result: T) -> Future[T]:
 
 
 def _stored_box(item: ReadItem) -> tuple[str, tuple[int, ...]]:
-    """A stored box: the name of its tensor, its offsets."""
+    """Return a stored box as the name of its tensor and its offsets."""
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
@@ -209,7 +212,7 @@ def _file_name(rank: int) -> str:
 
 
 def _wanted(item: ReadItem, planner: LoadPlanner, chunk: ChunkRecord, dtype: torch.dtype) -> Wanted:
-    """What a planner of torch's wants."""
+    """Convert a read item of torch's planner."""
     into, done = partial(planner.resolve_tensor, item), partial(planner.commit_tensor, item)
     return Wanted(chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), into, None, done)
 

@@ -1,4 +1,4 @@
-"""Which parts of stored boxes fill this rank's boxes, from any other cut."""
+"""Planning of a load: the parts of stored boxes that fill this rank's boxes, for any sharding of either."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from windlass.checkpoint.safetensors_file import dtype_from_code
 
 
 class Wanted(NamedTuple):
-    """A part of a stored box, and the memory that it fills.
+    """Part of a stored box, and the memory that it fills.
 
     Attributes:
-        chunk, dtype: the box.
+        chunk, dtype: the stored box.
         offsets, sizes: the part, counted from the box's first element.
-        into: gives that memory `[sizes]` on any device and of any dtype, while the drawer is open.
-        done: called with it once it is filled.
+        into: returns that memory `[sizes]`, on any device and of any dtype. A lazy storage handle must be open.
+        done: called with the memory once it is filled.
     """
 
     chunk: ChunkRecord
@@ -34,13 +34,15 @@ class Wanted(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """It is all of the box."""
+        """True if the part is the full box."""
         return self.sizes == self.chunk.sizes
 
 
 def wanted(held: Mapping[str, HeldTensor], index: CheckpointIndex) -> Iterator[Wanted]:
-    """What of a checkpoint fills `held`, every name of which it must hold in its shape: in the order of the pieces, in
-    which drawers are opened."""
+    """Yield the parts of a checkpoint that fill `held`, in the order of its boxes, in which storage handles are opened.
+
+    The checkpoint must hold every name in `held` with its shape.
+    """
     for name, holding in held.items():
         record = index.tensors[name]
         dtype = dtype_from_code(record.dtype)
@@ -49,9 +51,9 @@ def wanted(held: Mapping[str, HeldTensor], index: CheckpointIndex) -> Iterator[W
 
 
 def _read_items(box: HeldBox, chunks: Iterable[ChunkRecord], dtype: torch.dtype) -> Iterator[Wanted]:
-    """The parts of stored boxes that fill a piece."""
+    """Yield the parts of stored boxes that fill one held box."""
     for chunk in chunks:
-        if chunk.offsets == box.offsets and chunk.sizes == box.sizes:  # the same cut
+        if chunk.offsets == box.offsets and chunk.sizes == box.sizes:  # saved with the same sharding
             if 0 not in chunk.sizes:
                 yield Wanted(chunk, dtype, (0,) * len(chunk.sizes), chunk.sizes, box.get, box.storage)
             continue

@@ -1,4 +1,4 @@
-"""A checkpoint that is being written, under a hidden name of its own, and what becomes of those whose writer died."""
+"""Checkpoint under construction in a hidden directory, and removal of such directories whose writer died."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _ATTEMPTS = 8
 
 
 class StagingCheckpoint:
-    """The empty, hidden directory `.TAG.XXXXXXXX.writing`, which becomes `TAG` or goes.
+    """Hidden directory `.TAG.XXXXXXXX.writing`, initially empty, which becomes `TAG` or is removed.
 
-    [Note: drafts of the dead] Every attempt has a name of its own, so that nothing a rank of a run that died still does
-    can reach the next one. Rank 0 locks a file in its draft while it lives. Whoever can take that lock knows that the
-    writer is gone, whatever its host, and removes the draft; a draft that is locked is left alone. Where the file
-    system has no locks, the file says which process wrote it, so that those that died on this host are known.
+    [Note: drafts of the dead] Every attempt has a unique name, so that a rank of a dead run cannot affect the next one.
+    Rank 0 locks a file in its staging directory while it lives. A process that can take that lock knows that the writer
+    is gone, on any host, and removes the directory; a locked one is left alone. If the file system has no locks, the
+    file records the process that wrote it, so that writers that died on this host are recognized.
 
     Args:
-        directory: of all checkpoints; made if it is not there.
+        directory: directory of all checkpoints; created if missing.
 
     Raises:
-        CheckpointError: it cannot be made, or `tag` is there and is no checkpoint.
+        CheckpointError: it cannot be created, or `tag` exists and is not a checkpoint.
     """
 
     def __init__(self, directory: Path, tag: str) -> None:
@@ -60,14 +60,17 @@ class StagingCheckpoint:
                 )
             if is_checkpoint(former) and not is_checkpoint(final):
                 if final.exists():
-                    final.rmdir()  # it is empty
+                    final.rmdir()  # an empty directory
                 os.rename(former, final)
             _warn_concurrent_writers(directory, tag, remove_stale_staging(directory))
             self.path, lock = _create_staging(directory, tag)
         self._release = weakref.finalize(self, _close, lock)
 
     def commit(self) -> Path:
-        """Gives it its name, and returns the path. A former checkpoint of that name stays good until then."""
+        """Rename the directory to the tag, and return the path.
+
+        A former checkpoint of that tag stays intact until then.
+        """
         final, former = self._directory / self._tag, replaced_path(self._directory, self._tag)
         with disk_errors(final, 0), rename_lock(self._directory):
             fsync_directory(self.path)
@@ -79,7 +82,8 @@ class StagingCheckpoint:
                 if moved:
                     os.rename(former, final)
                 raise
-            (final / _LOCK).unlink(missing_ok=True)  # not sooner: another run would take it for a dead one's
+            # after the rename: without the file, another run would take this writer for dead
+            (final / _LOCK).unlink(missing_ok=True)
             fsync_directory(self._directory)
         if moved:
             _remove(former)
@@ -87,14 +91,16 @@ class StagingCheckpoint:
         return final
 
     def discard(self) -> None:
-        """Removes it, after a save that failed; says so where even that fails."""
+        """Remove the directory after a failed save. A failure of the removal is only logged."""
         _remove(self.path)
         self._release()
 
 
 def remove_stale_staging(directory: Path) -> list[Path]:
-    """Remove the drafts in `directory` whose writer is gone, and what was replaced and not removed since; return the
-    drafts of writers that live."""
+    """Remove staging directories whose writer is gone, and leftovers of replaced checkpoints.
+
+    Return the staging directories of live writers.
+    """
     living: list[Path] = []
     for path in directory.glob(".*.replaced"):
         if path.is_dir() and not path.is_symlink() and is_checkpoint(directory / path.name[1 : -len(".replaced")]):
@@ -107,15 +113,15 @@ def remove_stale_staging(directory: Path) -> list[Path]:
             if (lock := _try_lock(path)) is None:
                 living.append(path)
                 continue
-        except FileNotFoundError:  # finished meanwhile, or another run was quicker
+        except FileNotFoundError:  # finished meanwhile, or removed by another run
             continue
         except OSError as error:
             if error.errno not in _NO_LOCKS or not _writer_died_here(path):
-                logger.warning("%s is left alone, for nobody can tell whether its writer lives: %s", path, error)
+                logger.warning("%s is not removed, because it is unknown if its writer still runs: %s", path, error)
                 continue
         try:
             if _remove(path):
-                logger.info("removed %s, which a run that died has left", path)
+                logger.info("removed %s, a leftover of a run that died", path)
         finally:
             _close(lock)
     return living
@@ -125,10 +131,10 @@ _WARNED_WRITERS: set[str] = set()
 
 
 def _warn_concurrent_writers(directory: Path, tag: str, others: list[Path]) -> None:
-    """Name the other jobs that save into the same directory now, each once.
+    """Log a warning for other jobs that save into the same directory now, once each.
 
     Raises:
-        CheckpointError: one is saving the same tag.
+        CheckpointError: one of them is saving the same tag.
     """
     for path in others:
         process, other = _read_writer(path)
@@ -151,7 +157,7 @@ def _warn_concurrent_writers(directory: Path, tag: str, others: list[Path]) -> N
 
 
 def _read_writer(staging: Path) -> tuple[str, str]:
-    """The process that writes a draft, and what it says of itself."""
+    """Return the identity of the process that writes a staging directory, and its description."""
     try:
         process, _, told = read_regular(staging / _LOCK, staging).decode("utf-8", "replace").partition("\n")
     except OSError:
@@ -160,19 +166,19 @@ def _read_writer(staging: Path) -> tuple[str, str]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a directory that nobody needs any more; if that cannot be, it is told and no error."""
+    """Remove a directory that is no longer needed. A failure is logged and not raised."""
     try:
         shutil.rmtree(path)
-    except FileNotFoundError:  # by another run
+    except FileNotFoundError:  # removed by another run
         return False
     except OSError as error:
-        logger.warning("%s, which is of no use any more, could not be removed (%s); remove it by hand", path, error)
+        logger.warning("%s is no longer needed, but could not be removed (%s); remove it by hand", path, error)
         return False
     return True
 
 
 def _create_staging(directory: Path, tag: str) -> tuple[Path, int | None]:
-    """A draft and its lock; no lock where the file system has none."""
+    """Create a staging directory and take its lock; the lock is None if the file system has none."""
     for _ in range(_ATTEMPTS):
         path = directory / f".{tag}.{secrets.token_hex(4)}{_SUFFIX}"
         path.mkdir()
@@ -190,11 +196,13 @@ def _create_staging(directory: Path, tag: str) -> tuple[Path, int | None]:
             os.write(lock, (_process_identity() + _describe_process()).encode("utf-8", "replace"))
             return path, lock
         _close(lock)
-    raise CheckpointError(f"{directory}: other runs keep removing the draft of {tag!r}; save to another directory")
+    raise CheckpointError(
+        f"{directory}: other runs keep removing the staging directory of {tag!r}; save to another directory"
+    )
 
 
 def _try_lock(staging: Path) -> int | None:
-    """A descriptor that holds the lock of a draft; None if its writer lives."""
+    """Return a descriptor that holds the lock of a staging directory; None if its writer lives."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     lock = os.open(staging / _LOCK, flags, 0o600)
     try:
@@ -209,23 +217,22 @@ def _try_lock(staging: Path) -> int | None:
 
 
 def _process_identity() -> str:
-    """This process, told from any other for good: when its host was started, which numbers its processes have, its own
-    number and when it began."""
+    """Return a unique identity of this process: boot id of the host, pid namespace, pid and start time."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {process_start_time(os.getpid())}\n"
-    except OSError:  # another system than Linux does not tell
+    except OSError:  # systems other than Linux
         return ""
 
 
 def _describe_process() -> str:
-    """This process for people: a line without control characters."""
+    """Describe this process for users, in one line without control characters."""
     command = to_printable(" ".join(sys.argv))
     return f"process {os.getpid()} on {platform.node()} ({command}), since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
 
 
 def _writer_died_here(staging: Path) -> bool:
-    """Whether the process that wrote a draft ran on this host, and is gone."""
+    """Return True if the writer of a staging directory ran on this host and is gone."""
     try:
         text, newline, _ = read_regular(staging / _LOCK, staging).decode("utf-8", "replace").partition("\n")
         *place, number, began = text.split()

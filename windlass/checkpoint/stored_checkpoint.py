@@ -1,4 +1,4 @@
-"""A checkpoint that is open for reading in one process: its plain data, and tensor after tensor, whole or in parts."""
+"""Checkpoint open for reading in one process: its plain data, and its tensors, in full or in parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _AT_ONCE = 1 << 20  # elements of a part
 
 
 def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
-    """Directory and tag of what a user calls a checkpoint: the directory (its latest, so no tag), or one tag in it."""
+    """Split a user's checkpoint path into directory and tag.
+
+    A checkpoint directory without tag (its latest) gives None.
+    """
     given = Path(path)
     if (given / INDEX_FILE).is_file() or is_deepspeed_checkpoint(given):
         whole = given.absolute() if given.name in ("", "..") else given
@@ -37,12 +40,12 @@ def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | Non
 
 
 class StoredCheckpoint:
-    """A finished checkpoint. No process group, no collective; use it in a `with` statement.
+    """Finished checkpoint, open for reading. No process group, not collective; use it in a `with` statement.
 
     Args:
-        directory: what was given to the save.
-        tag: None for the one that `latest` names.
-        order: see `windlass.checkpoint.deepspeed_index.index_of`.
+        directory: the directory given to the save.
+        tag: None: the tag in `latest`.
+        parameter_order: see `windlass.checkpoint.deepspeed_index.read_any_index`.
 
     Attributes:
         tag, path: its tag, and the directory of that name.
@@ -62,11 +65,11 @@ class StoredCheckpoint:
     def from_path(
         cls, path: Path, parameter_order: ParameterOrder | None = None, checked_files: slice = slice(None)
     ) -> StoredCheckpoint:  # noqa: B008
-        """The checkpoint whose files lie in `path`, which may be a draft.
+        """Open the checkpoint whose files lie in `path`, which may be a staging directory.
 
         Args:
-            looks_into: of the sorted data files those whose headers are compared with the index; others are by other
-                ranks.
+            checked_files: slice of the sorted data files whose headers are compared with the index; other ranks check
+                the others.
         """
         stored = cls.__new__(cls)
         stored._open(path.name, path, parameter_order, checked_files)
@@ -82,7 +85,7 @@ class StoredCheckpoint:
         self.plain: dict[str, Any] = plain_data.decode(self.index.plain, tensors)
 
     def read_rank_plain(self, rank: int) -> dict[str, Any] | None:
-        """The plain data of one of the ranks that saved; None where there were not so many."""
+        """Return the plain data of one of the ranks that saved; None if there were fewer ranks."""
         if rank >= self.index.world_size or self.index.ranks[rank] is None:
             return None
         with self:
@@ -92,7 +95,7 @@ class StoredCheckpoint:
 
     @cached_property
     def engine_data(self) -> dict[str, Any]:
-        """`plain`, checked to be what an engine writes. Raises CheckpointError where it is not."""
+        """`plain`, checked to be the data of an engine. Raises CheckpointError if it is not."""
         return require_engine_data(self.plain, self.path)
 
     def __enter__(self) -> StoredCheckpoint:
@@ -104,7 +107,7 @@ class StoredCheckpoint:
         self.files.__exit__(kind, error, trace)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Names of the tensors that begin so, without those inside plain data."""
+        """Return the names of tensors with this prefix, without those inside plain data."""
         return [
             name for name in self.index.tensors if name.startswith(prefix) and not name.startswith(RESERVED_PREFIXES)
         ]
@@ -113,12 +116,12 @@ class StoredCheckpoint:
         return name in self.index.tensors
 
     def meta_tensor(self, name: str) -> torch.Tensor:
-        """A tensor without memory (on the device `meta`) that has this one's shape and dtype."""
+        """Return a tensor on the meta device with this tensor's shape and dtype."""
         record = self._record(name)
         return torch.empty(record.shape, dtype=dtype_from_code(record.dtype), device="meta")
 
     def outline(self) -> dict[str, torch.Tensor]:
-        """Every named tensor, as `described`; those of one shape and dtype are one object."""
+        """Return every named tensor on the meta device. Tensors of one shape and dtype are one object."""
         found: dict[tuple[object, ...], torch.Tensor] = {}
         outline = {}
         for name in self.names():
@@ -130,10 +133,10 @@ class StoredCheckpoint:
         return outline
 
     def read_full(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU.
+        """Return the full tensor on the CPU.
 
         Raises:
-            CheckpointError: there is none of that name, or its file is damaged.
+            CheckpointError: there is no tensor of that name, or its file is damaged.
         """
         record = self._record(name)
         whole = torch.empty(record.shape, dtype=dtype_from_code(record.dtype), device="cpu")
@@ -151,15 +154,16 @@ class StoredCheckpoint:
         return whole
 
     def iter_parts(self, name: str, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
-        """The whole tensor as flat parts that follow each other, `[at most at_once]` elements each. A part is
-        overwritten by the next one.
+        """Yield the full tensor as consecutive flat parts of at most `part_numel` elements.
+
+        The next part overwrites a part.
 
         Raises:
-            CheckpointError: as `whole`; damage is known, and told, at the end of the damaged box.
+            CheckpointError: as `read_full`; damage is detected at the end of the damaged box.
         """
         record = self._record(name)
         if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
-            yield from self.read_full(name).view(-1).split(part_numel)  # what others than windlass wrote
+            yield from self.read_full(name).view(-1).split(part_numel)  # files that windlass did not write
             return
         buffer = torch.empty(
             min(part_numel, math.prod(record.shape)), dtype=dtype_from_code(record.dtype), device="cpu"
@@ -177,12 +181,12 @@ class StoredCheckpoint:
             file.compare_crc32(chunk.entry, crc32, chunk.crc32)
 
     def iter_span(self, name: str, start: int, stop: int, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
-        """Elements `[start, stop)` of the flat tensor as parts that follow each other, as `parts`.
+        """Yield elements `[start, stop)` of the flat tensor as consecutive parts, as `iter_parts` does.
 
-        A box of which only a part is wanted is read as a whole before, once, since its checksum covers all of it.
+        If only a part of a box is needed, the full box is read once before, because its checksum covers all of it.
 
         Raises:
-            CheckpointError: as `parts`.
+            CheckpointError: as `iter_parts`.
         """
         record = self._record(name)
         if not all(is_contiguous(record.shape, chunk.sizes) for chunk in record.chunks):
@@ -216,5 +220,5 @@ class StoredCheckpoint:
 
 
 def missing_names(stored: StoredCheckpoint, names: Iterable[str]) -> list[str]:
-    """Those of `names` that a checkpoint does not hold."""
+    """Return the names that a checkpoint does not hold."""
     return [name for name in names if name not in stored]

@@ -1,4 +1,4 @@
-"""A safetensors file of whole tensors, each of which is written part by part, one tensor after the other."""
+"""Writing of a safetensors file tensor after tensor, each part by part."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from windlass.checkpoint.safetensors_file import TensorEntry, build_header, tens
 def stream_tensors(
     path: Path, entries: Mapping[str, TensorEntry], parts: Iterable[Iterable[torch.Tensor]], metadata: Mapping[str, str]
 ) -> None:
-    """Writes the file, durably. Memory: one part.
+    """Write the file durably. Memory: one part.
 
     Args:
-        entries: all tensors, in the order in which they come.
-        parts: of each tensor, its flat parts that follow each other, of any dtype.
-        remarks: what the header shall say beside the tensors.
+        entries: all tensors, in the order in which they are written.
+        parts: for each tensor, its consecutive flat parts, of any dtype.
+        metadata: metadata in the header.
 
     Raises:
-        CheckpointError: the disk is full, the path cannot be written, or parts do not make the tensor that was said.
+        CheckpointError: the disk is full, the path cannot be written, or parts do not add up to their tensor.
     """
     head = build_header(entries, metadata)
     needed = len(head) + sum(entry.nbytes for entry in entries.values())
@@ -37,6 +37,8 @@ def stream_tensors(
                 file.write(tensor_bytes(here))
                 left -= here.numel() * here.element_size()
             if left:
-                raise CheckpointError(f"{name!r} was said to have shape {entry.shape}; its parts make another one")
+                raise CheckpointError(
+                    f"{name!r} was declared with shape {entry.shape}, but its parts have another size"
+                )
         file.flush()
         os.fsync(file.fileno())

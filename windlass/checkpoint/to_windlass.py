@@ -1,7 +1,7 @@
-"""A checkpoint of DeepSpeed's as one of windlass', by the command line of DeepSpeed's `ds_to_universal`.
+"""Conversion of a DeepSpeed checkpoint to a windlass checkpoint, with the command line of `ds_to_universal`.
 
-What that command is for, going on with another number of ranks or at another stage, needs no conversion here:
-DeepSpeed's directories and our own load in any layout. What it makes is read without looking into pickles.
+DeepSpeed's command enables resuming with another number of ranks or at another stage. That needs no conversion here:
+DeepSpeed's directories and windlass' own load in any layout. The converted checkpoint contains no pickles.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATEST_UNIVERSAL = "latest_universal"
 
 
 class _StoredTensorStorage:
-    """The drawer of one tensor of another checkpoint: in memory while it is open."""
+    """Lazy storage handle of one tensor of another checkpoint."""
 
     is_resident = False
 
@@ -46,13 +46,13 @@ class _StoredTensorStorage:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """As `Drawer`."""
+        """Keep the values in memory inside the context."""
         self._values = self._stored.read_full(self._name).view(-1)
         yield
         self._values = None
 
     def shard(self) -> FlatShard:
-        """All of it."""
+        """Return the full tensor as a shard."""
         like = self._stored.meta_tensor(self._name)
         return FlatShard(
             self._name, tuple(like.shape), 0, LazyFlatTensor(like.numel(), like.dtype, self, self._loaded_values)
@@ -64,35 +64,37 @@ class _StoredTensorStorage:
 
 
 def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOrder | None = None) -> Path:
-    """Writes the checkpoint in `source`, a tag's directory, as the windlass checkpoint `target`; whole or not at all.
+    """Write the checkpoint in `source`, a tag's directory, as the windlass checkpoint `target`, atomically.
 
     Memory: one tensor at a time.
 
     Args:
-        order: of the optimizer's parameters, by group; DeepSpeed's stage 0 keeps states under their numbers, and
-            without it they are left out.
+        parameter_order: the optimizer's parameters by group. DeepSpeed's stage 0 stores states by parameter number;
+            without this argument they are left out.
 
     Raises:
-        CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` can't be written.
+        CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` cannot be written.
     """
     if is_checkpoint(source):
         draft = StagingCheckpoint(target.parent, target.name)
         try:
             _copy_files(source, draft.path)
             if problem := find_damage(draft.path, read_index(draft.path)):
-                raise CheckpointError(f"{source} was copied, and is damaged there: {problem}")
+                raise CheckpointError(f"the copy of {source} is damaged: {problem}")
             return draft.commit()
         except BaseException:
             draft.discard()
             raise
     if not is_deepspeed_checkpoint(source):
-        raise CheckpointError(f"{source} is no checkpoint's directory; give DIR/TAG, such as DIR/global_step100")
+        raise CheckpointError(
+            f"{source} is not the directory of a checkpoint; give DIR/TAG, such as DIR/global_step100"
+        )
     with StoredCheckpoint.from_path(source, parameter_order) as stored:
         shards = [_StoredTensorStorage(stored, name).shard() for name in stored.names()]
         if parameter_order is None and stored.engine_data["layout"]["stage"] == 0:
             logger.warning(
-                "%s has DeepSpeed's stage 0, which keeps optimizer states under numbers: they are not in %s. Load %s "
-                "itself to go on with them",
+                "%s has DeepSpeed's stage 0, which stores optimizer states by number: they are not in %s. Load %s "
+                "itself to use them",
                 source,
                 target,
                 source,
@@ -104,7 +106,7 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy the regular files of a checkpoint. What is none, or a link out of the directory, is not, which is said."""
+    """Copy the regular files of a checkpoint. Skip other files and links out of the directory, with a warning."""
     for path in sorted(source.iterdir()):
         if path.name[0] == ".":
             continue
@@ -121,29 +123,33 @@ def _copy_files(source: Path, target: Path) -> None:
 
 @exit_quietly_on_broken_pipe()
 def main(argv: Any = None) -> int:
-    """The command; the exit code.
+    """Run the command and return its exit code.
 
     Args:
-        argv: arguments; or an object that has `input_folder` and `output_folder`, of a script that calls this.
+        argv: arguments; or an object with `input_folder` and `output_folder`, from a script that calls this function.
 
     Raises:
-        CheckpointError: a script's could not be converted.
+        CheckpointError: the conversion failed, for a call with such an object.
     """
     if argv is not None and not isinstance(argv, (list, tuple)):
         _convert(Path(argv.input_folder), Path(argv.output_folder))
         return 0
     parser = argparse.ArgumentParser(
         "ds_to_universal",
-        description="Write a checkpoint of DeepSpeed's as one of windlass'. No need to: windlass loads DeepSpeed's "
-        "directories, and its own, at any stage and on any number of ranks.",
+        description="Convert a DeepSpeed checkpoint to a windlass checkpoint. This is optional: windlass loads both in "
+        "any layout, at any stage and on any number of ranks.",
     )
     parser.add_argument("--input_folder", required=True, help="a tag's directory")
     parser.add_argument("--output_folder", required=True, help="the directory to write; its name is the new tag")
     for name, default in (("--num_extract_workers", 4), ("--num_merge_workers", 2)):
-        parser.add_argument(name, type=int, default=default, help="accepted; one process reads and writes")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="accepted; there is none")
-    parser.add_argument("--no_strict", dest="strict", action="store_false", help="accepted; all that is there is taken")
-    parser.add_argument("--inject_missing_state", action="store_true", help="accepted; nothing needs to be there")
+        parser.add_argument(name, type=int, default=default, help="accepted and ignored; one process reads and writes")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="accepted and ignored; there is no such folder")
+    parser.add_argument(
+        "--no_strict", dest="strict", action="store_false", help="accepted and ignored; all states are converted"
+    )
+    parser.add_argument(
+        "--inject_missing_state", action="store_true", help="accepted and ignored; no state is required"
+    )
     args = parser.parse_args(argv)
     try:
         _convert(Path(args.input_folder), Path(args.output_folder))
@@ -156,7 +162,7 @@ def main(argv: Any = None) -> int:
 def _convert(source: Path, target: Path) -> None:
     written = convert_to_windlass(source, target.absolute())
     write_latest(written.parent, written.name, LATEST_UNIVERSAL)
-    print(f"{written}: a windlass checkpoint, which load_checkpoint takes in any layout, as it takes {source} itself")
+    print(f"{written}: a windlass checkpoint, which load_checkpoint loads in any layout, like {source} itself")
 
 
 if __name__ == "__main__":

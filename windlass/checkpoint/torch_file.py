@@ -1,10 +1,10 @@
-"""A file of `torch.save`, read without executing anything: plain data, and tensors as ranges of its bytes.
+"""Reader of files of `torch.save` that executes no code: plain data, and tensors as ranges of the file's bytes.
 
-[Note: pickles that others wrote] Such a file is a zip archive: one pickle, and each storage as bytes. A pickle names
-functions and classes for its reader to call. Ours knows a short list of names, and for each it has an inert thing of
-its own: what rebuilds a tensor only notes where its bytes lie, a class of DeepSpeed's is a bag of attributes. Any other
-name is an error that says it, and what it names is never looked up. So values come from the bytes, never from code.
-See [Note: reading pickles] in unpickle.py.
+[Note: pickles that others wrote] Such a file is a zip archive with one pickle, and each storage as bytes. A pickle
+names functions and classes for its reader to call. This reader knows a short list of names and replaces each by an
+inert object of its own: the function that rebuilds a tensor only records the tensor's byte range, and a class of
+DeepSpeed becomes a stand-in with attributes. Any other name raises an error with the name, which is never imported. So
+values come from the bytes, never from code. See [Note: reading pickles] in safe_unpickler.py.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _STORAGES: dict[str, torch.dtype] = {
 }
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _LITERAL = "literal:"
-_FLOOR = 16 << 20  # bytes of memory that the plain data of any file may take
-_TIMES = 3  # the size of the file, which they may take beyond that
+_FLOOR = 16 << 20  # bytes of memory allowed for the plain data of any file
+_TIMES = 3  # further memory allowed, as a multiple of the file size
 _LONGEST_PICKLE = 1 << 30
 _MOST_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """A record of the file, and its elements' type."""
+    """Record of the file that holds a storage, and the dtype of its elements."""
 
     dtype: torch.dtype
     record: ZipRecord
@@ -68,7 +68,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is in a file: from byte `begin` of `path` on, which is in `record`."""
+    """Tensor in a file. It begins at byte `begin` of `path`, inside `record`."""
 
     path: Path
     record: ZipRecord
@@ -81,15 +81,15 @@ class StoredTensor:
         raise TypeError("a tensor takes no state")
 
     def numel(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def dim(self) -> int:
-        """How many dimensions it has."""
+        """Return the number of dimensions."""
         return len(self.shape)
 
     def is_contiguous(self) -> bool:
-        """Whether its elements follow each other, row-major."""
+        """Return True if its elements are consecutive in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -101,14 +101,14 @@ class StoredTensor:
 def read_torch_file(path: Path, root: Path | None = None) -> Any:
     """Read the plain data of a file that `torch.save` wrote, with a `StoredTensor` for each tensor.
 
-    Memory: at most five times the size of the file (tensors of some elements are the worst), and some megabytes.
+    Memory: some megabytes and at most five times the size of the file (reached with tensors of a few elements).
 
     Args:
-        within: the checkpoint's directory, which a link may not lead out of; by default that of the file.
+        root: the checkpoint's directory, by default that of the file. Links out of it are refused.
 
     Raises:
-        CheckpointError: it is no such file, it is damaged, or it asks for something to be called that is neither tensor
-            nor plain data; nothing was called.
+        CheckpointError: it is not such a file, it is damaged, or it names a function or class that is neither a tensor
+            nor plain data; none was called.
     """
     try:
         with open_regular(path, path.parent if root is None else root) as file:
@@ -119,8 +119,8 @@ def read_torch_file(path: Path, root: Path | None = None) -> Any:
         raise CheckpointError(f"the checkpoint file {path} cannot be read: {error.strerror or error}") from error
     except NotZipError as error:
         raise CheckpointError(
-            f"{path} is damaged, or an old file of torch.save that is one pickle ({error}); load it with what wrote it "
-            "and save it again"
+            f"{path} is damaged, or an old file of torch.save that is one pickle ({error}); load it with the program "
+            "that wrote it and save it again"
         ) from error
     except ZipError as error:
         raise CheckpointError(f"{path} is damaged: {error}; restore it or load another checkpoint") from error
@@ -134,7 +134,7 @@ def _read_pickle(path: Path, file: BufferedReader) -> Any:
     records = ZipRecords(file)
     pickled, order = records.get("data.pkl"), records.get("byteorder")
     if pickled is None:
-        raise CheckpointError(f"{path} is no file of torch.save: it has no data.pkl")
+        raise CheckpointError(f"{path} is not a file of torch.save: it has no data.pkl")
     if order is not None and records.read(order, 16) != b"little":
         raise CheckpointError(f"{path} was written on a big-endian machine, which cannot be read here")
     text = records.read(pickled, _LONGEST_PICKLE)
@@ -144,29 +144,28 @@ def _read_pickle(path: Path, file: BufferedReader) -> Any:
 
 
 def entry_of_elements(tensor: StoredTensor, start: int, stop: int) -> str:
-    """The entry of a `TorchFile` that is elements `[start, stop)` of this tensor, flat."""
+    """Return the `TorchFile` entry for elements `[start, stop)` of this flat tensor."""
     size = tensor.dtype.itemsize
     return f"{tensor.begin + start * size}:{tensor.begin + stop * size}"
 
 
 def crc32_of_elements(tensor: StoredTensor, start: int, stop: int) -> int | None:
-    """The checksum of these elements, where they are all of a record; the file has none of a part."""
+    """Return the checksum of these elements if they are a full record, else None: the file has none for a part."""
     size, record = tensor.dtype.itemsize, tensor.record
     whole = (tensor.begin + start * size, tensor.begin + stop * size) == (record.begin, record.end)
     return record.crc32 if whole else None
 
 
 def literal_entry(tensor: torch.Tensor) -> str:
-    """An entry that is these very bytes, for what a file has as a plain number."""
+    """Return an entry that contains the bytes themselves, for a value that the file stores as a plain number."""
     return _LITERAL + bytes(tensor_bytes(tensor)).hex()
 
 
 class TorchFile(TensorFile):
-    """A file of `torch.save` as entries that are ranges of its bytes, each inside of one record, whose checksum it
-    has."""
+    """File of `torch.save` as entries that are byte ranges, each inside one record and covered by its checksum."""
 
     def byte_range(self, entry: str) -> tuple[int, int]:
-        """As `TensorFile`."""
+        """Return the entry's first byte in the file, and its end; for a literal entry, its length."""
         if entry.startswith(_LITERAL):
             return 0, (len(entry) - len(_LITERAL)) // 2
         begin, _, end = entry.partition(":")
@@ -176,11 +175,11 @@ class TorchFile(TensorFile):
         return first, last
 
     def check_entry(self, entry: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """As `TensorFile`; the dtype is known from the pickle alone."""
+        """Check the entry as `TensorFile` does, except the dtype, which only the pickle records."""
         self.check_size(entry, math.prod(shape) * dtype.itemsize)
 
     def read_part(self, entry: str, offset: int, tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-        """As `TensorFile`."""
+        """Fill `tensor` with the entry's bytes from byte `offset` on, also for a literal entry."""
         if not entry.startswith(_LITERAL):
             return super().read_part(entry, offset, tensor)
         raw = tensor_bytes(tensor)
@@ -188,19 +187,19 @@ class TorchFile(TensorFile):
         return raw
 
     def verify_checksum(self, entry: str, crc32: int | None) -> None:
-        """As `TensorFile`."""
+        """Verify the checksum as `TensorFile` does. Literal entries have none."""
         if not entry.startswith(_LITERAL):
             super().verify_checksum(entry, crc32)
 
     def first_damaged_record(self) -> str:
-        """The first record whose bytes are not those that its checksum is of; empty: none."""
+        """Return the name of the first record whose checksum does not match; an empty text if there is none."""
         self._records = self._records_of(self._open())
         return next((record.name for record in self._records if not self._records.has_valid_crc32(record)), "")
 
     def _checksum_range(self, entry: str) -> tuple[int, int, int]:
         begin, end = self.byte_range(entry)
         record = self._records.record_covering(begin, end)
-        if record is None:  # it has no bytes
+        if record is None:  # an empty entry
             return begin, end, 0
         return record.begin, record.end, record.crc32
 
@@ -215,19 +214,19 @@ class TorchFile(TensorFile):
 
 
 def find_damaged_record(path: Path) -> str:
-    """The first record of a file of `torch.save` whose bytes are not those that its own checksum is of; empty: none."""
+    """Return the name of the first record of a `torch.save` file whose checksum does not match; empty if none."""
     file = TorchFile(path)
     with file:
         return file.first_damaged_record()
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """The data file `path` for reading, of either kind."""
+    """Open the data file `path` of either format for reading."""
     return TorchFile(path) if path.suffix == ".pt" else TensorFile(path)
 
 
 class _PickleResolver:
-    """What the names and keys in one file's pickle stand for."""
+    """Resolver of the names and keys in one file's pickle."""
 
     def __init__(self, path: Path, records: ZipRecords) -> None:
         self._path, self._records = path, records
@@ -235,7 +234,7 @@ class _PickleResolver:
         self._known = {**_KNOWN, ("torch._utils", "_rebuild_tensor_v2"): AllowedFunction(self._rebuild_tensor)}
 
     def resolve_name(self, module: str, name: str) -> Any:
-        """What stands for a name here."""
+        """Return the object for a name."""
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and name in _DTYPES:
@@ -244,12 +243,12 @@ class _PickleResolver:
             return self._known[module, name]
         raise CheckpointError(
             f"{self._path} is refused: it asks for {module:.100}.{name:.100}, which is neither a tensor nor plain "
-            "data; nothing of it was executed. If you trust who wrote it, load it with what wrote it, and save without "
-            "that object"
+            "data; nothing was executed. If you trust its author, load it with the program that wrote it, and save "
+            "without that object"
         )
 
     def resolve_storage(self, key: Any) -> _Storage:
-        """A storage: `("storage", type, record, location, elements)`."""
+        """Return the storage for a key `("storage", type, record, location, elements)`."""
         if type(key) is not tuple or len(key) != 5:
             raise ValueError("a storage without its type, record, place and size")
         kind, dtype, name, _, numel = key
@@ -312,7 +311,7 @@ def _text(budget: MemoryBudget, *parts: Any) -> str:
 
 def _dictionary(budget: MemoryBudget, items: Any = ()) -> dict[Any, Any]:
     if items != () and items != []:
-        raise TypeError("an ordered dictionary that is made from something")  # their items are set one by one
+        raise TypeError("an ordered dictionary that is made from something")  # pickles set their items one by one
     budget.charge(64)
     return {}
 
@@ -335,7 +334,7 @@ def _set(budget: MemoryBudget, items: Any = ()) -> set[Any]:
 
 
 def _number(budget: MemoryBudget, dtype: Any, raw: Any = b"") -> Any:
-    """A number of numpy's."""
+    """Return a numpy scalar as a Python number."""
     code = dtype.dtype_code() if isinstance(dtype, NumpyDtypeStandIn) else ""
     form = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "b1": "?", "u1": "B"}
     form |= {"u8": "Q", "u4": "I", "u2": "H"}

@@ -1,4 +1,4 @@
-"""A file that `torch.load` reads, written without `torch.save`: tensor after tensor, each part by part."""
+"""Writer of files for `torch.load` without `torch.save`: tensor after tensor, each part by part."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from windlass.checkpoint.checkpoint_directory import disk_errors
 from windlass.checkpoint.pickle_writer import PlannedTensor, write_pickle
 from windlass.checkpoint.safetensors_file import tensor_bytes
 
-_ALIGNED = 64  # bytes, as torch has it, for readers that map the file
-_SMALL = 1 << 31  # bytes from which a record is written by zip's 64-bit rules
-_HEADER = 30  # bytes of a record's own header, without name and extra
+_ALIGNED = 64  # bytes; torch's alignment, for readers that map the file
+_SMALL = 1 << 31  # size in bytes from which a record uses zip's 64-bit format
+_HEADER = 30  # bytes of a record's header, without name and extra field
 
 
 def write_torch_file(path: Path, value: Any) -> None:
-    """Writes `value` (see `pickled`), durably. Memory: one part of a tensor, and the plain data.
+    """Write `value` (see `pickle_writer`) durably. Memory: one part of a tensor, and the plain data.
 
     Raises:
-        CheckpointError: the disk is full, the path cannot be written, `value` holds something else than plain data
-            and tensors, or parts do not make the tensor that was said.
+        CheckpointError: the disk is full, the path cannot be written, `value` contains anything else than plain data
+            and tensors, or parts do not add up to their tensor.
     """
     with TorchFileWriter(path, value) as file:
         for tensor in file.tensors:
@@ -36,14 +36,17 @@ def write_torch_file(path: Path, value: Any) -> None:
 
 
 class TorchFileWriter:
-    """A file whose plain data is written and whose tensors come one after the other. Use it in a `with` statement: left
-    without an error, the file is whole and durable.
+    """Writer of a file whose plain data is written first, and then one tensor after the other.
+
+    Use it in a `with` statement.
+
+    If the statement ends without an error, the file is complete and durable.
 
     Args:
-        value: all of it, with a `Planned` (or a tensor) for each tensor.
+        value: the full contents, with a `PlannedTensor` (or a tensor) for each tensor.
 
     Attributes:
-        tensors: those that are to be written, each once.
+        tensors: the tensors to be written, each once.
 
     Raises:
         CheckpointError: as `write_torch_file`.
@@ -67,7 +70,7 @@ class TorchFileWriter:
                 raise
 
     def write(self, tensor: PlannedTensor, parts: Iterable[torch.Tensor]) -> None:
-        """One of `tensors`, which is in the file once, from its flat parts; they are converted to its dtype."""
+        """Write one of `tensors` from its flat parts, which are converted to its dtype."""
         self._unwritten.remove(id(tensor))
         nbytes = tensor.numel * tensor.dtype.itemsize
         with disk_errors(self._path, self._nbytes):
@@ -84,7 +87,7 @@ class TorchFileWriter:
             for chunk in chunks:
                 written += record.write(memoryview(chunk))
         if written != nbytes:
-            raise CheckpointError(f"{self._path}: the record {name!r} was to have {nbytes} bytes, and has {written}")
+            raise CheckpointError(f"{self._path}: the record {name!r} should have {nbytes} bytes, and has {written}")
 
     def __enter__(self) -> TorchFileWriter:
         return self
@@ -105,12 +108,12 @@ class TorchFileWriter:
             self._close()
 
     def _close(self) -> None:
-        with suppress(OSError, ValueError):  # of a file that is not whole, or is closed
+        with suppress(OSError, ValueError):  # the file is incomplete or closed already
             self._zip.close()
         self._raw.close()
 
 
 def _bytes(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[Any]:
     for part in parts:
-        here = part.detach().to(device="cpu", dtype=dtype).contiguous()  # lives while its bytes are written
+        here = part.detach().to(device="cpu", dtype=dtype).contiguous()  # keeps the bytes alive while they are written
         yield tensor_bytes(here)

@@ -1,4 +1,4 @@
-"""A checkpoint as plain PyTorch's state dictionaries, in one process, for training or serving without an engine."""
+"""Checkpoints as plain PyTorch state dictionaries, in one process, for training or serving without an engine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from windlass.kernels.update_tensors import count_scales
 from windlass.optim import quantized_states
 from windlass.optim.elementwise_optimizers import SCALAR_STATES
 
-# How an optimizer computes, and not what: each run decides that for itself.
+# group keys that select an implementation, which each run chooses itself
 IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable", "state_dtype"})
 
 
 def read_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> PlainCheckpoint:
-    """Opens a checkpoint for plain PyTorch: one of windlass's or of DeepSpeed's. No process group, no collective.
+    """Open a checkpoint of windlass or DeepSpeed for plain PyTorch. No process group, not collective.
 
     Args:
         path: a checkpoint directory, or DIRECTORY/TAG.
-        tag: in that directory; None for the one that `latest` names.
+        tag: a tag in that directory; None: the one in `latest`.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -37,33 +37,36 @@ def read_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> Pla
 
 
 class PlainCheckpoint:
-    """What `read_checkpoint` opened. Each method reads what it returns, which is the caller's own.
+    """Checkpoint opened by `read_checkpoint`. Each method reads its result from disk, and the caller owns it.
 
     Attributes:
-        tag: of the checkpoint.
-        global_steps: optimizer steps that were done.
-        client_state: what the caller gave to the save.
-        scheduler_state: of the learning-rate schedule; None without one.
+        tag: tag of the checkpoint.
+        global_steps: number of optimizer steps.
+        client_state: the caller's data given to the save.
+        scheduler_state: state of the learning rate scheduler; None without one.
     """
 
     def __init__(self, directory: str | os.PathLike[str], tag: str | None) -> None:
         stored = StoredCheckpoint(directory, tag)
         self._directory, self.tag, self._path = directory, stored.tag, stored.path
         if "engine" not in stored.plain:
-            raise CheckpointError(f"{stored.path} was saved by no engine; read it with windlass.checkpoint.read_full")
+            raise CheckpointError(
+                f"{stored.path} was not saved by an engine; read it with windlass.checkpoint.read_full"
+            )
         require_engine_data(stored.plain, stored.path, require_all=True)
         self.global_steps: int = int(stored.engine_data["engine"]["global_steps"])
         self.client_state: dict[str, Any] = dict(stored.engine_data["client"])
         self.scheduler_state: dict[str, Any] | None = stored.engine_data["schedule"]
 
     def model_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """What `model.state_dict()` of the plain model would be, on the CPU: parameters under all their names,
-        persistent buffers, and what modules keep beside them (`get_extra_state`). Of a checkpoint of trained parameters
-        alone, those; load them with `strict=False`.
+        """Return the `model.state_dict()` of the plain model, on the CPU.
+
+        It has parameters under all their names, persistent buffers, and extra states (`get_extra_state`). A checkpoint
+        without frozen parameters gives only the trained ones; load them with `strict=False`.
 
         Args:
-            dtype: of floating-point parameters; None: as the model computed. float32 gives master weights, from which
-                training in float32 goes on exactly.
+            dtype: dtype of floating-point parameters; None: their compute dtype. float32 gives the master weights, from
+                which training in float32 can continue exactly.
         """
         found: dict[str, torch.Tensor] = {}
         with StoredCheckpoint(self._directory, self.tag) as stored:
@@ -77,18 +80,20 @@ class PlainCheckpoint:
         return found | {alias: found[name] for alias, name in tied.items() if alias not in found} | extra
 
     def missing_parameters(self) -> tuple[str, ...]:
-        """Parameters of the model that the checkpoint does not hold, since they were not trained."""
+        """Return the model's parameters that the checkpoint lacks because they were not trained."""
         return missing_parameters(StoredCheckpoint(self._directory, self.tag))
 
     def optimizer_state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` of a plain torch optimizer takes: whole states and hyper-parameters.
+        """Return a state dictionary for a plain torch optimizer's `load_state_dict`: full states and hyper-parameters.
 
         Args:
-            model: the plain model, by whose names parameters are known.
-            optimizer: over its parameters, of the class that was trained with; its groups may be in another order.
+            model: the plain model, which defines the names of parameters.
+            optimizer: an optimizer over its parameters, of the class that was trained with; its groups may be in
+                another order.
 
         Raises:
-            CheckpointError: parameters that were in one group are in several, or the optimizer's are not the model's.
+            CheckpointError: parameters of one group were in several groups, or the optimizer's parameters are not the
+                model's.
         """
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -106,7 +111,7 @@ class PlainCheckpoint:
 
 
 def _hyperparameters(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str, Any]:
-    """Hyper-parameters of the saved group that these parameters were in."""
+    """Return the hyper-parameters of the saved group that had these parameters."""
     number_of = {
         name: number for number, group in enumerate(stored.engine_data["groups"]) for name in group["parameters"]
     }
@@ -115,8 +120,8 @@ def _hyperparameters(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str
         return {}  # none of them was trained
     if len(found) > 1:
         raise CheckpointError(
-            f"{stored.path}: parameters of one group were in several, or not trained at all: {', '.join(names)}; build "
-            "the optimizer with the groups that were saved"
+            f"{stored.path}: parameters of one group were in several groups, or not trained: {', '.join(names)}; build "
+            "the optimizer with the saved groups"
         )
     values = stored.engine_data["groups"][found.pop()]["values"]
     kept = {key: value for key, value in values.items() if key not in IMPLEMENTATION_KEYS}
@@ -124,7 +129,7 @@ def _hyperparameters(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str
 
 
 def _full_states(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
-    """All states of a parameter, whole."""
+    """Return all states of a parameter in full."""
     found: dict[str, Any] = {}
     for key, kind in stored.engine_data.get("states", {}).get(name, {}).items():
         where, form = f"state/{name}/{key}", kind.split()[0]
@@ -140,7 +145,7 @@ def _full_states(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
 
 
 def decode_full_state(stored: StoredCheckpoint, name: str, key: str, *, signed: bool) -> torch.Tensor:
-    """A state that was kept in 8 bits, in float32."""
+    """Return a full state in float32 that was quantized to 8 bits."""
     codes = stored.read_full(f"state/{name}/{key}")
     spans = stored.engine_data.get("spans", {}).get(name, [])
     quantized_states.check_coverage(spans, 0, codes.numel(), f"the state {key!r} of {name!r}")

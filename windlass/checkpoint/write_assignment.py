@@ -1,4 +1,4 @@
-"""Assignment of boxes to the ranks that write them: each box once, and all of every tensor."""
+"""Assignment of boxes to the ranks that write them: each box once, covering all of every tensor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from windlass.checkpoint.fragment_boxes import flat_start, is_contiguous
 from windlass.checkpoint.safetensors_file import dtype_code, dtype_from_code
 
 BoxBounds = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets in the whole tensor, and sizes."""
+"""Offsets in the full tensor, and sizes."""
 
 
 class HeldTensorInfo(NamedTuple):
-    """What one rank holds of one tensor.
+    """Description of the boxes of one tensor that a rank holds.
 
     Attributes:
-        shape, code: of the whole tensor; its dtype as safetensors spells it.
-        boxes: of this rank; None for one box that is all of it.
+        shape, dtype_code: shape of the full tensor; its dtype in safetensors' spelling.
+        boxes: boxes of this rank; None for a single box that is the full tensor.
     """
 
     shape: tuple[int, ...]
@@ -29,19 +29,19 @@ class HeldTensorInfo(NamedTuple):
 
     @property
     def all_boxes(self) -> tuple[BoxBounds, ...]:
-        """`boxes`, with one box for the whole tensor."""
+        """`boxes`, with None replaced by one box for the full tensor."""
         return (((0,) * len(self.shape), self.shape),) if self.boxes is None else self.boxes
 
 
 HeldTensorInfos = dict[str, HeldTensorInfo]
-"""What one rank holds, by name: all that others must know of it."""
+"""Descriptions of all tensors that one rank holds, by name."""
 
 
 def describe_held(held: Mapping[str, HeldTensor]) -> HeldTensorInfos:
-    """What this rank tells the others of what it holds.
+    """Describe the tensors of this rank for the other ranks.
 
     Raises:
-        CheckpointError: a dtype that no checkpoint can hold.
+        CheckpointError: a dtype that a checkpoint cannot hold.
     """
     found, codes = {}, {}
     for name, holding in held.items():
@@ -59,14 +59,14 @@ def describe_held(held: Mapping[str, HeldTensor]) -> HeldTensorInfos:
 
 
 def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
-    """Which boxes each rank writes, and the bytes of all of them.
+    """Assign each box to one rank. Return the boxes that each rank writes, and their total bytes.
 
     Args:
-        ranks: what each rank holds.
+        ranks: descriptions of the tensors that each rank holds.
 
     Returns:
-        For each rank one byte a box, in order: 1 where it writes it. A box that several hold is written by the one
-        that has the fewest bytes to write so far.
+        For each rank one byte per box, in order: 1 if it writes the box. A box that several ranks hold is written by
+            the one with the fewest bytes so far.
 
     Raises:
         CheckpointError: ranks disagree on a tensor's shape or dtype, or their boxes leave gaps or overlap.
@@ -83,7 +83,7 @@ def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
                 if same and same[0][2] != sizes:
                     raise CheckpointError(
                         f"ranks {same[0][0]} and {rank} hold ranges of {name!r} that overlap but differ; "
-                        "replicas must be cut alike"
+                        "replicas must be sharded alike"
                     )
                 same.append((rank, len(chosen[rank]), sizes))
                 chosen[rank].append(0)
@@ -97,7 +97,7 @@ def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
         boxes = [(offsets, same[0][2]) for offsets, same in holders.items()]
         if len(boxes) != 1 or boxes[0][1] != shape:
             check_coverage(name, shape, boxes)
-    # one byte a box in the order of names over all ranks; each rank has its boxes in the order of its own names
+    # `chosen` follows the order of names over all ranks; each rank has its boxes in the order of its own names
     order = list(names)
     return [
         _reorder_flags(bytes(flags), described, order) for flags, described in zip(chosen, ranks, strict=True)
@@ -105,7 +105,7 @@ def assign_writers(ranks: Sequence[HeldTensorInfos]) -> tuple[list[bytes], int]:
 
 
 def boxes_to_write(infos: HeldTensorInfos, chosen: bytes) -> list[tuple[str, HeldTensorInfo, BoxBounds]]:
-    """The boxes that a rank writes, in order."""
+    """Return the boxes that a rank writes, in order."""
     flags = iter(chosen)
     return [(name, held, box) for name, held in infos.items() for box in held.all_boxes if next(flags)]
 
@@ -119,7 +119,9 @@ def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[BoxBounds]
     position = 0
     for start, count in spans:
         if start < position:
-            raise CheckpointError(f"element {start} of {name!r} lies in two different cuts; replicas must be cut alike")
+            raise CheckpointError(
+                f"element {start} of {name!r} lies in two different boxes; replicas must be sharded alike"
+            )
         if start > position:
             break
         position = start + count
@@ -130,7 +132,7 @@ def check_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[BoxBounds]
 
 
 def _agreed_shapes(ranks: Sequence[HeldTensorInfos]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor, of which all ranks that name it must have the same."""
+    """Return shape and dtype of each tensor. Raise CheckpointError if ranks disagree."""
     names: dict[str, tuple[tuple[int, ...], str]] = {}
     for rank, described in enumerate(ranks):
         for name, held in described.items():
@@ -138,8 +140,9 @@ def _agreed_shapes(ranks: Sequence[HeldTensorInfos]) -> dict[str, tuple[tuple[in
             if known != held[:2]:
                 first = next(number for number, other in enumerate(ranks) if name in other)
                 raise CheckpointError(
-                    f"ranks disagree on {name!r}: rank {first} has shape {known[0]}, {dtype_from_code(known[1])}, rank {rank} "
-                    f"has shape {held.shape}, {dtype_from_code(held.dtype_code)}; one name must mean one tensor on all ranks"
+                    f"ranks disagree on {name!r}: rank {first} has shape {known[0]}, {dtype_from_code(known[1])}, rank "
+                    f"{rank} has shape {held.shape}, {dtype_from_code(held.dtype_code)}; one name must mean one tensor "
+                    "on all ranks"
                 )
     return names
 
@@ -156,8 +159,8 @@ def _reorder_flags(flags: bytes, infos: HeldTensorInfos, order: list[str]) -> by
 
 
 def _check_box_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[BoxBounds]) -> None:
-    """As `check_cover`, of boxes that are no flat ranges: no two overlap, and together they have all elements."""
-    open_: list[BoxBounds] = []  # those that reach the rows where the next one begins
+    """Check coverage as `check_coverage` does, for boxes that are not flat ranges."""
+    open_: list[BoxBounds] = []  # boxes that extend into the rows where the next box begins
     for offsets, sizes in sorted(boxes):
         open_ = [other for other in open_ if other[0][0] + other[1][0] > offsets[0]]
         for other in open_:
@@ -165,7 +168,8 @@ def _check_box_coverage(name: str, shape: tuple[int, ...], boxes: Sequence[BoxBo
                 max(a, b) < min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other[0], other[1], strict=True)
             ):
                 raise CheckpointError(
-                    f"boxes of {name!r} (shape {shape}) at {other[0]} and {offsets} overlap; replicas must be cut alike"
+                    f"boxes of {name!r} (shape {shape}) at {other[0]} and {offsets} overlap; replicas must be sharded "
+                    "alike"
                 )
         open_.append((offsets, sizes))
     held = sum(math.prod(sizes) for _, sizes in boxes)

@@ -1,7 +1,7 @@
-"""The records of a file of `torch.save`: an archive in zip's format whose records are stored as they are.
+"""Records of a file of `torch.save`: a zip archive whose records are uncompressed.
 
-Python's `zipfile` is not used to read: it inflates what is compressed, lets records overlap, and takes ten times the
-memory of the directory of a large archive. Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+Python's `zipfile` is not used for reading: it decompresses, accepts overlapping records, and takes ten times the memory
+of a large archive's directory. Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import NamedTuple
 
 from windlass.checkpoint.checksum import crc32 as crc32_of
 
-_END = struct.Struct("<4s4H2LH")  # the end of the directory
-_LOCATOR = struct.Struct("<4sLQL")  # where the 64-bit end of the directory is
+_END = struct.Struct("<4s4H2LH")  # end of the directory
+_LOCATOR = struct.Struct("<4sLQL")  # position of the 64-bit end of the directory
 _END64 = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<4s6H3L5H2L")  # of the directory
-_LOCAL = struct.Struct("<4s22xHH")  # the header of a record: lengths of its name and its extra fields
+_ENTRY = struct.Struct("<4s6H3L5H2L")  # entry of the directory
+_LOCAL = struct.Struct("<4s22xHH")  # header of a record: lengths of its name and its extra fields
 _COMMENT = 1 << 16
-_FULL32 = 0xFFFFFFFF  # the value is in a 64-bit field
+_FULL32 = 0xFFFFFFFF  # marks that the value is in a 64-bit field
 _AT_ONCE = 1 << 22
 
 
 class ZipError(ValueError):
-    """An archive that is damaged, forged, or of a kind that `torch.save` never writes."""
+    """Error for an archive that is damaged, forged, or of a kind that `torch.save` never writes."""
 
 
 class NotZipError(ZipError):
-    """A file that does not end as an archive does."""
+    """Error for a file that does not end as a zip archive."""
 
 
 class ZipRecord(NamedTuple):
-    """Bytes `[begin, end)` of the file, whose checksum is `crc32`."""
+    """Bytes `[begin, end)` of the file, and their checksum."""
 
     name: str
     begin: int
@@ -45,11 +45,11 @@ class ZipRecord(NamedTuple):
 class ZipRecords:
     """All records of an open file, in the order of their bytes. None is compressed, and no two overlap.
 
-    Memory: about 300 bytes a record, less than three times what a record without data takes in the file.
+    Memory: about 300 bytes per record, less than three times the size of an empty record in the file.
 
     Raises:
-        ZipError: it is no such archive.
-        OSError: as the system says it.
+        ZipError: it is not such an archive.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, file: BufferedReader) -> None:
@@ -60,7 +60,7 @@ class ZipRecords:
         position = 0
         for start, record in ordered:
             if start < position or record.end > first:
-                raise ZipError(f"record {record.name!r} lies over another one")
+                raise ZipError(f"record {record.name!r} overlaps another one")
             position = record.end
         self._ordered = [record for _, record in ordered]
         self._begins = [record.begin for record in self._ordered]
@@ -72,20 +72,20 @@ class ZipRecords:
         return iter(self._ordered)
 
     def get(self, name: str) -> ZipRecord | None:
-        """The record of this name, without the folder that all names begin with."""
+        """Return the record of this name, without the common folder; None if there is none."""
         return self._by_name.get(name)
 
     def record_covering(self, begin: int, end: int) -> ZipRecord | None:
-        """The record that bytes `[begin, end)` of the file are in."""
+        """Return the record that contains bytes `[begin, end)` of the file; None if there is none."""
         at = bisect_right(self._begins, begin) - 1
         found = self._ordered[at] if at >= 0 else None
         return found if found is not None and end <= found.end else None
 
     def read(self, record: ZipRecord, max_bytes: int) -> bytes:
-        """The bytes of a record, compared with their checksum.
+        """Return the bytes of a record, after a check of their checksum.
 
         Raises:
-            ZipError: there are more than `at_most`, or they are not those that were written.
+            ZipError: there are more than `max_bytes`, or the bytes are damaged.
         """
         if record.end - record.begin > max_bytes:
             raise ZipError(
@@ -98,7 +98,7 @@ class ZipRecords:
         return found
 
     def has_valid_crc32(self, record: ZipRecord) -> bool:
-        """Read a record and compare it with its checksum. Memory: 4 MiB."""
+        """Return True if the bytes of a record match its checksum. Memory: 4 MiB."""
         self._file.seek(record.begin)
         left, found = record.end - record.begin, 0
         while left:
@@ -109,7 +109,7 @@ class ZipRecords:
         return found == record.crc32
 
     def _read_directory(self, count: int, first: int, last: int) -> Iterator[tuple[int, ZipRecord]]:
-        """Each record after the byte at which its header begins."""
+        """Yield each record with the byte offset of its header."""
         self._file.seek(first)
         directory = self._file.read(last - first)
         at = 0
@@ -132,7 +132,7 @@ class ZipRecords:
             raise ZipError("its directory has more than its records")
 
     def _data_offset(self, name: bytes, start: int) -> int:
-        """Where the data of a record begin, which is said where its header begins."""
+        """Return the byte offset of a record's data, which follows its header."""
         self._file.seek(start)
         header = self._file.read(_LOCAL.size + len(name))
         if len(header) < _LOCAL.size:
@@ -145,7 +145,7 @@ class ZipRecords:
 
 
 def _find_directory(file: BufferedReader, size: int) -> tuple[int, int, int]:
-    """How many records there are, and the first byte of their directory and the one after its last."""
+    """Return the number of records, and the byte range of their directory."""
     tail_at = max(0, size - _END.size - _COMMENT - _LOCATOR.size)
     file.seek(tail_at)
     tail = file.read(size - tail_at)
@@ -168,7 +168,7 @@ def _find_directory(file: BufferedReader, size: int) -> tuple[int, int, int]:
 
 
 def _resolve_zip64(extra: bytes, *values: int) -> tuple[int, ...]:
-    """Sizes and place of a record; those that do not fit in 32 bits are in an extra field."""
+    """Return sizes and offset of a record. Values that do not fit in 32 bits are in an extra field."""
     if _FULL32 not in values:
         return values
     at = 0

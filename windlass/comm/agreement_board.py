@@ -1,5 +1,4 @@
-"""Where the ranks of a group tell each other a few numbers, in no time: what the agreed order of collectives is made
-of."""
+"""Agreement board: fast exchange of a few integers between the ranks of a group, for the order of collectives."""
 
 from __future__ import annotations
 
@@ -11,48 +10,50 @@ import torch.distributed as dist
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory import Counters
 
-WIDTH = 32  # numbers that shared memory shows at once
+WIDTH = 32  # maximum number of integers in one exchange through shared memory
 COUNTERS = 1 + 2 * WIDTH
-"""How many of the counters: exchanges begun, and the numbers of this one and of the one before."""
+"""Number of counters of a board: the number of started exchanges, and the integers of the current and the previous one.
+"""
 
 
 class Posted(Protocol):
-    """Numbers that this rank has told, and will hear of the others."""
+    """Exchange in flight: this rank has posted its integers and will receive those of the others."""
 
     def poll(self) -> bool:
-        """Whether all have told theirs."""
+        """Return True if all ranks have posted their integers."""
         ...
 
     def wait(self) -> list[list[int]]:
-        """Every rank's numbers, in group order."""
+        """Wait for the exchange and return every rank's integers, in group order."""
         ...
 
 
 class AgreementBoard(Protocol):
-    """Small exchanges over one group, which never get between the collectives of a transport."""
+    """Small exchanges over one group, independent of the collectives of a transport."""
 
     def post(self, mine: list[int], what: str) -> Posted:
-        """Tell the others `mine`, at most `WIDTH` numbers; all tell as many. One exchange after the other: this one is
-        to be waited for before the next.
+        """Post `mine`, at most `WIDTH` integers, equally many on all ranks.
+
+        Wait for one exchange before the next one starts.
 
         Args:
-            what: is waited for, should a peer not come.
+            what: Description of the exchange, for the error if a peer does not arrive.
         """
         ...
 
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        """Every rank's numbers, any count of them, in group order. Collective; all tell as many."""
+        """Return every rank's integers in group order. Any number of integers, equal on all ranks. Collective."""
         ...
 
 
 class SharedMemoryBoard:
-    """On counters in shared memory: some microseconds, where all ranks are there.
+    """Board on counters in shared memory. An exchange takes some microseconds once all ranks have posted.
 
-    Numbers lie in two places in turn. Who shows those of one exchange has seen all of the one before; so everybody has
-    read what was shown before that, and its place may be written again.
+    Integers are stored at two places in turn. A rank that posts an exchange has read the one before. So when all ranks
+    have posted, every rank has read the exchange before the last one, and its place may be overwritten.
 
     Args:
-        counters, base: `COUNTERS` of them from `base` on.
+        counters, base: Shared counters, of which the board uses `COUNTERS` from `base` on.
     """
 
     def __init__(self, group: RankGroup, counters: Counters, base: int) -> None:
@@ -62,6 +63,7 @@ class SharedMemoryBoard:
     def post(self, mine: list[int], what: str) -> Posted:
         self._turn += 1
         place = self._base + 1 + self._turn % 2 * WIDTH
+        # Set last: it makes the integers visible to peers.
         for at, number in enumerate(mine):
             self._counters.set(place + at, number)
         self._counters.raise_to(self._base, self._turn)
@@ -75,11 +77,11 @@ class SharedMemoryBoard:
         return told
 
     def shown(self, turn: int) -> bool:
-        """Whether all have told their numbers of an exchange."""
+        """Return True if all ranks have posted their integers of this exchange."""
         return self._counters.reached(self._base, turn)
 
     def read(self, turn: int, count: int, what: str) -> list[list[int]]:
-        """Every rank's numbers of the last exchange, once all have told them."""
+        """Wait until all ranks have posted the last exchange, and return every rank's integers."""
         self._counters.wait(self._base, turn, what)
         place = self._base + 1 + turn % 2 * WIDTH
         return [[self._counters.read(rank, place + at) for at in range(count)] for rank in range(self._group.size)]
@@ -97,7 +99,7 @@ class _PostedCounters:
 
 
 class WireBoard:
-    """Over gloo, on the CPU, whatever moves the tensors; no collective of a transport is under way meanwhile."""
+    """Board over gloo on the CPU, for any wire transport. It needs no collective of the transport in flight."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Memory of this process alone that is given back and taken again, at one address."""
+"""Private memory whose pages can be freed and allocated again at the same address."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import resource
 
 import torch
 
-_HUGE = 2 << 20  # bytes of a huge page, where the machine has them
+_HUGE = 2 << 20  # size of a huge page in bytes, on machines that have them
 
 
 class AnonymousPages:
-    """`nbytes` of zeros whose pages can be discarded; they come back, as zeros, when they are touched.
+    """`nbytes` of zeros whose pages can be discarded. They are allocated again, as zeros, at the next access.
 
-    In huge pages where the kernel gives them: to take 64 MiB again then costs 1 ms, in small ones 30 and in a shared
-    file 50. A limit on a process's data (`ulimit -d`) counts the addresses of private memory whether it has pages or
-    not, so that all units would count at once; under one the memory is formally shared, with nobody.
+    Huge pages are used if the kernel provides them: to allocate 64 MiB again then takes 1 ms, in small pages 30 ms and
+    in a shared file 50 ms. A limit on a process's data (`ulimit -d`) counts the addresses of private memory even
+    without pages, so all units would count at the same time. Under such a limit the mapping is formally shared,
+    although no other process maps it.
 
     Attributes:
         bytes: `[nbytes]` uint8.
@@ -26,14 +27,15 @@ class AnonymousPages:
         limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
         kind = mmap.MAP_SHARED if limited else mmap.MAP_PRIVATE
         self._advice = mmap.MADV_REMOVE if limited else mmap.MADV_DONTNEED
+        # Map one huge page more than needed, to align the start to a huge page.
         self._map = mmap.mmap(-1, nbytes + _HUGE, flags=kind | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start, self._nbytes = -whole.data_ptr() % _HUGE, nbytes
         self.bytes = whole.narrow(0, self._start, nbytes)
-        # only whole huge pages: at the end one would take memory that nobody asked for
+        # Only full huge pages: one at the end would take memory beyond `nbytes`.
         if not limited and nbytes >= _HUGE:
             self._map.madvise(mmap.MADV_HUGEPAGE, self._start, nbytes // _HUGE * _HUGE)
 
     def discard(self) -> None:
-        """Give the memory back; the content is lost."""
+        """Free the memory; the content is lost."""
         self._map.madvise(self._advice, self._start, self._nbytes)

@@ -1,4 +1,4 @@
-"""Communication on a thread beside the one that trains."""
+"""Call of a function on a background thread, for communication beside training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from windlass.base.collective_activity import WaitScope
 
 
 class BackgroundCall:
-    """Runs a function on a thread while this one goes on.
+    """Function call on a background thread.
 
     Args:
-        act: the function.
+        act: The function.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -22,7 +22,7 @@ class BackgroundCall:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for its end; raises what it raised."""
+        """Wait for the end of the call, and raise its exception if it raised one."""
         with WaitScope("the transfers of a schedule that failed"):
             self._thread.join()
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""From a launcher's environment to a process group."""
+"""Bootstrap: creates the default process group from the environment that a launcher sets."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from windlass.comm.rank_environment import HERE, RankEnvironment, half, rank_env
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
-_ENVIRONMENT = ("", "env://")  # torch's names of a meeting at MASTER_ADDR
+_ENVIRONMENT = ("", "env://")  # torch's names of a rendezvous at MASTER_ADDR
 
 
 def default_timeout(otherwise: timedelta = DEFAULT_TIMEOUT) -> timedelta:
-    """How long a collective waits for a peer: `DEEPSPEED_TIMEOUT` in minutes where it is set.
+    """Return the time-out of collectives: `DEEPSPEED_TIMEOUT`, in minutes, if it is set, else `otherwise`.
 
     Raises:
-        CommunicationError: it is no positive number.
+        CommunicationError: `DEEPSPEED_TIMEOUT` is not a positive number.
     """
     text = os.environ.get("DEEPSPEED_TIMEOUT", "")
     if not text:
@@ -45,7 +45,7 @@ def default_timeout(otherwise: timedelta = DEFAULT_TIMEOUT) -> timedelta:
         minutes = 0.0
     if not 0 < minutes < 1e6:
         raise CommunicationError(
-            f"DEEPSPEED_TIMEOUT = {text!r} is no number of minutes; write one above 0, or unset it"
+            f"DEEPSPEED_TIMEOUT = {text!r} is not a number of minutes; set a positive number, or unset it"
         )
     return timedelta(minutes=minutes)
 
@@ -61,24 +61,25 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start the default process group unless there is one.
+    """Create the default process group, unless it exists.
 
-    Reads who this process is from the environment of its launcher (`comm/rank_environment`): torchrun, DeepSpeed's launcher,
-    Open MPI, MVAPICH, MPICH, Intel MPI, Slurm, Azure ML, SageMaker. Without any, or by one that started no other
-    process, the group is this process alone, through no socket at all. Where a launcher started several processes they
-    form a group, or this raises; `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` are set then.
+    Rank and world size come from the environment of the launcher (`comm/rank_environment`): torchrun, DeepSpeed's
+    launcher, Open MPI, MVAPICH, MPICH, Intel MPI, Slurm, Azure ML, SageMaker. Without a launcher, or if the launcher
+    started only one process, the group contains this process alone and opens no socket. If a launcher started several
+    processes, they form one group, or this function raises. It then sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
+    `MASTER_ADDR` and `MASTER_PORT`.
 
     Args:
-        backend: torch's name; by default gloo for CPU tensors and, where CUDA is there, nccl for its tensors.
-        timeout: after which a collective that a peer never joined fails; None: `default_timeout()`.
-        port: used for `MASTER_PORT` when the environment has none.
-        report_after: seconds after which it is said who has not come; None: never.
-        discover: False: `RANK` and its like count, other launchers' variables do not.
-        init_method: a torch URL at which the ranks meet.
-        rank, world_size: go before the environment where both are given.
+        backend: Torch's name of the backend. Default: gloo for CPU tensors and, with CUDA, nccl for CUDA tensors.
+        timeout: Time after which a collective fails if a peer does not join; None: `default_timeout()`.
+        port: Used for `MASTER_PORT` if the environment has none.
+        report_after: Seconds after which missing ranks are logged; None: never.
+        discover: If False, only `RANK` and related variables are used, not those of other launchers.
+        init_method: A torch URL for the rendezvous of the ranks.
+        rank, world_size: Override the environment if both are given.
 
     Raises:
-        CommunicationError: the environment is half there, or the ranks could not meet.
+        CommunicationError: the environment is incomplete, or the rendezvous failed.
     """
     if dist.is_initialized():
         return
@@ -92,7 +93,7 @@ def init_distributed(
         bind_gloo_to_loopback()
     if init_method is not None and init_method not in _ENVIRONMENT:
         _rendezvous_at(init_method, place, backend, timeout)
-    elif place is None or place.world == 1:  # alone, whoever says so: nobody else looks for a port here
+    elif place is None or place.world == 1:  # one process: no other rank uses a port here
         if place is None:
             _warn_of_an_allocation()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -104,8 +105,9 @@ def init_distributed(
 
 
 def discover(port: int = DEFAULT_PORT) -> None:
-    """Put what the launcher says of this process into `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and
-    `MASTER_PORT`; without any launcher it is alone.
+    """Set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` from the launcher's variables.
+
+    Without a launcher, the values are those of a single process.
 
     Raises:
         CommunicationError: as `init_distributed`.
@@ -119,11 +121,11 @@ def discover(port: int = DEFAULT_PORT) -> None:
 
 
 def _rank_environment(discover: bool, init_method: str | None, rank: int, world_size: int) -> RankEnvironment | None:
-    """Who this process is, and the environment says so afterwards."""
+    """Return the rank environment of this process, after writing it to the environment variables of torchrun."""
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     elif init_method is not None and init_method not in _ENVIRONMENT and "?" in init_method:
-        return None  # the URL says it
+        return None  # the URL contains rank and world size
     place = rank_environment(os.environ, others=discover)
     if place is None:
         return None
@@ -135,12 +137,13 @@ def _rank_environment(discover: bool, init_method: str | None, rank: int, world_
     if place.local_world is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world)
     if place.source == "Azure ML":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "^docker0,lo")  # its containers' bridge leads nowhere
+        # The docker bridge of Azure ML containers does not reach other nodes.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "^docker0,lo")
     return place
 
 
 def _with_master(place: RankEnvironment, port: int | None) -> RankEnvironment:
-    """The place with where rank 0 is; asked of MPI where the environment does not say it."""
+    """Return `place` with the address of rank 0. The address comes from MPI if the environment does not have it."""
     if place.source == "the environment":
         missing = [] if place.master is not None else ["MASTER_ADDR"]
         if place.port is None and port is None:
@@ -149,46 +152,47 @@ def _with_master(place: RankEnvironment, port: int | None) -> RankEnvironment:
             raise CommunicationError(half(missing))
     if place.master is None:
         place = replace(place, master=_master_by_mpi(place))
+    # A port derived from Slurm's job id is only a default: an explicit argument overrides it.
     reckoned = place.source == "Slurm" and "MASTER_PORT" not in os.environ
     if place.port is None or (reckoned and port not in (None, DEFAULT_PORT)):
         place = replace(place, port=port or DEFAULT_PORT)
     if place.one_host and not _agent_keeps_store():
-        place = replace(place, master=HERE)  # where rank 0 listens then, whatever name the host was given
+        place = replace(place, master=HERE)  # rank 0 then listens there, whatever the host is named
     os.environ.update(MASTER_ADDR=str(place.master), MASTER_PORT=str(place.port))
     return place
 
 
 def _agent_keeps_store() -> bool:
-    """Tell whether the launcher serves the store at which ranks meet (torchrun, `windlass run`)."""
+    """Return True if the launcher serves the rendezvous store (torchrun, `windlass run`)."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _master_by_mpi(place: RankEnvironment) -> str:
-    """Rank 0's address, told by itself over MPI."""
+    """Return rank 0's address, which rank 0 broadcasts over MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise CommunicationError(
-            f"{place.source} started {place.world} ranks on several hosts and does not say where rank 0 is: set "
+            f"{place.source} started {place.world} ranks on several hosts and gives no address of rank 0: set "
             "MASTER_ADDR to its host on every rank (mpirun -x MASTER_ADDR=host, srun --export=ALL,MASTER_ADDR=host), "
-            f"or install mpi4py; importing it said: {error}"
+            f"or install mpi4py; its import failed: {error}"
         ) from error
     world = MPI.COMM_WORLD
     if (world.Get_rank(), world.Get_size()) != (place.rank, place.world):
         raise CommunicationError(
-            f"{place.source} says rank {place.rank} of {place.world}, mpi4py says {world.Get_rank()} of "
+            f"{place.source} sets rank {place.rank} of {place.world}, mpi4py reports {world.Get_rank()} of "
             f"{world.Get_size()}: mpi4py was built for another MPI; set MASTER_ADDR instead"
         )
     return str(world.bcast(_own_address() if place.rank == 0 else None, root=0))
 
 
 def _own_address() -> str:
-    """The address under which this host goes out; no packet is sent to find it."""
+    """Return the address of this host's outgoing interface. No packet is sent for this."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
             return str(probe.getsockname()[0])
-        except OSError:  # no route: one host, or a network of names only
+        except OSError:  # no route: a single host, or a network with names only
             return socket.gethostname()
 
 
@@ -200,9 +204,9 @@ def _rendezvous(place: RankEnvironment, backend: str, timeout: timedelta, report
                 dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
             else:
                 dist.init_process_group(backend, timeout=timeout)
-    except (RuntimeError, ValueError) as error:  # torch.distributed has kinds of its own for every way to fail
+    except (RuntimeError, ValueError) as error:  # torch.distributed raises different classes for different failures
         raise CommunicationError(
-            f"rank {place.rank} of {place.world} could not meet the others at {place.master}:{place.port}: "
+            f"rank {place.rank} of {place.world} could not connect to the others at {place.master}:{place.port}: "
             f"{str(error).strip().splitlines()[0]}; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank, "
             "and that rank 0 can be reached there"
         ) from error
@@ -212,15 +216,15 @@ def _rendezvous_at(url: str, place: RankEnvironment | None, backend: str, timeou
     rank, world = (-1, -1) if place is None else (place.rank, place.world)
     try:
         dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timeout)
-    except (RuntimeError, ValueError) as error:  # torch.distributed has kinds of its own for every way to fail
+    except (RuntimeError, ValueError) as error:  # torch.distributed raises different classes for different failures
         raise CommunicationError(
-            f"the ranks could not meet at init_method = {url!r} (rank {rank} of {world}; -1: not said): "
+            f"the ranks could not connect at init_method = {url!r} (rank {rank} of {world}; -1: not given): "
             f"{str(error).strip().splitlines()[0]}; check the URL, and rank and world_size or RANK and WORLD_SIZE"
         ) from error
 
 
 def _learn_local_rank() -> None:
-    """No launcher said it: ranks of one host are counted in the store at which all met."""
+    """Set `LOCAL_RANK` if no launcher did: count the lower ranks on this host through the rendezvous store."""
     store = PrefixStore("windlass hosts", _get_default_store())
     rank = dist.get_rank()
     store.set(str(rank), host_name())
@@ -231,7 +235,7 @@ def _learn_local_rank() -> None:
 
 
 def host_name() -> str:
-    """What tells this host from others: its name and the identity of its boot, since containers share names."""
+    """Return an identifier of this host: its name and boot id, because containers share names."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -253,10 +257,10 @@ def _report_missing_ranks(seconds: float | None) -> Iterator[None]:
 
 
 def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
-    """Leave word that this rank is here; if the ranks do not meet in time, say who left none."""
+    """Register this rank in the store. If the rendezvous takes too long, log the ranks that have not registered."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    missing = [0]  # who keeps the store, as a rule
+    missing = [0]  # usually the rank that serves the store
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
         arrivals = PrefixStore(f"windlass arrivals {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -265,28 +269,32 @@ def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
             return
         missing = [other for other in range(world) if not arrivals.check([str(other)])]
         if rank != min(set(range(world)) - set(missing)):
-            return  # one says it
-    except (RuntimeError, ValueError):  # torch has kinds of its own for every way in which a store fails
+            return  # only one rank logs
+    except (RuntimeError, ValueError):  # torch raises different classes for the failures of a store
         if met.is_set():
             return
-    who = ", ".join(map(str, missing)) or "nobody, and yet they do not meet: look at the network"
-    logger.error(
-        "rank %d waits in initialize for %.0f s now; not there yet: %s (of %d ranks)", rank, seconds, who, world
-    )
+    who = ", ".join(map(str, missing)) or "none, but the ranks cannot connect: check the network"
+    logger.error("rank %d has waited in initialize for %.0f s; missing ranks: %s (of %d)", rank, seconds, who, world)
 
 
 def _warn_of_an_allocation() -> None:
-    """Within an allocation of several tasks, a process that srun did not start is alone; that may be a slip."""
+    """Warn about a process in a Slurm allocation of several tasks that srun did not start.
+
+    It trains alone, perhaps by mistake.
+    """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if tasks not in ("", "0", "1"):
         logger.warning(
-            "SLURM_NTASKS is %s, but this process is no task of Slurm's: it trains alone; start it with srun or "
+            "SLURM_NTASKS is %s, but srun did not start this process: it trains alone; start it with srun or "
             "`windlass run`",
             tasks,
         )
 
 
 def _shutdown() -> None:
-    """At exit: a gloo group that is still there when the interpreter goes aborts the process now and then."""
+    """Destroy the default group at exit.
+
+    A gloo group that exists at interpreter shutdown occasionally aborts the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

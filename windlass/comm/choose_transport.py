@@ -1,4 +1,4 @@
-"""Which transport a group of ranks uses, and why."""
+"""Choice of the transport of a group of ranks, with the reason."""
 
 from __future__ import annotations
 
@@ -20,37 +20,46 @@ NAMES = ("auto", "shm", "gloo", "nccl")
 def choose_transport(
     requested: str, group: RankGroup, device: torch.device, *, ways: WireOptions, timeout: timedelta
 ) -> tuple[Transport, str]:
-    """The transport for `group`, and one sentence that says why. Collective.
+    """Return the transport for `group`, and one sentence with the reason. Collective.
 
     Args:
-        requested: auto, shm, gloo or nccl; the environment's `WINDLASS_TRANSPORT` goes before it.
-        device: where the tensors lie.
-        ways: how a wire transport sends.
-        timeout: how long to wait for a peer (shm).
+        requested: auto, shm, gloo or nccl. The environment variable `WINDLASS_TRANSPORT` overrides it.
+        device: Device of the tensors.
+        ways: Options of a wire transport.
+        timeout: Time-out of waits for a peer (shm).
 
     Raises:
-        ConfigError: a name that does not exist, or a transport that can't serve this device or these ranks.
+        ConfigError: the name does not exist, or the transport does not support this device or these ranks.
     """
+    name, why = choose_transport_name(requested, group, device)
+    if name == "nccl":
+        return NcclTransport(group, ways), why
+    return (ShmTransport(group, timeout) if name == "shm" else GlooTransport(group, ways)), why
+
+
+def choose_transport_name(requested: str, group: RankGroup, device: torch.device) -> tuple[str, str]:
+    """Return the name of the transport for `group` (shm, gloo or nccl) and one sentence of why. Collective; arguments
+    and errors as of `choose_transport`."""
     source = "comm.transport"
     if os.environ.get("WINDLASS_TRANSPORT"):
         requested, source = os.environ["WINDLASS_TRANSPORT"].lower(), "WINDLASS_TRANSPORT"
     if requested not in NAMES:
-        raise ConfigError(f"{source} = {requested!r} is no transport; use one of {', '.join(NAMES)}")
+        raise ConfigError(f"{source} = {requested!r} is not a transport; use one of {', '.join(NAMES)}")
     if device.type == "cuda":
         if requested not in ("auto", "nccl"):
             raise ConfigError(
                 f"{source} = {requested!r} moves CPU tensors, but the model is on {device}; use nccl or auto"
             )
-        return NcclTransport(group, ways), "the model is on GPUs"
+        return "nccl", "the model is on GPUs"
     if requested == "nccl":
         raise ConfigError(f"{source} = 'nccl' moves GPU tensors, but the model is on the CPU; use auto, shm or gloo")
     if requested == "gloo":
-        return GlooTransport(group, ways), f"{source} asks for it"
+        return "gloo", f"{source} requests it"
     if group.size == 1 and requested == "auto":
-        return GlooTransport(group, ways), "one rank has nobody to talk to"
+        return "gloo", "one rank has no peers"
     problem = shared_memory_problem(group)
     if problem is None:
-        return ShmTransport(group, timeout), f"{group.size} CPU ranks of one host"
+        return "shm", f"{group.size} CPU ranks of one host"
     if requested == "shm":
-        raise ConfigError(f"{source} = 'shm' can't be had: {problem}; use gloo or auto")
-    return GlooTransport(group, ways), f"no shared memory: {problem}"
+        raise ConfigError(f"{source} = 'shm' is not available: {problem}; use gloo or auto")
+    return "gloo", f"no shared memory: {problem}"

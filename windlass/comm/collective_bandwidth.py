@@ -1,4 +1,4 @@
-"""Sizes and speeds of collectives, in the figures of DeepSpeed's log and of nccl-tests."""
+"""Sizes and bandwidths of collectives, as defined by DeepSpeed's log and nccl-tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALL_REDUCE = frozenset({"all_reduce", "all_reduce_coalesced", "inference_all_re
 
 
 def convert_size(size_bytes: int) -> str:
-    """Bytes in the unit in which they are less than 1024, to two decimals: `1.5 MB`."""
+    """Format bytes in the unit in which they are less than 1024, to two decimals: `1.5 MB`."""
     if size_bytes == 0:
         return "0B"
     value, unit = float(size_bytes), 0
@@ -25,17 +25,17 @@ def convert_size(size_bytes: int) -> str:
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = None) -> tuple[float, float]:
-    """Algorithmic and bus bandwidth of one operation, in Gbit/s.
+    """Return the algorithmic and the bus bandwidth of one operation, in Gbit/s.
 
-    The algorithmic one is what DeepSpeed prints: bytes over time, of an all-reduce twice the bytes, of a gather or
-    reduce-scatter the bytes of all ranks. The bus bandwidth is that of nccl-tests (its doc/PERFORMANCE.md): what a
-    link carries, to be compared with its speed whatever the number of ranks.
+    The algorithmic bandwidth is DeepSpeed's: bytes over time, where an all-reduce counts twice its bytes, and a gather
+    or reduce-scatter the bytes of all ranks. The bus bandwidth is that of nccl-tests (its doc/PERFORMANCE.md): the
+    traffic of a link, comparable with the link's speed for any number of ranks.
 
     Args:
-        comm_op: the operation's name; of an unknown one both are bytes over time.
-        size: bytes of this rank's message.
-        duration: in milliseconds.
-        ranks: of the group; by default those of the world.
+        comm_op: Name of the operation. For an unknown one, both bandwidths are bytes over time.
+        size: Bytes of this rank's message.
+        duration: In milliseconds.
+        ranks: Number of ranks of the group; by default of the world.
     """
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -55,7 +55,7 @@ def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = No
 
 
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """The mean without the least and the greatest `share` of the values."""
+    """Return the mean without the smallest and the largest `share` of the values."""
     if not values:
         return 0.0
     cut = int(len(values) * share)

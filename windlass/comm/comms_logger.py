@@ -1,4 +1,4 @@
-"""The `comms_logger`: how often, how much and how fast ranks talked, by operation and message size."""
+"""`comms_logger`: number, size and speed of communication calls, by operation and message size."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Records = dict[str, dict[int, list[Any]]]
 
 
 class CommsLogger:
-    """What was recorded on this rank, and whether anything is.
+    """Records of this rank's communication calls, and the settings of what is recorded.
 
     Attributes:
-        enabled: record at all.
-        prof_all: every operation; else those in `prof_ops` and calls with `prof=True`.
-        prof_ops: names of operations, or the `log_name` that a caller gave.
-        verbose: log each of them as it ends.
-        debug: tell calls apart by the function that called.
+        enabled: Record calls.
+        prof_all: Record every operation; else only those in `prof_ops` and calls with `prof=True`.
+        prof_ops: Names of operations, or the `log_name` of a call.
+        verbose: Log each call as it ends.
+        debug: Distinguish calls by their calling function.
         comms_dict: `{name: {bytes: [count, [ms], [algorithmic Gbit/s], [bus Gbit/s]]}}`.
-        engine: what windlass' own engines moved while this was on: `{operation: {bytes: count}}`. Their collectives
-            run behind the computation, so they have no latency of their own.
+        engine_traffic: Traffic of windlass' own engines while enabled: `{operation: {bytes: count}}`. Their collectives
+            overlap with computation, so they have no latency of their own.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class CommsLogger:
         traffic.set_traffic_observer(self._record_engine_traffic if self._enabled else None)
 
     def configure(self, comms_config: Any) -> None:
-        """Take the section `comms_logger`.
+        """Apply the section `comms_logger`.
 
         Args:
-            comms_config: a whole configuration (a dict, or an object that has `comms_logger`), or the section itself.
+            comms_config: A full configuration (a dict, or an object with `comms_logger`), or the section itself.
 
         Raises:
-            ConfigError: it is no such section.
+            ConfigError: the section is invalid.
         """
         settings = _read_section(comms_config)
         if settings is None:
@@ -82,21 +82,21 @@ class CommsLogger:
         self.prof_ops = [name for name in self.prof_ops if name not in gone]
 
     def should_record(self, name: str, prof: bool) -> bool:
-        """Whether a call under this name is recorded."""
+        """Return True if a call under this name is recorded."""
         return self._enabled and (prof or self.prof_all or name in self.prof_ops)
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int, ranks: int | None = None) -> None:
         """Record one operation.
 
         Args:
-            raw_name: the operation, which says how its bandwidth is reckoned.
-            record_name: the name under which it is counted.
-            latency: in milliseconds.
-            msg_size: bytes of this rank's message.
-            ranks: of the group; None: the world.
+            raw_name: The operation, which determines how its bandwidth is computed.
+            record_name: Name under which it is recorded.
+            latency: In milliseconds.
+            msg_size: Bytes of this rank's message.
+            ranks: Number of ranks of the group; None: the world.
         """
         algorithmic, bus = calc_bw_log(raw_name, msg_size, latency, ranks)
-        with self._lock:  # works end on threads, too
+        with self._lock:  # asynchronous calls end on other threads
             record = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
             record[0] += 1
             for values, value in zip(record[1:], (latency, algorithmic, bus), strict=True):
@@ -125,7 +125,7 @@ class CommsLogger:
         return sum(record[0] for sizes in self.comms_dict.values() for record in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """By message size what `log_all` returns; None where nothing was recorded under that name."""
+        """Return the summary of `log_all` by message size, or None if nothing is recorded under that name."""
         sizes = self.comms_dict.get(operation_name)
         return (
             None if sizes is None else {size: _summarize_record(size, record) for size, record in sorted(sizes.items())}
@@ -134,13 +134,13 @@ class CommsLogger:
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """Print what was recorded on this rank, return it, or both.
+        """Print the records of this rank, return them, or both.
 
         Args:
-            print_log: print a table.
-            show_straggler: also how long this rank waited for later ones: each latency less the least that any rank
-                saw for the same operation. Collective: all ranks ask for it.
-            return_dict: return `{"summary", "straggler_analysis", "engine", "metadata"}`.
+            print_log: Print a table.
+            show_straggler: Include the time that this rank waited for later ranks: each latency minus the minimum over
+                ranks for the same operation. Collective: all ranks must set it.
+            return_dict: Return `{"summary", "straggler_analysis", "engine", "metadata"}`.
         """
         started = dist.is_initialized()
         names = list(self.comms_dict)
@@ -214,10 +214,10 @@ def _format_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]], column
 
 
 def _read_section(config_or_section: Any) -> Settings | None:
-    """The section that `given` is or holds; None where it holds none."""
+    """Return the section that the argument is or contains; None if it contains none."""
     if isinstance(config_or_section, Settings):
         return config_or_section
-    inner = getattr(config_or_section, "comms_config", config_or_section)  # a DeepSpeedConfig keeps its own there
+    inner = getattr(config_or_section, "comms_config", config_or_section)  # a DeepSpeedConfig has the section there
     section = inner.get("comms_logger") if isinstance(inner, Mapping) else getattr(inner, "comms_logger", None)
     if section is None or isinstance(section, Settings):
         return section

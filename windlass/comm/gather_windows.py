@@ -1,4 +1,4 @@
-"""Gathers of buffers that peers do not map, through a few windows that they do."""
+"""Gather windows: shared memory through which ranks gather buffers that their peers do not map."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from windlass.comm.traffic import Traffic
 from windlass.comm.transport import TransportBuffer, local_shard
 
 WINDOWS = 2
-"""A rank may show one gather more than its slowest peer has taken."""
+"""Number of windows. A rank may publish one gather more than its slowest peer has read."""
 COUNTERS = 2 + WINDOWS
-"""How many of the counters: gathers shown, gathers taken, and whose buffer is in each window."""
+"""Number of counters: gathers published, gathers read, and the key of the buffer in each window."""
 
 
 @dataclass(eq=False)
@@ -30,15 +30,15 @@ class _WindowGather:
 
 
 class GatherWindows:
-    """Gathers in the order in which they were started, which is one on all ranks.
+    """Gathers in the order of their start, which is equal on all ranks.
 
-    Each rank copies its cut into the next window once all peers have read what that showed before, and theirs from
-    their windows. Nobody waits for a peer to join before a gather is asked for; and memory that comes and goes is no
-    peer's: to give back what peers map, and to take it again, is slow (see `Pages`).
+    Each rank copies its shard into the next window once all peers have read the window's previous content, and reads
+    the peers' shards from their windows. A gather starts without waiting for the peers. Peers do not map memory that is
+    freed and allocated again, because it would be slow to free and allocate mapped memory (see `AnonymousPages`).
 
     Args:
-        blocks: bytes of every window of every rank, `[window][rank]`.
-        counters, base: `COUNTERS` of them from `base` on.
+        blocks: Bytes of every window of every rank, `[window][rank]`.
+        counters, base: Shared counters, of which the windows use `COUNTERS` from `base` on.
     """
 
     def __init__(
@@ -49,19 +49,21 @@ class GatherWindows:
         self._started = self._taken = 0
 
     def gather(self, buffer: TransportBuffer, ready: Pending, elements: int) -> Pending:
-        """Start a gather of `buffer`, in which this rank's own cut is there once `ready`."""
+        """Start a gather of `buffer`. This rank's shard is in place once `ready`."""
         self._started += 1
         self._queue.append(_WindowGather(self._started, buffer, ready, elements))
         self.advance(self._started, wait=False)
         return _WindowPending(self, self._started)
 
     def advance(self, number: int, *, wait: bool) -> bool:
-        """Go on with the gathers up to the `number`-th; returns whether that is finished, as it is after `wait`.
+        """Advance the gathers up to the `number`-th.
+
+        Return True if that one is finished, which is always so with `wait`.
 
         Raises:
-            CommunicationError: peers gather something else, or one is not there.
+            CommunicationError: peers gather another buffer, or a peer is missing.
         """
-        for one in list(self._queue):  # show before taking: a peer may wait for it
+        for one in list(self._queue):  # publish before reading: a peer may wait for this shard
             if one.number > number or not (one.shown or self._show(one, wait=wait and one is self._queue[0])):
                 break
         while self._queue and self._taken < number:
@@ -78,8 +80,10 @@ class GatherWindows:
         elif not (one.ready.poll() and self._counters.reached(self._base + 1, one.number - WINDOWS)):
             return False
         window, own = one.number % WINDOWS, local_shard(one.buffer.local, self._group.index, self._group.size)
+        # The window may be larger than this shard.
         _like(self._blocks[window][self._group.index], own).copy_(own)
         self._counters.set(self._base + 2 + window, one.buffer.key)
+        # Set last: it makes the window visible to peers.
         self._counters.raise_to(self._base, one.number)
         one.shown = True
         return True
@@ -93,15 +97,17 @@ class GatherWindows:
         for index in range(self._group.size):
             if index == self._group.index:
                 continue
+            # The key detects ranks that gather in different orders, before wrong values are used.
             if self._counters.read(index, self._base + 2 + window) != one.buffer.key:
                 raise CommunicationError(
                     f"rank {self._group.ranks[index]} and this rank {self._group.ranks[self._group.index]} gather "
-                    "parameters in different orders, which [Note: agreed order] rules out: please report this"
+                    "parameters in different orders, which [Note: agreed order] excludes: please report this"
                 )
             into = local_shard(one.buffer.local, index, self._group.size)
             into.copy_(_like(self._blocks[window][index], into))
             moved += into.numel() * into.element_size()
         self._taken = one.number
+        # Peers may now overwrite their windows.
         self._counters.raise_to(self._base + 1, one.number)
         self._traffic.add("gather", one.elements, moved)
         return True
@@ -119,5 +125,5 @@ class _WindowPending:
 
 
 def _like(window: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The beginning of a window, as a tensor like `values`."""
+    """Return the start of a window as a tensor of the size and dtype of `values`."""
     return window[: values.numel() * values.element_size()].view(values.dtype)

@@ -1,7 +1,7 @@
-"""Sockets of ranks that are all on one host, kept at its loopback interface.
+"""Sockets of ranks on one host, restricted to the loopback interface.
 
-By default gloo listens at the address of the host's name, and torch's store at every address, where others on the
-network reach them. Neither authenticates who connects.
+By default gloo listens at the address of the host name, and torch's store at every address, so that other machines of
+the network can connect. Neither authenticates its connections.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from windlass.comm.addresses import gloo_at_loopback
 
-_BACKLOG = 2048  # ranks that may wait to be accepted
+_BACKLOG = 2048  # maximum number of ranks that wait to be accepted
 
 
 def bind_gloo_to_loopback() -> None:
-    """Make gloo groups of this process listen at the loopback interface, unless the user named another."""
+    """Make gloo groups of this process listen at the loopback interface, unless the user set another one."""
     os.environ.update(gloo_at_loopback(os.environ))
 
 
 def loopback_store(address: str, port: int, rank: int, world: int, timeout: timedelta) -> TCPStore:
-    """Make the store at which `world` ranks of this host meet; rank 0 serves it at a loopback address alone.
+    """Create the rendezvous store of `world` ranks on this host. Rank 0 serves it, at a loopback address only.
 
-    It returns when all of them are connected.
+    The call returns when all ranks are connected.
     """
     if rank == 0:
-        # A port in use is this process's own, whose store torch finds again, or torch says why it cannot listen.
+        # A used port either belongs to this process, whose store torch then reuses, or torch raises the error below.
         with contextlib.suppress(OSError), socket.create_server((address, port), backlog=_BACKLOG) as listening:
             number = listening.detach()  # the store closes it
             return TCPStore(

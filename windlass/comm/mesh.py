@@ -1,4 +1,4 @@
-"""All axes of the mesh as process groups: what each kind of parameter is cut and reduced over, and the axes beside."""
+"""Process groups of all mesh axes, and the groups over which dense and expert parameters are sharded and reduced."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.comm.rank_group import DataMesh, RankGroup
 
-_alone: list[Any] = []  # the group of this rank alone, if there is one: torch makes such a group once
+_alone: list[Any] = []  # group of this rank alone, if it exists: torch creates such a group only once
 
 
 def _own(rank: int, timeout: timedelta | None) -> Any:
-    """The process group of this rank alone; it ends with the default group."""
+    """Return the process group of this rank alone. It is destroyed with the default group."""
     if _alone:
-        with contextlib.suppress(ValueError):  # it is gone, and so is the default group that it belonged to
+        with contextlib.suppress(ValueError):  # it was destroyed together with its default group
             if dist.get_rank(_alone[0]) == 0 and dist.get_process_group_ranks(_alone[0]) == [rank]:
                 return _alone[0]
         _alone.clear()
@@ -29,23 +29,26 @@ def _own(rank: int, timeout: timedelta | None) -> Any:
 
 
 class _GroupMaker:
-    """Makes each partition of the ranks into groups once. Collective: all ranks ask for the same ones."""
+    """Cache of process groups: creates each partition of the ranks once.
+
+    Collective: all ranks request the same partitions.
+    """
 
     def __init__(self, grid: MeshShape, timeout: timedelta | None) -> None:
         self._grid, self._timeout, self._rank = grid, timeout, dist.get_rank()
         self._found: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
-        self._talks = "gloo" in dist.get_backend_config()  # else CPU tensors need a group of their own
+        self._talks = "gloo" in dist.get_backend_config()  # otherwise CPU tensors need a separate group
 
     @property
     def made(self) -> list[RankGroup]:
         return list(self._found.values())
 
     def over(self, *axes: str) -> RankGroup:
-        """This rank's group of those that differ in these axes alone."""
+        """Return this rank's group of the ranks that differ only along these axes."""
         return self.of(self._grid.groups(*axes))
 
     def of(self, partition: list[tuple[int, ...]]) -> RankGroup:
-        """This rank's group of a partition of all ranks."""
+        """Return this rank's group in a partition of all ranks."""
         key = tuple(partition)
         if key not in self._found:
             self._found[key] = self._make(partition)
@@ -54,10 +57,11 @@ class _GroupMaker:
     def _make(self, partition: list[tuple[int, ...]]) -> RankGroup:
         mine: RankGroup | None = None
         for ranks in partition:
-            if len(ranks) == 1:  # which is no reason for the others to wait
+            if len(ranks) == 1:  # such a group needs no other rank, so no rank waits here
                 if ranks == (self._rank,):
                     mine = RankGroup(_own(self._rank, self._timeout), ranks, 0)
                 continue
+            # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
             process_group = dist.new_group(list(ranks), timeout=self._timeout)
             beside = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
             if self._rank in ranks:
@@ -68,16 +72,16 @@ class _GroupMaker:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh as one rank sees it.
+    """Mesh of ranks, from the view of one rank.
 
     Attributes:
-        grid: the sizes of its axes.
-        world: all ranks.
-        dense: data ranks of what is no expert.
-        experts: data ranks of experts; `dense` itself where there is no axis of experts.
-        axes: every other axis by name: pp, ep, sp, tp.
-        stages: of the pipeline that hold a parameter in common, as an axis of those among the ranks along pp; see
-            `tie`.
+        grid: Sizes of its axes.
+        world: All ranks.
+        dense: Data ranks of dense parameters.
+        experts: Data ranks of experts; `dense` itself if ep is 1.
+        axes: The other axes by name: pp, ep, sp, tp.
+        stages: For each set of pipeline stages that share a parameter, the axis of these stages within the ranks along
+            pp; see `add_stage_group`.
     """
 
     grid: MeshShape
@@ -106,22 +110,24 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place along each axis."""
+        """Coordinate of this rank along each axis."""
         return self.grid.coordinates(self.world.ranks[self.world.index])
 
     @property
     def first_of_stage(self) -> bool:
-        """This rank is the one that speaks for its stage of the pipeline, where all of it say the same."""
+        """True on one rank per pipeline stage, which represents the stage if all its ranks have the same value."""
         return self.dense.data.index == 0 and self.tp.index == 0
 
     @property
     def only_data(self) -> bool:
-        """Every rank is a data rank of every parameter."""
+        """True if every rank is a data rank of every parameter."""
         return self.dense.data.size == self.world.size and self.experts is self.dense
 
     def gather_from_world(self, said: Any) -> list[Any]:
-        """What each rank of the world says, a plain Python value; only what is said here where all are data ranks of
-        everything, and so say the same. Collective."""
+        """All-gather a plain Python value from all ranks.
+
+        If `only_data`, all ranks have the same value, so return only this one. Collective.
+        """
         if self.only_data:
             return [said]
         heard: list[Any] = [said] * self.world.size
@@ -129,53 +135,63 @@ class Mesh:
         return heard
 
     def of_stages(self, said: Any) -> list[Any]:
-        """What the first rank of each stage of the pipeline says, a plain Python value. Collective over all ranks; only
-        what is said here where there is one stage."""
+        """Return the value of the first rank of each pipeline stage, a plain Python value.
+
+        With one stage, return only this rank's value. Collective over all ranks.
+        """
         if self.pp.size == 1:
             return [said]
         heard = self.gather_from_world(said if self.first_of_stage else None)
-        return heard[:: self.grid.world // self.grid.pp]  # stages are the outermost axis
+        return heard[:: self.grid.world // self.grid.pp]  # pp is the outermost axis
 
     def over(self, *axes: str) -> RankGroup:
-        """This rank's group of those that differ in these axes alone. Collective over all ranks, which ask for the same
-        axes."""
+        """Return this rank's group of the ranks that differ only along these axes.
+
+        Collective over all ranks, with the same axes.
+        """
         assert self._maker is not None
         return self._maker.over(*axes)
 
     def add_stage_group(self, stages: tuple[int, ...]) -> None:
-        """Have a group of the ranks that differ only in which of these stages they are in. Collective over all ranks,
-        whichever stage they are in."""
+        """Create the groups of ranks that differ only in the stage, among `stages`.
+
+        Collective over all ranks of all stages.
+        """
         assert self._maker is not None
         partition: list[tuple[int, ...]] = []
         for column in self.grid.groups("pp"):
             partition += [tuple(column[stage] for stage in stages)]
+            # Ranks of other stages are in groups of one, because a partition contains every rank.
             partition += [(rank,) for stage, rank in enumerate(column) if stage not in stages]
         self.stages[stages] = MeshAxis("pp", self._maker.of(partition))
 
     def close_with_model(self) -> None:
-        """Give back the groups' sockets, unless modules have axes of it to talk over: those are given back with the
-        process. Stages of a pipeline talk through their engine alone."""
+        """Close the groups' sockets, unless modules communicate along tp, ep or sp.
+
+        Sockets of these axes stay open until the process ends. Pipeline stages communicate only through their engine.
+        """
         if self.tp.size == self.ep.size == self.sp.size == 1:
             self.close()
 
     def close(self) -> None:
-        """Give back the groups' sockets; nobody may communicate over them after that."""
+        """Close the groups' sockets. No rank may communicate over them afterwards."""
         made = [group for group in self._maker.made if group.size > 1] if self._maker is not None else []
         each = [one for group in made for one in (group.process_group, group.cpu_process_group) if one is not None]
         for process_group in {id(one): one for one in each}.values():
-            with contextlib.suppress(ValueError):  # it went with the default group, or was closed before
+            with contextlib.suppress(ValueError):  # it was destroyed with the default group, or earlier
                 dist.destroy_process_group(process_group)
 
 
 def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedelta | None = None) -> Mesh:
-    """The mesh over all ranks. Collective.
+    """Create the mesh over all ranks. Collective.
 
     Args:
-        regather: how many neighbouring data ranks hold a second copy of the parameters (hpZ); None: no such copy.
-        timeout: after which a collective that a peer never joined fails; None: torch's own (nccl: 10 minutes).
+        regather: Number of nearby data ranks that hold a second copy of the parameters (hpZ); None: no second copy.
+        timeout: Time after which a collective fails if a peer does not join; None: torch's default (nccl: 10 minutes).
 
     Raises:
-        ConfigError: the axes don't multiply to the world, or `regather` does not divide the data ranks.
+        ConfigError: the product of the axes is not the world size, or `regather` does not divide the number of data
+            ranks.
     """
     world = dist.get_world_size()
     if grid.world != world:

@@ -1,4 +1,4 @@
-"""One axis of the mesh as a rank sees it: the peers along it, and what they tell each other."""
+"""Mesh axis: the peers of a rank along one axis, and the collectives over them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ def before_next_collective(check: Callable[[], None]) -> None:
     _checks.append(check)
 
 
-def _run_checks() -> None:
+def run_pending_checks() -> None:
+    """Run the checks that must pass before the next collective starts."""
     while _checks:
         _checks.pop()()
 
 
 class MeshAxis:
-    """The ranks along one axis, and their collectives. All of them start the same ones in the same order.
+    """Ranks along one axis, and their collectives. All of these ranks start the same collectives in the same order.
 
-    `traffic.bytes_moved` counts, by operation, the bytes that a rank has to receive at least: of an all-reduce of B
-    bytes over n ranks `2 B (n - 1) / n`, of an all-gather and of an all-to-all what comes from others, of a
-    reduce-scatter its own part `n - 1` times. On an axis of one rank nothing moves, and every call gives what came.
+    `traffic.bytes_moved` counts, by operation, the minimum number of bytes that a rank receives. For an all-reduce of B
+    bytes over n ranks this is `2 B (n - 1) / n`; for an all-gather and an all-to-all, the parts of the other ranks; for
+    a reduce-scatter, the rank's own part `n - 1` times. On an axis of one rank nothing is sent, and every call returns
+    its input.
 
     Args:
-        name: of the axis ("tp", ...), for people and errors.
-        group: this rank's.
-        traffic: counts; its own by default.
+        name: Name of the axis ("tp", ...), for messages.
+        group: This rank's group along the axis.
+        traffic: Traffic counters; new ones by default.
     """
 
     def __init__(self, name: str, group: RankGroup, traffic: Traffic | None = None) -> None:
@@ -52,37 +54,41 @@ class MeshAxis:
 
     @property
     def index(self) -> int:
-        """This rank's place along the axis."""
+        """Index of this rank along the axis."""
         return self.group.index
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce `tensor` in place over the axis; returns it."""
+        """Reduce `tensor` in place over the axis, and return it."""
         self.start_all_reduce(tensor, op).wait()
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
-        """As `all_reduce`; `tensor`, which is contiguous, holds the result once that is finished."""
+        """Start `all_reduce`.
+
+        `tensor`, which must be contiguous, has the result once the returned operation is finished.
+        """
         if self.size == 1:
             return DONE
-        _run_checks()
+        run_pending_checks()
         self._count("all_reduce", 2 * _nbytes(tensor) * (self.size - 1) // self.size)
         return _pending(dist.all_reduce(tensor, op=op, group=self.group.process_group, async_op=True), self._what())
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """The tensors of all ranks, end to end along `dim`.
+        """All-gather `tensor`: return the tensors of all ranks, concatenated along `dim`.
 
         Args:
-            sizes: of each rank's along `dim`, where they differ; one of them is the size here.
+            sizes: Size of each rank's tensor along `dim`, if they differ.
         """
         if self.size == 1:
             return tensor
-        _run_checks()
+        run_pending_checks()
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0]] * self.size
         row = moved[:1].numel() if moved.shape[0] else moved.new_empty((1, *moved.shape[1:])).numel()
         self._count("all_gather", (sum(lengths) - lengths[self.index]) * row * tensor.element_size())
         longest = max(lengths)
         own = moved.contiguous()
+        # The collective needs equal sizes: pad to the longest, and remove the padding afterwards.
         if moved.shape[0] < longest:
             own = torch.cat([own, own.new_zeros((longest - moved.shape[0], *moved.shape[1:]))])
         whole = own.new_empty((self.size * longest, *moved.shape[1:]))
@@ -94,24 +100,25 @@ class MeshAxis:
         return whole.movedim(0, dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """This rank's part, along `dim`, of the sum of the tensors of all ranks.
+        """Sum the tensors of all ranks, and return this rank's part along `dim`.
 
         Args:
-            sizes: of each rank's part along `dim`; equal ones by default.
+            sizes: Size of each rank's part along `dim`; equal by default.
 
         Raises:
-            ValueError: the size along `dim` is not their sum, or not a multiple of the axis.
+            ValueError: the size along `dim` is not the sum of `sizes`, or not a multiple of the axis size.
         """
         if self.size == 1:
             return tensor
-        _run_checks()
+        run_pending_checks()
         moved = tensor.movedim(dim, 0)
         lengths = list(sizes) if sizes is not None else [moved.shape[0] // self.size] * self.size
         if sum(lengths) != moved.shape[0]:
-            raise ValueError(f"{moved.shape[0]} rows can't be cut into parts of {lengths} over {self.name}")
+            raise ValueError(f"{moved.shape[0]} rows cannot be split into parts of {lengths} over {self.name}")
         longest, row = max(lengths), moved[:1].numel()
         self._count("reduce_scatter", lengths[self.index] * row * tensor.element_size() * (self.size - 1))
         whole = moved.contiguous()
+        # The collective needs equal parts: pad each to the longest.
         if len(set(lengths)) > 1:
             padded = whole.new_zeros((self.size, longest, *moved.shape[1:]))
             for rank, part in enumerate(whole.split(lengths)):
@@ -125,18 +132,18 @@ class MeshAxis:
     def all_to_all(
         self, tensor: torch.Tensor, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Rows to other ranks, and theirs to here.
+        """Send rows to the other ranks and receive theirs.
 
         Args:
             tensor: `[sum(sends), ...]`, the rows for rank 0 first.
-            sends, receives: rows for and from each rank; as many for each by default.
+            sends, receives: Number of rows for and from each rank; equal by default.
 
         Returns:
-            `[sum(receives), ...]`, those of rank 0 first.
+            `[sum(receives), ...]`, the rows from rank 0 first.
         """
         if self.size == 1:
             return tensor
-        _run_checks()
+        run_pending_checks()
         sends = list(sends) if sends is not None else [tensor.shape[0] // self.size] * self.size
         receives = list(receives) if receives is not None else list(sends)
         if sum(sends) != tensor.shape[0]:
@@ -149,11 +156,13 @@ class MeshAxis:
         return out
 
     def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> list[torch.Tensor]:
-        """Send tensors to the rank `by` places further on, as on a ring, and get those of the rank as far before, which
-        are as large."""
+        """Send tensors to the rank `by` places ahead on the ring, and return those of the rank `by` places behind.
+
+        Tensors must have the same sizes on all ranks.
+        """
         if self.size == 1 or by % self.size == 0:
             return list(tensors)
-        _run_checks()
+        run_pending_checks()
         received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
         to, source = (self.index + by) % self.size, (self.index - by) % self.size
         with self._what():
@@ -166,19 +175,19 @@ class MeshAxis:
         return received
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Take the values of the rank at place `source` along the axis; in place, of a contiguous tensor."""
+        """Broadcast the values of the rank at index `source` into `tensor`, which must be contiguous. In place."""
         if self.size > 1:
-            _run_checks()
+            run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
             with self._what():
                 dist.broadcast(tensor, self.group.ranks[source], group=self.group.process_group)
         return tensor
 
     def all_gather_object(self, said: Any) -> list[Any]:
-        """What each rank says, a plain Python value, in the order of the axis."""
+        """All-gather a plain Python value, in the order of the axis."""
         heard: list[Any] = [said] * self.size
         if self.size > 1:
-            _run_checks()
+            run_pending_checks()
             with self._what():
                 dist.all_gather_object(heard, said, group=self.group.process_group)
         return heard
@@ -191,7 +200,7 @@ class MeshAxis:
 
 
 def single_rank_axis(name: str, rank: int = 0) -> MeshAxis:
-    """An axis of one rank."""
+    """Return an axis of one rank."""
     return MeshAxis(name, RankGroup(None, (rank,), 0))  # type: ignore[arg-type]  # it never communicates
 
 

@@ -1,4 +1,4 @@
-"""Where each rank sits on the axes of the mesh: arithmetic alone, for worlds of any size."""
+"""Mesh shape: sizes of all axes, and coordinates of each rank. Pure arithmetic, for worlds of any size."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from itertools import product
 from windlass.base.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp")
-"""The axes, outermost first: neighbouring ranks, which share a node, differ in the last ones."""
+"""Axes, outermost first. Neighbouring ranks, which share a node, differ along the last ones."""
 
 DATA_AXES = ("dp_replicate", "dp_shard", "ep", "sp")
-"""Axes over which gradients of dense parameters are reduced: their ranks see other tokens."""
+"""Axes over which gradients of dense parameters are reduced: their ranks process different tokens."""
 
 EXPERT_DATA_AXES = ("dp_replicate", "dp_shard", "sp")
-"""As `DATA`, of parameters of experts: ranks along `ep` hold other experts."""
+"""Axes over which gradients of experts are reduced. `ep` is missing, because its ranks hold different experts."""
 
 DATA_LOADING_AXES = ("dp_replicate", "dp_shard", "ep")
-"""Axes whose ranks read other samples; those along sp read other parts of the same, all others the same."""
+"""Axes whose ranks read different samples. Ranks along sp read different parts of the same samples; ranks along pp and
+tp read the same samples.
+"""
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of all axes, and what follows from them about ranks.
+    """Sizes of all axes, and the arithmetic of ranks.
 
-    Ranks count along the axes of `AXES` like digits, tp fastest. `ep` splits the data ranks: dense parameters are
-    reduced over it, experts are not.
+    Ranks are numbered along the axes of `AXES` like digits, tp fastest. `ep` is a part of the data ranks: dense
+    parameters are reduced over it, experts are not.
     """
 
     pp: int = 1
@@ -45,41 +47,41 @@ class MeshShape:
 
     @cached_property
     def world(self) -> int:
-        """Ranks in all."""
+        """World size."""
         return self.size(*AXES)
 
     @property
     def data(self) -> int:
-        """Ranks over which a dense parameter is reduced."""
+        """Number of ranks over which a dense parameter is reduced."""
         return self.size(*DATA_AXES)
 
     @property
     def data_loading_size(self) -> int:
-        """Ranks that read samples of their own."""
+        """Number of ranks that read different samples."""
         return self.size(*DATA_LOADING_AXES)
 
     def size(self, *axes: str) -> int:
-        """Ranks along these axes together."""
+        """Return the number of ranks along these axes together."""
         return math.prod(int(getattr(self, axis)) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits: its place along each axis.
+        """Return the coordinate of `rank` along each axis.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: the rank is not in the mesh.
         """
         if not 0 <= rank < self.world:
-            raise ValueError(f"rank {rank} does not lie in a world of {self.world}")
+            raise ValueError(f"rank {rank} is not in a world of {self.world}")
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, self.size(axis))
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, **places: int) -> int:
-        """The rank that sits there; 0 along the axes that are left out.
+        """Return the rank at these coordinates; axes that are left out have coordinate 0.
 
         Raises:
-            ValueError: there is no such axis, or no such place on one.
+            ValueError: an axis does not exist, or a coordinate is outside of it.
         """
         for axis, place in places.items():
             if axis not in AXES or not 0 <= place < self.size(axis):
@@ -90,20 +92,20 @@ class MeshShape:
         return rank
 
     def data_loading_rank(self, rank: int) -> int:
-        """Which of the readers a rank is: those along pp, sp and tp read the same samples."""
+        """Return the data-loading index of a rank. Ranks along pp, sp and tp share it and read the same samples."""
         places, number = self.coordinates(rank), 0
         for axis in DATA_LOADING_AXES:
             number = number * self.size(axis) + places[axis]
         return number
 
     def along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in these axes alone, itself among them, in ascending order."""
+        """Return the ranks that differ from `rank` only along these axes, including `rank`, in ascending order."""
         here = self.coordinates(rank)
         spans: list[Sequence[int]] = [range(self.size(axis)) if axis in axes else (here[axis],) for axis in AXES]
         return tuple(self.rank(**dict(zip(AXES, places, strict=True))) for places in product(*spans))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All ranks, in groups of those that differ in these axes alone; in the order of their first ranks."""
+        """Return all ranks in groups that differ only along these axes, ordered by their first rank."""
         others = [range(self.size(axis)) if axis not in axes else (0,) for axis in AXES]
         firsts = (self.rank(**dict(zip(AXES, places, strict=True))) for places in product(*others))
         return [self.along(first, *axes) for first in firsts]

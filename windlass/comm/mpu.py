@@ -1,4 +1,4 @@
-"""A model-parallel unit (`mpu`) read as axes of the mesh, where its order of ranks is one that the mesh has."""
+"""Conversion of a model-parallel unit (`mpu`) into mesh axes, if its rank order is one of the mesh."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ _NAMES = {
     "sp": ("context_parallel", "sequence_parallel"),
     "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
 }
-"""What units call each axis, in Megatron's, DeepSpeed's and older words; the first that a unit knows counts, or another
-if that one has several ranks. But model_parallel means the whole model where a unit knows the words before it."""
+"""Names of each axis in Megatron, DeepSpeed and older units. The first name that a unit has is used, or a later one if
+that has several ranks. For tp the first name is always used, because `model_parallel` means the whole model in units
+that also have an earlier name.
+"""
 
 
 def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
-    """Ranks along pp, ep, sp and tp, as `mpu` says. Collective over all ranks, where there are several.
+    """Return the numbers of ranks along pp, ep, sp and tp in `mpu`. Collective over all ranks.
 
     Args:
-        mpu: anything with Megatron's methods (`get_tensor_model_parallel_world_size()`, `..._rank()`, `..._group()`,
-            and so on), or a `PipelineParallelGrid`; axes that it does not know have one rank.
-        world: ranks in all.
+        mpu: Any object with Megatron's methods (`get_tensor_model_parallel_world_size()`, `..._rank()`, `..._group()`,
+            and so on), or a `PipelineParallelGrid`. Axes that it does not have count as one rank.
+        world: World size.
 
     Raises:
-        ConfigError: on all ranks: the sizes don't multiply to the world, differ between ranks, or place ranks in
-            another order than `Grid` does.
+        ConfigError: on all ranks: the product of the sizes is not the world size, the sizes differ between ranks, or
+            the rank order is not that of `MeshShape`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     sizes: dict[str, int] = {}
     problem = ""
     try:
         sizes, problem = _read(mpu, world, rank)
-    except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # a unit whose groups were never made
-        problem = f"the mpu does not answer: {type(error).__name__}: {error}"
+    except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # the unit's groups were never created
+        problem = f"the mpu failed: {type(error).__name__}: {error}"
     heard: list[Any] = [(sizes, problem)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         heard *= dist.get_world_size()
@@ -48,12 +50,12 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
             raise ConfigError(f"rank {other}: {told}")
     for other, (found, _) in enumerate(heard):
         if found != heard[0][0]:
-            raise ConfigError(f"the mpu says {heard[0][0]} to rank 0 and {found} to rank {other}; all have one mesh")
+            raise ConfigError(f"the mpu has {heard[0][0]} on rank 0 and {found} on rank {other}; all must agree")
     return sizes
 
 
 def known_sizes(mpu: Any) -> dict[str, int]:
-    """Ranks along the axes that `mpu` knows, as it says to this rank."""
+    """Return the numbers of ranks along the axes that `mpu` has, as seen on this rank."""
     return {axis: _ask(mpu, word, "world_size") for axis in _NAMES if (word := _word(mpu, axis)) is not None}
 
 
@@ -66,9 +68,10 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
         return sizes, f"the mpu's axes {product} x ep {sizes['ep']} do not divide the world of {world} ranks"
     readers = world // (model * sp)
     data = _ask(mpu, "data_parallel", "world_size") if hasattr(mpu, "get_data_parallel_world_size") else readers
+    # Megatron's data-parallel group may include context parallelism (sp).
     if data not in (readers, readers * sp):
-        told = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, and it says {data}"
-        return sizes, f"{told}; sizes multiply to the world"
+        told = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, but it has {data}"
+        return sizes, f"{told}; the product of the sizes must be the world size"
     grid = MeshShape(dp_shard=readers // sizes["ep"], **sizes)
     for axis, word in words.items():
         for what, here, wanted in _places(mpu, word, grid, rank, axis):
@@ -82,7 +85,7 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
 
 
 def _word(mpu: Any, axis: str) -> str | None:
-    """What this unit calls an axis, or None if it does not know it."""
+    """Return the unit's name for an axis, or None if it does not have the axis."""
     known = [name for name in _NAMES[axis] if hasattr(mpu, f"get_{name}_world_size")]
     several = [name for name in known if _ask(mpu, name, "world_size") > 1]
     return several[0] if several and axis != "tp" else known[0] if known else None
@@ -93,7 +96,7 @@ def _ask(mpu: Any, name: str, what: str) -> int:
 
 
 def _places(mpu: Any, name: str, grid: MeshShape, rank: int, *axes: str) -> Iterator[tuple[str, Any, Any]]:
-    """What the unit says of this rank's place along axes, and what the mesh would say."""
+    """Yield what the unit returns for this rank's place along axes, with the expected value of the mesh."""
     ranks = grid.along(rank, *axes)
     if len(ranks) == 1:
         return

@@ -1,4 +1,4 @@
-"""Adds the ranks' parts of a gradient in rank order, so that every transport gives the same bits."""
+"""Sum of the ranks' parts of a gradient in rank order, so that every transport gives bitwise the same result."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from collections.abc import Sequence
 
 import torch
 
-CHUNK = 1 << 16  # elements: three float32 chunks stay in a core's cache, and a dot of one is exact to 1e-7
-LARGEST = 1 << 30  # elements of a chunk on an accelerator: torch.dot refuses more than 2^31 - 1
+CHUNK = 1 << 16  # in elements: three float32 chunks fit in a core's cache, and a dot product of one is accurate to 1e-7
+LARGEST = 1 << 30  # maximum chunk on an accelerator, in elements: torch.dot rejects more than 2^31 - 1
 
 
 def ordered_sum(
     parts: Sequence[torch.Tensor], out: torch.Tensor, *, add: bool, factor: float, measure: bool
 ) -> torch.Tensor | None:
-    """`out = factor * (parts[0] + parts[1] + ...)`, or `out +=` that; `out` may be one of the parts.
+    """Write `factor * (parts[0] + parts[1] + ...)` to `out`, or add it with `add`. `out` may be one of the parts.
 
     16-bit parts are added in float32.
 
     Args:
         parts: `[n]` each, in rank order, of one dtype.
         out: `[n]`.
-        add: add to what `out` holds.
-        factor: of the sum.
-        measure: also return the sum of squares of the final `out`.
+        add: Add to the content of `out`.
+        factor: Factor of the sum.
+        measure: Also return the sum of squares of the final `out`.
 
     Returns:
-        The sum of squares, a float64 scalar tensor, if it was asked for.
+        The sum of squares as a float64 scalar tensor if `measure`, else None.
     """
     wide = torch.float32 if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].dtype
     step = CHUNK if out.device.type == "cpu" else min(max(out.numel(), 1), LARGEST)
     scratch = torch.empty(min(step, out.numel()), dtype=wide, device=out.device)
     squares: list[torch.Tensor] = []
-    direct = not add and out.dtype == wide and len(parts) <= 2  # with more, `out` may be a part not yet read
+    # With more parts, `out` may be a part that is not read yet.
+    direct = not add and out.dtype == wide and len(parts) <= 2
     for start in range(0, out.numel(), step):
         target = out[start : start + step]
         pieces = [part[start : start + step] for part in parts]
@@ -61,13 +62,16 @@ def ordered_sum(
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of `flat` `[n]` as a float64 scalar tensor; on a CPU the same bits as `ordered_sum` measures."""
+    """Return the sum of squares of `flat` `[n]` as a float64 scalar tensor.
+
+    On a CPU it is bitwise equal to that of `ordered_sum`.
+    """
     wide = flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float32
     if flat.device.type != "cpu":
         norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=wide)
         return norm.double().square()
     squares = []
     for part in flat.split(CHUNK) if flat.numel() else ():
-        chunk = part.to(wide)  # one at a time: a wide copy of all of it may be larger than the memory that is left
+        chunk = part.to(wide)  # chunk by chunk: a wide copy of the full tensor may exceed the free memory
         squares.append(torch.dot(chunk, chunk))
     return torch.stack(squares).double().sum() if squares else torch.zeros((), dtype=torch.float64)

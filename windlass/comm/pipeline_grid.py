@@ -1,5 +1,7 @@
-"""`PipelineParallelGrid`: the groups of a topology with the axes pipe, data and model, by the names that Megatron's
-model-parallel unit (`mpu`) and DeepSpeed's pipelines have for them."""
+"""`PipelineParallelGrid`: groups of a topology with the axes pipe, data and model.
+
+Its methods have the names of Megatron's model-parallel unit (`mpu`) and of DeepSpeed's pipelines.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ from windlass.comm.topology import PipeDataParallelTopology, ProcessTopology
 
 
 class PipelineParallelGrid:
-    """Groups of ranks along each axis of a topology. Collective: every rank makes it.
+    """Groups of ranks along each axis of a topology. The constructor is collective over all ranks.
 
-    "Model parallel" is what DeepSpeed means by it: all ranks that hold one copy of the model together, along pipe and
-    model; "slice parallel" are those along model alone.
+    "Model parallel" has DeepSpeed's meaning: all ranks that together hold one copy of the model, along pipe and model.
+    "Slice parallel" means the ranks along model alone.
 
     Args:
-        topology: with axes among pipe, data and model; by default pipe x data, the prime factors of the world dealt to
-            them in turn.
-        process_group: whose ranks these are; all ranks by default.
+        topology: Topology with axes among pipe, data and model. Default: pipe x data, to which the prime factors of the
+            world size are assigned in turn.
+        process_group: Group of these ranks; all ranks by default.
 
     Raises:
-        ConfigError: the axes don't multiply to the number of ranks.
+        ConfigError: the product of the axes is not the number of ranks.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
@@ -61,72 +63,72 @@ class PipelineParallelGrid:
         self.p2p_groups = [[rank, after[rank]] for rank in range(self.world_size)]
 
     def topology(self) -> ProcessTopology:
-        """The topology."""
+        """Return the topology."""
         return self._topo
 
     def get_stage_id(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self._place("pipe")
 
     def get_data_parallel_id(self) -> int:
-        """Which copy of its stage this rank has."""
+        """Return the index of this rank among the copies of its stage."""
         return self._place("data")
 
     def stage_to_global(self, stage_id: int, **places: int) -> int:
-        """The rank of stage `stage_id` that is elsewhere where this one is, or at the places that are named."""
+        """Return the rank of stage `stage_id` at this rank's coordinates on the other axes, or at the given ones."""
         here = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**here, "pipe": stage_id, **places})
 
     def get_global_rank(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return self.global_rank
 
     def get_pipe_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self.stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Stages."""
+        """Return the number of stages."""
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
-        """The ranks that differ in their stage alone."""
+        """Return the group of the ranks that differ only in their stage."""
         return self.pp_proc_group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among the copies of its part of the model."""
+        """Return this rank's index among the copies of its part of the model."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
-        """Copies of the model."""
+        """Return the number of copies of the model."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """The ranks with copies of this one's part of the model."""
+        """Return the group of the ranks with copies of this rank's part of the model."""
         return self.dp_proc_group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that hold one copy of the model."""
+        """Return this rank's index among the ranks that hold one copy of the model."""
         return self.ds_model_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks that hold one copy of the model together, stages and slices."""
+        """Return the number of ranks that together hold one copy of the model, over stages and slices."""
         return self.ds_model_world_size
 
     def get_model_parallel_group(self) -> Any:
-        """The ranks that hold this copy of the model."""
+        """Return the group of the ranks that hold this copy of the model."""
         return self.ds_model_proc_group
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's place among those over which matrices are cut."""
+        """Return this rank's index among the ranks over which matrices are sharded."""
         return self._place("model")
 
     def get_slice_parallel_world_size(self) -> int:
-        """Ranks over which matrices are cut."""
+        """Return the number of ranks over which matrices are sharded."""
         return self.slice_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
-        """The ranks over which this one's matrices are cut."""
+        """Return the group of the ranks over which this rank's matrices are sharded."""
         return self.slice_proc_group
 
     def _place(self, axis: str) -> int:
@@ -136,7 +138,10 @@ class PipelineParallelGrid:
         return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
 
     def _mine(self, partition: list[list[int]]) -> tuple[Any, list[int]]:
-        """This rank's process group of a partition, all of which every rank makes in one order, and its ranks."""
+        """Return this rank's process group in a partition, and the group's ranks.
+
+        Every rank creates all groups, in the same order.
+        """
         key = tuple(map(tuple, partition))
         for ranks in partition if key not in self._made else ():
             group = dist.new_group([self._base[rank] for rank in ranks])
@@ -146,7 +151,7 @@ class PipelineParallelGrid:
 
 
 def prime_factors(number: int) -> list[int]:
-    """Return the prime factors of a positive number in ascending order; none of 1.
+    """Return the prime factors of a positive number in ascending order; none for 1.
 
     Raises:
         ValueError: the number is not positive.
@@ -164,6 +169,6 @@ def prime_factors(number: int) -> list[int]:
 
 
 def _two_axes(world: int) -> ProcessTopology:
-    """Deal the prime factors of the world to pipe and data in turn."""
+    """Return pipe and data axes, to which the prime factors of the world size are assigned in turn."""
     factors = prime_factors(world)
     return PipeDataParallelTopology(num_pp=math.prod(factors[::2]), num_dp=math.prod(factors[1::2]))

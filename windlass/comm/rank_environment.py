@@ -1,4 +1,4 @@
-"""Which launcher started this process, and which place it gave it: read from the environment, nothing else."""
+"""Rank environment: the rank, world and host of this process, read only from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SLURM = "Slurm"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This process among all that were started together.
+    """Position of this process among all processes that were started together.
 
     Args:
-        source: the launcher, for messages.
-        local_rank, local_world: among those of its host; None: not said.
-        master: where rank 0 is; None: not said, and there are several hosts.
-        port: None: not said.
-        warning: what looks wrong about it.
+        source: The launcher, for messages.
+        local_rank, local_world: Rank and number of ranks on this host; None: unknown.
+        master: Address of rank 0; None: unknown, with several hosts.
+        port: Port of the rendezvous; None: unknown.
+        warning: Warning about a suspicious environment; empty if there is none.
     """
 
     source: str
@@ -39,21 +39,21 @@ class RankEnvironment:
 
     @property
     def one_host(self) -> bool:
-        """True where all ranks are known to be on this host."""
+        """True if all ranks are known to be on this host."""
         return self.world == 1 or self.local_world == self.world or is_loopback(self.master)
 
 
 def rank_environment(environ: Environment, *, others: bool = True) -> RankEnvironment | None:
-    """The place that `environ` gives; None where no launcher left a word.
+    """Return the rank environment in `environ`; None if no launcher set one.
 
-    `RANK` and `WORLD_SIZE` count before everything; then Open MPI, MVAPICH, MPICH and Intel MPI, Slurm. `MASTER_ADDR`
-    and `MASTER_PORT` count whoever started the process.
+    `RANK` and `WORLD_SIZE` come first, then Open MPI, MVAPICH, MPICH and Intel MPI, then Slurm. `MASTER_ADDR` and
+    `MASTER_PORT` are used with any launcher.
 
     Args:
-        others: False: only `RANK` and its like.
+        others: If False, use only `RANK` and related variables.
 
     Raises:
-        CommunicationError: a variable is not the number that it should be, or half of them are missing.
+        CommunicationError: a variable is not a valid number, or some variables are missing.
     """
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         found: RankEnvironment | None = _torchrun(environ)
@@ -65,18 +65,21 @@ def rank_environment(environ: Environment, *, others: bool = True) -> RankEnviro
         return None
     if not 0 <= found.rank < found.world:
         raise CommunicationError(
-            f"{found.source} says that this is rank {found.rank} of {found.world}; ranks go from 0 to {found.world - 1}"
+            f"{found.source} sets rank {found.rank} of {found.world}; ranks go from 0 to {found.world - 1}"
         )
     return _cloud(environ, replace(found, **_given(environ)))
 
 
 def local_rank_of(environ: Environment) -> int | None:
-    """This process among those of its host, by the first launcher that says it."""
+    """Return this process's rank on its host, from the first launcher that sets it."""
     return _first(environ, ("LOCAL_RANK", *(name for family in _MPI for name in family.local_rank), "SLURM_LOCALID"))
 
 
 def _torchrun(environ: Environment) -> RankEnvironment:
-    """torchrun, windlass run, DeepSpeed's launcher, Kubernetes, or the user's own hand."""
+    """Return the rank environment that `RANK` and `WORLD_SIZE` describe.
+
+    These are set by torchrun, windlass run, DeepSpeed's launcher and Kubernetes, or by hand.
+    """
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         raise CommunicationError(half([name for name in names if not environ.get(name)]))
@@ -93,11 +96,11 @@ def _torchrun(environ: Environment) -> RankEnvironment:
 
 
 def _other(environ: Environment) -> RankEnvironment | None:
-    """The place that a launcher other than torchrun gave."""
+    """Return the rank environment of another launcher than torchrun."""
     step = _slurm(environ)
     for family in _MPI:
         place = _of_mpi(family, environ)
-        # Slurm's own PMI says less than Slurm does; MPI's proxies are tasks of a step too, and not of this one's ranks.
+        # Slurm's own PMI has less information than Slurm. MPI's proxies are tasks of a step too, but with other ranks.
         if place is not None and family.of_slurm_too and step is not None:
             return step if (step.rank, step.world) == (place.rank, place.world) else place
         if place is not None:
@@ -107,10 +110,10 @@ def _other(environ: Environment) -> RankEnvironment | None:
 
 @dataclass(frozen=True)
 class _MpiFamily:
-    """How one kind of MPI names a rank's place; of several names of one thing the first that is set counts.
+    """Environment variables of one kind of MPI. Among several names for one value, the first that is set is used.
 
     Args:
-        of_slurm_too: Slurm sets the same names, and some of them alone.
+        of_slurm_too: Slurm sets the same names, some of them without the others.
     """
 
     source: str
@@ -131,7 +134,7 @@ def _world_of(source: str, prefix: str) -> _MpiFamily:
 _MPI = (
     _world_of("Open MPI", "OMPI"),
     _world_of("MVAPICH", "MV2"),
-    _MpiFamily(  # MPICH, Intel MPI, Cray's PALS
+    _MpiFamily(  # MPICH, Intel MPI, Cray PALS
         "MPI (PMI)",
         ("PMI_RANK", "PMIX_RANK"),
         ("PMI_SIZE", "PMIX_SIZE", "PALS_SIZE"),
@@ -149,7 +152,7 @@ def _of_mpi(family: _MpiFamily, environ: Environment) -> RankEnvironment | None:
     if world is None:
         raise CommunicationError(half([family.world[0]]))
     local_world = _first(environ, family.local_world)
-    # mpirun fills the hosts of a job in their order, and begins with the first.
+    # mpirun fills the hosts of a job in their order, beginning with the first, so rank 0 is there.
     master = HERE if local_world == world else next(iter(slurm.allocated_hosts(environ)), None)
     return RankEnvironment(family.source, rank, world, _first(environ, family.local_rank), local_world, master)
 
@@ -168,7 +171,7 @@ def _slurm(environ: Environment) -> RankEnvironment | None:
     job = _number(environ, "SLURM_JOB_ID", 0) or _number(environ, "SLURM_JOBID", 0) or 0
     warning = (
         f"SLURM_NTASKS is {world}, but no variable of a job step is set: if this process was not started by srun, the "
-        "others will not come; start the script with srun, or with `windlass run`"
+        "other ranks will not start; start the script with srun, or with `windlass run`"
     )
     return RankEnvironment(
         SLURM,
@@ -183,7 +186,7 @@ def _slurm(environ: Environment) -> RankEnvironment | None:
 
 
 def _cloud(environ: Environment, place: RankEnvironment) -> RankEnvironment:
-    """What Azure ML and SageMaker say of where rank 0 is."""
+    """Return `place` with the address of rank 0 from Azure ML or SageMaker."""
     if place.master is not None and place.master != HERE:
         return place
     if "AZUREML_EXPERIMENT_ID" in environ and "DLTS_JOB_ID" not in environ:
@@ -198,7 +201,7 @@ def _cloud(environ: Environment, place: RankEnvironment) -> RankEnvironment:
 
 
 def _given(environ: Environment) -> dict[str, Any]:
-    """What holds whoever started the process."""
+    """Return the values that are valid with any launcher."""
     given: dict[str, Any] = {}
     if environ.get("MASTER_ADDR"):
         given["master"] = environ["MASTER_ADDR"]
@@ -211,9 +214,9 @@ def _given(environ: Environment) -> dict[str, Any]:
 
 
 def half(missing: list[str]) -> str:
-    """What is said where an environment is half there."""
+    """Return the message about an incomplete environment."""
     return (
-        f"the environment names some ranks but not all it takes: {', '.join(missing)} is missing; "
+        f"the environment of the ranks is incomplete: {', '.join(missing)} is missing; "
         "start the script with `windlass run --nproc N script.py` or torchrun"
     )
 
@@ -226,7 +229,7 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int 
         return int(text)
     except ValueError:
         raise CommunicationError(
-            f"the environment variable {name} = {text!r} is no whole number; mend or unset it"
+            f"the environment variable {name} = {text!r} is not a whole number; correct or unset it"
         ) from None
 
 

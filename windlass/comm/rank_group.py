@@ -1,4 +1,4 @@
-"""Ranks that communicate: a group of them, and the groups of data ranks."""
+"""Groups of ranks that communicate, and the groups of data ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Some ranks that communicate; `ranks` are global, `index` is this rank's place among them.
+    """Group of ranks that communicate. `ranks` are global ranks, and `index` is this rank's position among them.
 
-    `beside` is a second process group of the same ranks, for CPU tensors, where `process_group` takes none.
+    `cpu_process_group` is a second process group of the same ranks for CPU tensors, if `process_group` does not support
+    these.
     """
 
     process_group: dist.ProcessGroup
@@ -21,7 +22,7 @@ class RankGroup:
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        """The process group that takes CPU tensors."""
+        """Process group that supports CPU tensors."""
         return self.process_group if self.cpu_process_group is None else self.cpu_process_group
 
     @property
@@ -31,9 +32,13 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The data ranks: `data` all of them, `shard` those that cut state among them, `replicate` those with equal cuts.
+    """Groups of the data ranks.
 
-    `regather` are the neighbours that hold a second copy of the parameters between them (hpZ), or None.
+    Attributes:
+        data: All data ranks.
+        shard: Ranks over which states are sharded.
+        replicate: Ranks with equal shards.
+        secondary: Nearby ranks that hold a second sharded copy of the parameters (hpZ), or None.
     """
 
     data: RankGroup

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host map together, and the counters by which they wait for each other.
+"""Memory that the ranks of one host map together, and counters for synchronization.
 
-[Note: transports] The memory is an anonymous file (`memfd`): it has no name on any file system, so a small /dev/shm
-does not limit it and nothing is left behind when a rank dies. Peers reach it through `/proc/PID/fd/N`, which the kernel
-allows to the same user only. A rank that can't is reason enough for all to use gloo.
+[Note: transports] The memory is an anonymous file (`memfd`). It has no name on any file system, so a small /dev/shm
+does not limit it, and nothing is left behind when a rank dies. Peers open it through `/proc/PID/fd/N`, which the kernel
+allows only to the same user. If any rank cannot open it, all ranks use gloo.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import platform
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -28,33 +29,35 @@ _fence = threading.Lock()
 
 
 def fence() -> None:
-    """Order memory accesses of this thread: what was written before is seen before what is written after.
+    """Order memory accesses of this thread: earlier writes are visible before later ones.
 
-    x86 keeps stores in order by itself; Arm does not, and taking a lock carries the barrier there.
+    x86 keeps stores in order. Arm does not; there, acquiring a lock includes the barrier.
     """
     with _fence:
         pass
 
 
 def _agree(group: RankGroup, problem: str | None) -> str | None:
-    """The first problem that any rank has, the same on all ranks; None if there is none."""
+    """Return the first problem in rank order, equal on all ranks; None if no rank has one. Collective."""
     problems: list[str | None] = [None] * group.size
     dist.all_gather_object(problems, problem, group=group.process_group)
     return next((p for p in problems if p is not None), None)
 
 
 def shared_memory_problem(group: RankGroup) -> str | None:
-    """Why these ranks can't share memory, or None if they can. Collective, and the same on all ranks."""
+    """Return the reason why these ranks cannot share memory, or None if they can. Collective, equal on all ranks."""
     problem = None
     if not hasattr(os, "memfd_create"):
         problem = f"{platform.system()} has no anonymous memory files"
     hosts: list[tuple[str, str]] = [("", "")] * group.size
+    # Different machines may have equal host names (e.g. in containers); the boot id distinguishes them.
     dist.all_gather_object(hosts, (socket.gethostname(), _boot_id()), group=group.process_group)
     if len(set(hosts)) > 1:
         problem = f"the ranks are on {len(set(hosts))} hosts"
     problem = _agree(group, problem)
     if problem is not None:
         return problem
+    # Permissions (e.g. of /proc) show only in an attempt.
     try:
         SharedMemory(group, 4096)
     except CommunicationError as error:
@@ -69,18 +72,18 @@ def _boot_id() -> str:
 
 
 class SharedMemory:
-    """One block of bytes for each rank of a group, each mapped by all of them. Making it is collective.
+    """One block of bytes for each rank of a group, each mapped by all ranks. The constructor is collective.
 
     Args:
-        group: ranks of one host.
-        size: bytes of this rank's own block; ranks may differ.
+        group: Ranks of one host.
+        size: Bytes of this rank's own block; ranks may differ.
 
     Attributes:
-        blocks: `[size]` uint8 tensors, one a rank, in group order.
-        pids: the process that owns each block.
+        blocks: `[size]` uint8 tensors, one per rank, in group order.
+        pids: Id of the process that owns each block.
 
     Raises:
-        CommunicationError: on every rank, if one could not map another's block.
+        CommunicationError: a rank could not map a peer's block. Raised on every rank.
     """
 
     def __init__(self, group: RankGroup, size: int) -> None:
@@ -95,9 +98,9 @@ class SharedMemory:
                 maps = [self._map(*offer, own=own) for offer in offers]
                 self.blocks = [torch.frombuffer(one, dtype=torch.uint8) for one in maps]
             except OSError as error:
-                problem = f"rank {dist.get_rank()} may not map a peer's memory ({error})"
+                problem = f"rank {dist.get_rank()} cannot map a peer's memory ({error})"
             self.pids = [pid for pid, _, _ in offers]
-            problem = _agree(group, problem)  # also the barrier after which no peer needs the descriptor
+            problem = _agree(group, problem)  # also a barrier, after which no peer needs the descriptor
             if problem is not None:
                 raise CommunicationError(problem)
         finally:
@@ -116,12 +119,14 @@ class SharedMemory:
 
 
 class Counters:
-    """Counters in shared memory: each rank raises its own, everyone reads all. Making them is collective.
+    """Counters in shared memory: each rank raises its own, and all ranks read all of them.
+
+    The constructor is collective.
 
     Args:
-        group: ranks of one host.
-        count: counters a rank; all start at 0.
-        timeout: how long `wait` waits for a peer.
+        group: Ranks of one host.
+        count: Number of counters per rank; all start at 0.
+        timeout: Time-out of `wait` for a peer.
     """
 
     def __init__(self, group: RankGroup, count: int, timeout: timedelta) -> None:
@@ -134,48 +139,50 @@ class Counters:
         self._peers = [(i, view) for i, view in enumerate(self._views) if i != group.index]
         self._group, self._timeout = group, timeout.total_seconds()
         self._count = max(count, 1)
-        self._rest: Counters | None = None  # those that were added
+        self._rest: Counters | None = None  # counters added by `extend`
 
     def extend(self, count: int) -> int:
-        """Have `count` more; returns the number of their first. Collective."""
+        """Add `count` counters and return the index of the first. Collective."""
         if self._rest is not None:
             return self._count + self._rest.extend(count)
         self._rest = Counters(self._group, count, timedelta(seconds=self._timeout))
         return self._count
 
     def raise_to(self, counter: int, value: int) -> None:
-        """Set this rank's own counter; everything written before is visible to who sees the new value."""
+        """Set this rank's own counter. A peer that reads the new value also sees everything written before."""
+        # Data written before must become visible before the counter does.
         fence()
         self.set(counter, value)
 
     def set(self, counter: int, value: int) -> None:
-        """Set an own number that peers read once another counter has told them to."""
+        """Set an own number without a fence. Peers read it only after another counter was raised."""
         if self._rest is not None and counter >= self._count:
             self._rest.set(counter - self._count, value)
         else:
             self._own[counter] = value
 
     def read(self, rank: int, counter: int) -> int:
-        """A rank's number, by its place in the group."""
+        """Return the counter of a rank, given by its group index."""
         if self._rest is not None and counter >= self._count:
             return self._rest.read(rank, counter - self._count)
         return int(self._views[rank][counter])
 
     def reached(self, counter: int, value: int) -> bool:
-        """Whether every peer's counter is at `value` or above."""
+        """Return True if every peer's counter is at `value` or above."""
         if self._rest is not None and counter >= self._count:
             return self._rest.reached(counter - self._count, value)
         for _, view in self._peers:
             if view[counter] < value:
                 return False
+        # Reads after this see everything that the peers wrote before they raised the counter.
         fence()
         return True
 
     def wait(self, counter: int, value: int, what: str) -> None:
-        """Block until `reached`.
+        """Block until every peer's counter is at `value` or above.
 
         Raises:
-            CommunicationError: a peer died, or the time-out passed; names the rank and `what` was waited for.
+            CommunicationError: a peer died, or the time-out passed. The message names the rank and `what`.
         """
         if self._rest is not None and counter >= self._count:
             self._rest.wait(counter - self._count, value, what)
@@ -183,32 +190,59 @@ class Counters:
         if self.reached(counter, value):
             return
         with WaitScope(what) if activity.current_wait is None else contextlib.nullcontext():
-            self._block(counter, value, what)
+            self._block(lambda: self.reached(counter, value), self._peers, counter, value, what)
 
-    def _block(self, counter: int, value: int, what: str) -> None:
+    def wait_for_rank(self, rank: int, counter: int, value: int, what: str) -> None:
+        """Block until the counter of one peer, given by its place in the group, is at `value` or above.
+
+        Raises:
+            CommunicationError: the peer died, or the time-out passed.
+        """
+        if self._rest is not None and counter >= self._count:
+            self._rest.wait_for_rank(rank, counter - self._count, value, what)
+            return
+        view = self._views[rank]
+        if view[counter] < value:
+            with WaitScope(what) if activity.current_wait is None else contextlib.nullcontext():
+                self._block(lambda: view[counter] >= value, [(rank, view)], counter, value, what)
+        fence()
+
+    def _block(
+        self,
+        reached: Callable[[], bool],
+        peers: list[tuple[int, memoryview[int]]],
+        counter: int,
+        value: int,
+        what: str,
+    ) -> None:
         start, pause, checked = time.monotonic(), 0.0, 0.0
-        while not self.reached(counter, value):
+        while not reached():
             waited = time.monotonic() - start
+            # Spin for 2 ms, because most waits are short; then sleep, to leave the core to other ranks.
             if waited > 0.002:
                 pause = min(0.001, waited / 64)
             if pause:
                 time.sleep(pause)
             else:
                 os.sched_yield()
+            # Checking processes takes system calls, so do it twice a second only.
             if waited - checked > 0.5:
                 checked = waited
-                self._check_peers(counter, value, what, waited)
+                self._check_peers(peers, counter, value, what, waited)
 
-    def _check_peers(self, counter: int, value: int, what: str, waited: float) -> None:
-        for index, view in self._peers:
+    def _check_peers(
+        self, peers: list[tuple[int, memoryview[int]]], counter: int, value: int, what: str, waited: float
+    ) -> None:
+        for index, view in peers:
             if view[counter] >= value:
                 continue
             rank, pid = self._group.ranks[index], self._memory.pids[index]
+            # Read the counter again: the peer may have raised it before it ended.
             if not is_alive(pid) and view[counter] < value:
                 raise CommunicationError(f"rank {rank} (process {pid}) ended while {what} was waiting for it")
             if waited > self._timeout:
                 raise CommunicationError(
                     f"rank {rank} (process {pid}) did not join {what} within {self._timeout:.0f} s; "
-                    "it is alive, and the watchdog's hang report says what it runs instead; raise the time-out of "
+                    "it is alive, and the watchdog's hang report names its current call; raise the time-out of "
                     "init_distributed if it needs longer"
                 )

@@ -1,4 +1,4 @@
-"""The transport of CPU ranks on one host: they read each other's buffers where they lie."""
+"""Shared-memory transport for CPU ranks on one host: ranks read each other's buffers directly."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from windlass.comm.transport import BufferRequest, TransportBuffer, local_shard
 
 _ALIGN = 64
 _PER_BUFFER = 2  # counters: published, gathered
-_PER_LANE = 3  # counters: offered, taken, and from which place of the ring
+_PER_LANE = 3  # counters: offered, taken, and ring index of the offered buffer
 
 
 class ShmTransport:
-    """One-sided: an operation needs its peers to have offered their part, not to take part at the same moment.
+    """One-sided transport: an operation needs the peers' parts, but not the peers' participation at the same moment.
 
-    A rank raises `offered` (or `published`) once its part may be read and `taken` (or `gathered`) once it has read the
-    others'; whoever wants to write the buffer again waits for its peers' `taken` (`settle`).
+    A rank raises the counter `offered` (or `published`) once its part may be read, and `taken` (or `gathered`) once it
+    has read the peers' parts. Before a rank writes a buffer again, it waits for its peers' `taken` (`wait_until_read`).
 
-    A transient buffer that is not `common` is this rank's alone, and gathered through `Windows`.
+    A transient buffer that is not `shared` is private to this rank, and is gathered through `GatherWindows`.
     """
 
     name = "shm"
@@ -37,19 +37,23 @@ class ShmTransport:
         self.group, self.traffic = group, Traffic()
         self._timeout = timeout
         self._turns: list[int] = []
-        self._lanes: list[int] = []  # where each lane's counters begin
+        self._lanes: list[int] = []  # first counter of each lane
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Buffers, zeroed, in shared memory; those with `common` exist once, and of transient ones the windows."""
+        """Allocate zeroed buffers in shared memory.
+
+        `shared` buffers exist once per host; transient private ones use the gather windows.
+        """
         size = self.group.size
         alone = [need for need in needs if need.transient and not need.shared]
+        # A window holds one shard of the largest transient buffer.
         window = max((_bytes(need) // size for need in alone), default=0) if size > 1 else 0
         starts = iter(_places([window] * WINDOWS + [_bytes(n) for n in needs if not n.shared and not n.transient]))
         own = [next(starts) for _ in range(WINDOWS)]
         places = {False: starts, True: iter(_places([_bytes(n) for n in needs if n.shared]))}
         planned = [None if n.transient and not n.shared else next(places[n.shared]) for n in needs]
         memory = SharedMemory(self.group, next(starts))
-        # the common block lies in the first rank's memory; the others contribute an empty one
+        # The shared block lies in the first rank's memory; the other ranks contribute an empty block.
         total = next(places[True])
         shared = SharedMemory(self.group, total if self.group.index == 0 else 1)
         rest = self._open_lanes(_PER_BUFFER * len(needs), lanes)
@@ -59,6 +63,7 @@ class ShmTransport:
         self._windows = GatherWindows(self.group, shown, self._counters, rest, self.traffic)
         buffers: list[TransportBuffer] = []
         for number, (need, start) in enumerate(zip(needs, planned, strict=True)):
+            # Private pages: peers do not map them, so they are cheap to free and allocate again.
             if start is None:
                 pages = AnonymousPages(_bytes(need))
                 local = pages.bytes[: _bytes(need)].view(need.dtype)
@@ -81,7 +86,7 @@ class ShmTransport:
         return buffers
 
     def _open_lanes(self, first: int, lanes: int) -> int:
-        """Have so many more lanes, whose counters begin at `first`; returns where they end."""
+        """Add lanes whose counters begin at `first`. Return the index after the last counter."""
         self._lanes += [first + _PER_LANE * lane for lane in range(lanes)]
         self._turns += [0] * lanes
         return first + _PER_LANE * lanes
@@ -113,10 +118,12 @@ class ShmTransport:
         def read() -> None:
             size, moved = self.group.size, 0
             for index, part in enumerate(buffer.parts):
+                # A shared buffer already has the peers' values.
                 if index != self.group.index and not buffer.shared:
                     theirs = local_shard(part, index, size)
                     local_shard(buffer.local, index, size).copy_(theirs)
                     moved += theirs.numel() * theirs.element_size()
+            # Peers may write their shards again after this.
             counters.raise_to(buffer.key + 1, turn)
             self.traffic.add("gather", elements, moved)
 
@@ -141,37 +148,39 @@ class ShmTransport:
             self.wait_until_read(buffer)
 
     def allocate_memory(self, buffer: TransportBuffer) -> None:
-        return  # pages come back when they are touched
+        return  # pages are allocated again at the first access
 
     def offer(self, lane: int, buffer: TransportBuffer) -> int:
-        """Say that this rank's part of a lane's next sum may be read; returns the turn that peers must have offered."""
+        """Mark this rank's part of a lane's next sum as readable. Return the turn that peers must have offered."""
         base = self._lane(lane)
-        # a peer that has not read the turn before would look for it in the place of this one
+        # A peer that has not read the previous turn would look for it at this buffer's ring index.
         self._counters.wait(base + 1, self._turns[lane], "the reduction before")
         self._turns[lane] += 1
         turn = self._turns[lane]
         buffer.mark.lane, buffer.mark.turn = lane, turn
         self._counters.set(base + 2, buffer.ring_index)
+        # Set last: it makes the ring index and the buffer's content visible to peers.
         self._counters.raise_to(base, turn)
         return turn
 
     def taken(self, lane: int, turn: int) -> None:
-        """Say that this rank has read what its peers offered."""
+        """Record that this rank has read its peers' parts of this turn."""
         self._counters.raise_to(self._lane(lane) + 1, turn)
 
     def offered(self, lane: int, turn: int) -> bool:
-        """Whether all peers have offered their parts of this turn."""
+        """Return True if all peers have offered their parts of this turn."""
         return self._counters.reached(self._lane(lane), turn)
 
     def wait(self, lane: int, turn: int) -> None:
-        """Block until `offered`."""
+        """Block until all peers have offered their parts of this turn."""
         self._counters.wait(self._lane(lane), turn, "a gradient reduction")
 
     def parts(self, lane: int, buffer: TransportBuffer) -> list[torch.Tensor]:
-        """Every rank's part of what is offered in a lane, this rank's cut of it, in rank order."""
+        """Return this rank's shard of every rank's buffer that is offered in a lane, in rank order."""
         group, numel = self.group, buffer.local.numel()
         found = []
         for rank in range(group.size):
+            # Ranks borrow ring buffers independently, so a peer's buffer may have another index.
             place = buffer.ring_index if rank == group.index else self._counters.read(rank, self._lane(lane) + 2)
             whole = buffer.ring[place][rank] if buffer.ring else buffer.parts[rank]
             found.append(local_shard(whole[:numel], group.index, group.size))
@@ -182,7 +191,7 @@ class ShmTransport:
 
 
 class ShmReduction:
-    """A reduction whose sum is computed here once all peers have offered their parts."""
+    """Reduction whose sum this rank computes once all peers have offered their parts."""
 
     def __init__(
         self,
@@ -212,6 +221,7 @@ class ShmReduction:
     def _finish(self) -> None:
         size = self._transport.group.size
         parts = self._transport.parts(self._lane, self._buffer)
+        # Round to the reduce dtype as a wire would, so that transports give the same bits.
         if self._wire != parts[0].dtype:
             parts = [part.to(self._wire) for part in parts]
         self.squares = ordered_sum(parts, self._out, add=self._add, factor=self._factor, measure=True)
@@ -225,7 +235,7 @@ def _bytes(need: BufferRequest) -> int:
 
 
 def _places(sizes: list[int]) -> list[int]:
-    """Where each of these many bytes starts in a block, and last the size of the block."""
+    """Return the start of each size in a block, aligned, and last the size of the block."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)

@@ -1,4 +1,4 @@
-"""What Slurm's variables say: the hosts of a job or step, how many tasks each has, a port that all of them reckon."""
+"""Slurm environment: hosts of a job or step, number of tasks per host, and a common port derived from the job id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.base.bounded_input import MAX_HOSTS, MAX_RANKS_PER_HOST, parse_int
 from windlass.base.errors import CommunicationError
 
 Environment = Mapping[str, str]
-# Ports below those that systems hand out by themselves (32768 on Linux).
+# Ports below the range that systems assign automatically (from 32768 on Linux).
 _FIRST_PORT, _PORTS = 15000, 16384
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _JOB_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -19,16 +19,16 @@ _STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NO
 
 
 def expand_hosts(text: str) -> list[str]:
-    """`n[01-03,7]-ib,b1` as [n01-ib, n02-ib, n03-ib, n7-ib, b1]; a name may have several brackets.
+    """Expand `n[01-03,7]-ib,b1` to [n01-ib, n02-ib, n03-ib, n7-ib, b1]. A name may have several brackets.
 
     Raises:
-        CommunicationError: it is no such list.
+        CommunicationError: `text` is not a host list.
     """
     found: list[str] = []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
-        parts = re.split(r"\[([^\[\]]*)\]", name)  # what is written, what is in brackets, and so on
+        parts = re.split(r"\[([^\[\]]*)\]", name)  # alternately text and the content of brackets
         if not name or not all(re.fullmatch(r"[\w.-]*", part) for part in parts[::2]):
-            raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {name!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm host list, at {name!r}")
         choices = [_numbers(part, text) if at % 2 else [part] for at, part in enumerate(parts)]
         if math.prod(map(len, choices)) + len(found) > MAX_HOSTS:
             raise CommunicationError(f"{text!r} names more than {MAX_HOSTS:,} hosts")
@@ -37,40 +37,40 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1]: tasks of each host.
+    """Expand `2(x3),1` to [2, 2, 2, 1], the number of tasks on each host.
 
     Raises:
-        CommunicationError: it is no such list.
+        CommunicationError: `text` is not a list of counts.
     """
     found: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise CommunicationError(f"{text!r} is no list of counts as Slurm writes them, at {part!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm list of counts, at {part!r}")
         tasks, hosts = parse_int(match[1]), parse_int(match[2] or "1")
         if tasks is None or hosts is None or tasks > MAX_RANKS_PER_HOST or hosts > MAX_HOSTS:
-            raise CommunicationError(f"{text!r} is no list of counts as Slurm writes them, at {part!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm list of counts, at {part!r}")
         found += [tasks] * hosts
     return found
 
 
 def is_step(environ: Environment) -> bool:
-    """Whether srun started this process; a batch script has the variables of a first task too, and is none."""
+    """Return True if srun started this process. A batch script has the variables of a first task, but is not one."""
     return any(environ.get(name) for name in _STEP)
 
 
 def hosts_of_step(environ: Environment) -> list[str]:
-    """The hosts of the step that this process is in, else of its job; none where Slurm names none.
+    """Return the hosts of this process's step, or else of its job. Empty if Slurm names none.
 
     Raises:
-        CommunicationError: the variable is no list of hosts.
+        CommunicationError: the variable is not a host list.
     """
     nodes = next((environ[name] for name in ("SLURM_STEP_NODELIST", *_JOB_LISTS) if environ.get(name)), "")
     return expand_hosts(nodes) if nodes else []
 
 
 def tasks_here(environ: Environment) -> int | None:
-    """How many tasks of the step are on this process's host; None: not said."""
+    """Return the number of tasks of the step on this host, or None if it is unknown."""
     text, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
     if not text or not node.isdecimal():
         return None
@@ -79,19 +79,20 @@ def tasks_here(environ: Environment) -> int | None:
 
 
 def allocated_hosts(environ: Environment) -> dict[str, int]:
-    """The hosts of the job that this process is in, and how many ranks each is meant for: tasks, else GPUs, else 1.
+    """Return the hosts of this process's job, with the number of ranks for each: its tasks, else its GPUs, else 1.
 
     Returns:
-        Nothing outside of a job.
+        An empty dict outside of a job.
 
     Raises:
-        CommunicationError: a variable is no list of hosts or counts.
+        CommunicationError: a variable is not a list of hosts or counts.
     """
     names = next((environ[name] for name in _JOB_LISTS if environ.get(name)), "")
     if not names:
         return {}
     hosts = expand_hosts(names)
     for variable in ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        # Skip values in any other format than a number or a list like `4(x2)`.
         if environ.get(variable) and re.fullmatch(r"[\d(),x]+", environ[variable]):
             counts = expand_counts(environ[variable])
             return dict(zip(hosts, counts if len(counts) == len(hosts) else counts[:1] * len(hosts), strict=True))
@@ -99,7 +100,7 @@ def allocated_hosts(environ: Environment) -> dict[str, int]:
 
 
 def port_of(job: int, step: int) -> int:
-    """A port that all tasks of a job step reckon alike, and other steps differently."""
+    """Return a port that is equal for all tasks of a job step, and usually differs between steps."""
     return _FIRST_PORT + (job + 1009 * step) % _PORTS
 
 
@@ -109,6 +110,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
         first, dash, last = part.partition("-")
         begin, end = parse_int(first), parse_int(last or first)
         if begin is None or end is None or (dash and not last) or not 0 <= begin <= end < begin + MAX_HOSTS:
-            raise CommunicationError(f"{text!r} is no list of hosts as Slurm writes them, at {part!r}")
+            raise CommunicationError(f"{text!r} is not a Slurm host list, at {part!r}")
         found += [str(number).zfill(len(first)) for number in range(begin, end + 1)]
     return found

@@ -1,4 +1,4 @@
-"""Notes that ranks leave for each other in the store at which they met, whatever their groups are at."""
+"""Notes between ranks in the rendezvous store, independent of the state of their process groups."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PAUSE = 0.05
 
 
 class StoreNotes:
-    """Of some ranks for one purpose.
+    """Notes between some ranks for one purpose.
 
     Args:
-        purpose: the same on all of them, and no other's.
+        purpose: Name of the purpose, equal on all of these ranks and used for nothing else.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -26,23 +26,23 @@ class StoreNotes:
 
     @classmethod
     def numbered(cls, purpose: str, rank: int) -> StoreNotes:
-        """The next ones of that purpose on `rank`; all ranks ask for as many."""
+        """Return the next notes of this purpose on `rank`. All ranks must call this equally often."""
         number = _get_default_store().add(f"windlass {purpose} of {rank}", 1)
         return cls(f"{purpose} {number}")
 
     def post(self, key: str, text: str) -> None:
-        """Leave a note; nobody waits."""
+        """Write a note without waiting."""
         self._store().set(key, text)
 
     def wait_for_keys(self, keys: Iterable[str], what: str, seconds: float | None = None) -> str:
         """Wait until there is a note under each of `keys`.
 
         Args:
-            what: is waited for, in words.
-            seconds: how long at most.
+            what: Description of the wait, for reports of hangs.
+            seconds: Time-out; None: wait forever.
 
         Returns:
-            The first key that there is no note under when the time is over; empty if all are there.
+            The first key without a note at the time-out; empty if all notes are there.
         """
         store, until = self._store(), None if seconds is None else time.monotonic() + seconds
         with WaitScope(what):

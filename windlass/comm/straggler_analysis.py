@@ -1,4 +1,4 @@
-"""How long each rank waited for later ones: its latencies against the least that any rank saw."""
+"""Straggler analysis: the time that each rank waited for later ranks, from its latencies and the minimum over ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from windlass.comm.collective_bandwidth import convert_size, trimmed_mean
 
 
 def analyze_stragglers(records: dict[str, dict[int, list[Any]]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """The last rank to come to an operation sees its bare latency, the others that and their wait. Collective.
+    """Return each operation's latency without waiting, and the time this rank waited. Collective.
 
-    Operations are matched by name, size and turn; what not all ranks of the world recorded equally often (a send, an
-    operation of a sub-group) is compared among those that did.
+    The last rank to arrive at an operation measures the latency alone; the others measure the latency and their wait.
+    Operations are matched by name, size and order. If ranks recorded an operation different numbers of times (a send,
+    or an operation of a subgroup), only ranks with the same count as this one are compared.
 
     Args:
-        records: of this rank, as in `CommsLogger.comms_dict`.
+        records: Records of this rank, as in `CommsLogger.comms_dict`.
     """
     mine = {(name, size): record[1] for name, sizes in records.items() for size, record in sizes.items()}
     everyone = [mine]

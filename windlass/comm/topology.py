@@ -1,6 +1,6 @@
-"""Ranks as points of a box with named axes: what scripts ask of DeepSpeed's topologies, for axes of any names.
+"""Topology of ranks as points of a box with named axes, with the interface of DeepSpeed's topologies.
 
-`Grid` is the same arithmetic for the axes that windlass itself has; `topology_of` shows it in these words.
+`MeshShape` is the same arithmetic for windlass' own axes; `topology_of` converts it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from windlass.comm.mesh_shape import MeshShape
 
 
 class ProcessTopology:
-    """Ranks count along named axes like digits, the last fastest.
+    """Numbering of ranks along named axes like digits, the last axis fastest.
 
     Args:
-        axes: their names, the slowest first; neighbouring ranks differ in the last.
-        dims: ranks along each.
+        axes: Names of the axes, the slowest first; neighbouring ranks differ along the last.
+        dims: Number of ranks along each axis.
 
     Raises:
-        ValueError: not one size for each name, a name that is there twice, or a size below 1.
+        ValueError: the number of sizes and names differs, a name occurs twice, or a size is below 1.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -34,30 +34,30 @@ class ProcessTopology:
 
     @cached_property
     def mapping(self) -> Mapping[Any, int]:
-        """The rank at each place."""
+        """Rank at each coordinate tuple."""
         return {place: rank for rank, place in enumerate(self._places())}
 
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Return the number of ranks."""
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
-        """The axes, the slowest first."""
+        """Return the axes, the slowest first."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along `axis`; 0 if there is no such axis."""
+        """Return the number of ranks along `axis`; 0 if the axis does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **places: int) -> int:
-        """The rank at a place, of which every axis is named.
+        """Return the rank at these coordinates, one for every axis.
 
         Raises:
-            ValueError: an axis is missing or unknown, or the place lies outside.
+            ValueError: an axis is missing or unknown, or a coordinate is out of range.
         """
         if set(places) != set(self.axes):
             raise ValueError(
-                f"a rank has a place on each of {self.axes}, not on {list(places)}; filter_match takes a part of them"
+                f"get_rank needs a coordinate on each of {self.axes}, got {list(places)}; filter_match accepts a subset"
             )
         rank = 0
         for axis, dim in zip(self.axes, self.dims, strict=True):
@@ -67,10 +67,10 @@ class ProcessTopology:
         return rank
 
     def get_coord(self, rank: int) -> Any:
-        """The place of `rank`: a named tuple.
+        """Return the coordinates of `rank` as a named tuple.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: the rank does not exist.
         """
         if not 0 <= rank < self.world_size():
             raise ValueError(f"rank {rank} not found in topology {self}")
@@ -83,13 +83,13 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A part of a file's name for a rank: `model_00`, say; axes in `omit_axes` are left out."""
+        """Return a file-name part for a rank, e.g. `model_00`, without the axes in `omit_axes`."""
         place = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """All ranks, in groups of those that differ in `axis` alone; none if there is no such axis."""
+        """Return all ranks in groups that differ only along `axis`; an empty list if the axis does not exist."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -99,10 +99,10 @@ class ProcessTopology:
         ]
 
     def filter_match(self, **places: int) -> list[int]:
-        """The ranks at these places on the axes that are named, in ascending order.
+        """Return the ranks at these coordinates of the named axes, in ascending order.
 
         Raises:
-            ValueError: there is no such axis.
+            ValueError: an axis does not exist.
         """
         if unknown := set(places) - set(self.axes):
             raise ValueError(f"there are no axes {sorted(unknown)}; there are {self.axes}")
@@ -112,7 +112,7 @@ class ProcessTopology:
         return [self.get_rank(**dict(zip(self.axes, place, strict=True))) for place in product(*spans)]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at place `idx` on `axis`, in ascending order."""
+        """Return the ranks at coordinate `idx` of `axis`, in ascending order."""
         return self.filter_match(**{axis: idx})
 
     def __str__(self) -> str:
@@ -126,19 +126,25 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages, and copies of each: gradients travel between neighbours."""
+    """Topology of pipeline stages and data-parallel copies of each stage.
+
+    Copies are neighbours, for gradient reductions.
+    """
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, copies of each, and ranks over which matrices of one are cut, which are neighbours."""
+    """Topology of stages, data-parallel copies, and ranks over which a stage's matrices are sharded.
+
+    The last are neighbours.
+    """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
 def topology_of(grid: MeshShape) -> ProcessTopology:
-    """A grid in the words of DeepSpeed: pipe is pp, data the four data axes together, model tp."""
+    """Return a mesh shape as a DeepSpeed topology: pipe is pp, data combines the four data axes, model is tp."""
     return PipeModelDataParallelTopology(num_pp=grid.pp, num_mp=grid.tp, num_dp=grid.data)

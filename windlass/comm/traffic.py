@@ -1,4 +1,4 @@
-"""Counts what the collectives carry: payload elements by law, bytes by what was really moved."""
+"""Traffic counters: payload elements by operation, and bytes that were actually moved."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ _observer: Callable[[str, int], None] | None = None
 
 
 def set_traffic_observer(observer: Callable[[str, int], None] | None) -> None:
-    """From now on `observer` is told of every collective of every engine of this process: its operation and the bytes
-    that this rank read from others. None: nobody is."""
+    """Call `observer` for every collective of every engine of this process; None removes the observer.
+
+    Its arguments are the operation and the number of bytes that this rank read from others.
+    """
     global _observer
     _observer = observer
 
 
 @dataclass
 class Traffic:
-    """Totals since `reset`. An all-reduce is a reduction and a gather, so it counts twice; padding is left out."""
+    """Totals since `reset`. An all-reduce counts as a reduction and a gather. Padding is not counted."""
 
-    payload: Counter[str] = field(default_factory=Counter)  # elements of parameters, by operation
-    bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes this rank read from others, by operation
+    payload: Counter[str] = field(default_factory=Counter)  # parameter elements, by operation
+    bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank read from others, by operation
     control: int = 0  # elements of the small control reductions
 
     def add(self, operation: str, elements: int, moved: int) -> None:

@@ -1,4 +1,4 @@
-"""What the core asks of a transport: buffers that peers can reach, and three collectives on cuts of them."""
+"""Transport protocol: buffers that peers can reach, and collectives on shards of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from windlass.comm.traffic import Traffic
 
 @dataclass(frozen=True)
 class WireOptions:
-    """How a wire transport sends; shared memory has nothing to choose, each rank reads what it needs.
+    """Options of a wire transport. Shared memory has none: each rank reads what it needs.
 
     Args:
-        reduce_chunk: elements of a gradient that travel at once (`reduce_bucket_size`).
-        gather_chunk: elements of parameters that travel at once (`allgather_bucket_size`).
-        scatter: send each rank only its cut of a sum; else everybody the whole (`reduce_scatter`).
-        together: all cuts in one collective; else one broadcast a rank (`allgather_partitions`).
-        rotate: each rank begins with another peer (`round_robin_gradients`).
+        reduce_chunk: Gradient elements sent at once (`reduce_bucket_size`).
+        gather_chunk: Parameter elements sent at once (`allgather_bucket_size`).
+        use_reduce_scatter: Send each rank only its shard of a sum; else all-reduce (`reduce_scatter`).
+        use_all_gather: Gather all shards in one collective; else one broadcast per rank (`allgather_partitions`).
+        rotate_peers: Each rank starts with a different peer (`round_robin_gradients`).
     """
 
     reduce_chunk: int = 500_000_000
@@ -35,13 +35,13 @@ class WireOptions:
 
 @dataclass
 class BufferRequest:
-    """A buffer to be allocated.
+    """Request for a buffer.
 
     Args:
-        numel: elements, a multiple of the group's size.
-        dtype: of the elements.
-        common: one buffer for the whole group, each rank owning its cut, where the transport can do that.
-        transient: it will be vacated and occupied again.
+        numel: Elements, a multiple of the group's size.
+        dtype: Dtype of the elements.
+        shared: One buffer for the whole group, in which each rank owns its shard, if the transport supports it.
+        transient: The memory will be freed and allocated again.
     """
 
     numel: int
@@ -52,7 +52,7 @@ class BufferRequest:
 
 @dataclass
 class OfferMark:
-    """The last reduction that was offered from a buffer: its lane and turn; turn 0 is none."""
+    """Last reduction offered from a buffer: its lane and turn; turn 0 means none."""
 
     lane: int = 0
     turn: int = 0
@@ -60,18 +60,18 @@ class OfferMark:
 
 @dataclass
 class TransportBuffer:
-    """A flat buffer of this rank and, where the transport maps them, the same buffer of its peers.
+    """Flat buffer of this rank and, if the transport maps them, the same buffer of its peers.
 
     Attributes:
-        local: `[numel]`, this rank's.
-        parts: every rank's `local` in group order, or empty where peers can't be read.
-        common: `local` is the same memory on all ranks.
-        key: of its counters.
-        published: how often its cuts were published.
-        ring: the parts of all buffers that this one may be exchanged with, itself among them.
-        place: its place in `ring`; ranks may have the same gradient in different places.
-        mark: shared by all cuts of one buffer.
-        pages: the memory of `local` where it comes and goes and is this rank's alone; None: it stays.
+        local: `[numel]`, the buffer of this rank.
+        parts: Every rank's `local` in group order; empty if peers cannot be read.
+        shared: `local` is the same memory on all ranks.
+        key: Key of the buffer's counters.
+        published: Number of times that its shards were published.
+        ring: `parts` of all buffers of its ring, including this one.
+        ring_index: Index in `ring`. Ranks may have the same gradient at different indices.
+        mark: Mark of the last reduction, common to all slices of one buffer.
+        pages: Memory of `local` if it is freed and allocated again and belongs to this rank alone; else None.
     """
 
     local: torch.Tensor
@@ -85,30 +85,35 @@ class TransportBuffer:
     pages: AnonymousPages | None = None
 
     def first(self, numel: int) -> TransportBuffer:
-        """The first `numel` elements of it, as the same buffer."""
+        """Return the first `numel` elements as a slice of the same buffer."""
         return replace(self, local=self.local[:numel])
 
 
 def local_shard(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
-    """The `index`-th of `count` equal parts of a flat tensor, as a view."""
+    """Return the `index`-th of `count` equal parts of a flat tensor, as a view."""
     size = flat.numel() // count
     return flat.narrow(0, index * size, size)
 
 
 class Transport(Protocol):
-    """Collectives over one group. All ranks start them in one order; buffers come from `allocate`."""
+    """Collectives over one group. All ranks start them in the same order. Buffers come from `allocate`."""
 
     name: str
     group: RankGroup
     traffic: Traffic
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """Buffers for `needs`, zeroed, and as many lanes for reductions. Collective: ranks ask for the same, once."""
+        """Allocate zeroed buffers for `needs`, and `lanes` lanes for reductions.
+
+        Collective; called once, with equal arguments on all ranks.
+        """
         ...
 
     def extend(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
-        """More buffers, none of them common or transient, and lanes after those there are. Collective, after
-        `allocate`."""
+        """Allocate more buffers, neither shared nor transient, and append lanes to the existing ones.
+
+        Collective, after `allocate`.
+        """
         ...
 
     def reduce(
@@ -122,44 +127,46 @@ class Transport(Protocol):
         elements: int,
         wire: torch.dtype,
     ) -> Reduction:
-        """Sum what the ranks offer in `lane`, each from its own buffer; this rank's cut of `factor *` the sum goes to
-        (or is added to) `out`.
+        """Sum the ranks' buffers of `lane`. This rank's shard of `factor *` the sum is written (or added) to `out`.
 
         Args:
-            out: `[numel / size]`; may be this rank's cut of the buffer.
-            elements: payload to count.
-            wire: dtype in which the parts travel.
+            out: `[numel / size]`; may be this rank's shard of the buffer.
+            elements: Number of payload elements, for traffic counts.
+            wire: Dtype in which the parts are sent.
         """
         ...
 
     def publish(self, buffer: TransportBuffer) -> None:
-        """Say that this rank's cut of `buffer` is final and may be read until the next `settle`."""
+        """Mark this rank's shard of `buffer` as final. Peers may read it until the next `wait_until_read`."""
         ...
 
     def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
-        """Bring the others' cuts of `buffer`. This rank's own is in place once `ready`; of a transient buffer it is
-        published by this, of others it has to be before."""
+        """All-gather the shards of `buffer`.
+
+        This rank's shard is in place once `ready`. The call publishes the shard of a transient buffer; other buffers
+        are published before it.
+        """
         ...
 
     def board(self) -> AgreementBoard:
-        """Where the ranks of the group agree on what they start. Collective, after `allocate`."""
+        """Return a board on which the group's ranks agree on the collectives to start. Collective, after `allocate`."""
         ...
 
     def wait_until_read(self, buffer: TransportBuffer) -> None:
-        """Block until no peer still reads what this rank last offered in `buffer`."""
+        """Block until no peer reads what this rank last offered in `buffer`."""
         ...
 
     def free_memory(self, buffer: TransportBuffer) -> None:
-        """Give the memory of a transient buffer back once no peer reads it; views stay, their content does not."""
+        """Free the memory of a transient buffer once no peer reads it. Views stay valid, but their content is lost."""
         ...
 
     def allocate_memory(self, buffer: TransportBuffer) -> None:
-        """Take the memory again, content undefined."""
+        """Allocate the memory of a transient buffer again, with undefined content."""
         ...
 
 
 class Reduction(Protocol):
-    """A reduction under way; `squares` is the sum of squares of `out` once it is finished (float64 scalar)."""
+    """Reduction in flight. `squares` is the sum of squares of `out` once it is finished (float64 scalar), or None."""
 
     squares: torch.Tensor | None
 

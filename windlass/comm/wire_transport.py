@@ -1,4 +1,4 @@
-"""The transports over torch.distributed: gloo by pairwise exchange, nccl by its own collectives."""
+"""Transports over torch.distributed: gloo with pairwise exchanges, NCCL with its own collectives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from windlass.comm.rank_group import RankGroup
 from windlass.comm.traffic import Traffic
 from windlass.comm.transport import BufferRequest, Reduction, TransportBuffer, WireOptions, local_shard
 
-# torch 2.13 renamed both; the older names warn there, the newer ones do not exist in 2.10
+# torch 2.13 renamed both functions: the older names raise a warning there, the newer ones do not exist in 2.10.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _WireTransport:
-    """What both have in common: private buffers, and nothing to settle since a collective ends when it was read."""
+    """Common part of both transports: private buffers.
+
+    `wait_until_read` is empty, because a collective ends only after its buffers were read.
+    """
 
     name = "wire"
 
@@ -65,6 +68,7 @@ class _WireTransport:
         wire: torch.dtype,
     ) -> Reduction:
         self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
+        # Peers start these gathers before this reduction, so this rank must too.
         self._begin_waiting()
         if not self.ways.use_reduce_scatter and self.group.size > 1:
             return WholeReduction(self.group, buffer.local, out, add, factor, wire)
@@ -88,15 +92,19 @@ class _WireTransport:
         return FinishingPending(None, lambda: _wait(works), lambda: None)
 
     def _begin_waiting(self) -> None:
-        """Begin gathers whose own cut was still on its way, where those of all ranks must begin in one order."""
+        """Start deferred gathers whose local shard was not ready yet.
+
+        Only for transports that match messages by order: all ranks must start their collectives in one order.
+        """
         while self._waiting:
             first = self._waiting.popleft()
+            # With tags the messages of two collectives cannot be mixed up, so the gather may start later.
             if not self._tagged:
                 first.wait_for_first()
 
     @property
     def _tagged(self) -> bool:
-        """Whether messages of different collectives are told apart by their tags."""
+        """True if tags distinguish the messages of different collectives."""
         return False
 
     def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
@@ -106,7 +114,7 @@ class _WireTransport:
         raise NotImplementedError
 
     def _next_tag(self) -> int:
-        """A tag for one operation, equal on all ranks since they start operations in one order."""
+        """Return a tag for one operation. Equal on all ranks, because all ranks start operations in one order."""
         self._tag = (self._tag + 1) % (1 << 20)
         return self._tag
 
@@ -116,10 +124,10 @@ class _WireTransport:
 
 
 class GlooTransport(_WireTransport):
-    """Each pair of ranks exchanges exactly the cuts that the other owns.
+    """Transport over gloo: each pair of ranks exchanges exactly the shards that the other one owns.
 
-    Gloo's own reduce-scatter moves twice the bytes that its all-reduce does; a pairwise exchange and an ordered sum
-    move (size - 1) / size of the buffer and give every transport the same bits.
+    Gloo's own reduce-scatter sends twice as many bytes as its all-reduce. A pairwise exchange with an ordered sum sends
+    (size - 1) / size of the buffer, and gives bitwise the same result on every transport.
     """
 
     name = "gloo"
@@ -144,7 +152,7 @@ class GlooTransport(_WireTransport):
 
 
 class GlooReduction:
-    """A pairwise exchange under way, chunk by chunk, and the ordered sum at its end."""
+    """Pairwise exchange in flight, chunk by chunk, with the ordered sum of each chunk."""
 
     def __init__(
         self,
@@ -160,10 +168,11 @@ class GlooReduction:
         self.squares: torch.Tensor | None = None
         self._group, self._flat, self._out, self._tag = group, flat, out, tag
         self._add, self._factor, self._wire, self._rotate = add, factor, wire, ways.rotate_peers
+        # Chunks bound the memory of the receive buffers, of which there is one per peer.
         self._span = max(1, min(out.numel(), ways.reduce_chunk // group.size))
         self._works: list[dist.Work] = []
         self._parts: list[torch.Tensor] = []
-        self._sent: list[torch.Tensor] = []  # what is being sent must live until it was
+        self._sent: list[torch.Tensor] = []  # tensors must live until they are sent
         self._step = FinishingPending(self._ready, lambda: None, self._finish)
         self._start(0)
 
@@ -203,7 +212,7 @@ class GlooReduction:
 
 
 class NcclTransport(_WireTransport):
-    """NCCL's reduce-scatter and all-gather, which run on its own stream from the moment they are started."""
+    """Transport over NCCL: reduce-scatter and all-gather, which run on NCCL's own stream once they are started."""
 
     name = "nccl"
 
@@ -220,7 +229,7 @@ class NcclTransport(_WireTransport):
 
 
 class _NcclSum:
-    """A reduction that torch adds up; the sum lies in a tensor of its own until it is scaled into `out`."""
+    """Reduction by a collective of torch. The sum has a tensor of its own until it is scaled into `out`."""
 
     def __init__(self, out: torch.Tensor, add: bool, factor: float) -> None:
         self.squares: torch.Tensor | None = None
@@ -251,12 +260,13 @@ class _NcclSum:
 
 
 class NcclReduction(_NcclSum):
-    """A reduce-scatter under way."""
+    """Reduce-scatter in flight."""
 
     def __init__(
         self, group: RankGroup, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
     ) -> None:
         super().__init__(out, add, factor)
+        # Keep a reference: NCCL reads the tensor until the collective ends.
         self._sent = flat.to(wire)
         self._sum = self._sent
         if group.size > 1:
@@ -267,19 +277,20 @@ class NcclReduction(_NcclSum):
 
 
 class WholeReduction(_NcclSum):
-    """An all-reduce of the whole, of which this rank keeps its cut (`reduce_scatter: false`)."""
+    """All-reduce of the full buffer, of which this rank keeps its shard (`reduce_scatter: false`)."""
 
     def __init__(
         self, group: RankGroup, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype
     ) -> None:
         super().__init__(out, add, factor)
+        # A copy, because the all-reduce works in place and `flat` has to stay as it is.
         whole = flat.to(wire, copy=True)
         self._sum = local_shard(whole, group.index, group.size)
         self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
 
 
 def _flat(need: BufferRequest, device: torch.device) -> torch.Tensor:
-    """Zeros; or, for what comes and goes, a storage that has no memory yet."""
+    """Return zeros; for a transient buffer, a tensor whose storage has no memory yet."""
     if not need.transient:
         return torch.zeros(need.numel, dtype=need.dtype, device=device)
     flat = torch.empty(need.numel, dtype=need.dtype, device=device)
@@ -296,14 +307,17 @@ def _broadcasts(flat: torch.Tensor, group: RankGroup) -> Iterator[dist.Work]:
 
 
 def _peers(group: RankGroup, *, rotate: bool) -> list[int]:
-    """The others' indices; rotated, each rank begins with the one after itself."""
+    """Return the indices of the other ranks.
+
+    With `rotate`, each rank starts with its successor, which spreads the load.
+    """
     if rotate:
         return [(group.index + step) % group.size for step in range(1, group.size)]
     return [index for index in range(group.size) if index != group.index]
 
 
 def _send(tensor: torch.Tensor, rank: int, group: RankGroup, tag: int) -> dist.Work:
-    # as bytes: gloo knows no bfloat16
+    # Sent as bytes, because gloo does not support bfloat16.
     work = dist.isend(tensor.view(torch.uint8), rank, group=group.process_group, tag=tag)
     assert work is not None
     return work

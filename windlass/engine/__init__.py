@@ -1,3 +1,1 @@
-"""The engine, in reading order: progress, optimizer, questions, buffers, blame, reporting, weights, pieces, states,
-fingerprint, filling, groups, position, batches, averages, saving, files, train, watch (what a tool may put in the way
-of `initialize`)."""
+"""Training engine: the object that `initialize` returns, and its saving, loading, reporting and pipeline parts."""

@@ -1,4 +1,4 @@
-"""Averages of the parameters, as a checkpoint holds them: `average/NAME/PARAMETER`."""
+"""Averages of the parameters in a checkpoint, named `average/NAME/PARAMETER`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ AVERAGE_PREFIX = "average/"
 
 
 def average_metadata(model: ShardedModel) -> dict[str, Any]:
-    """The plain data: how each average came to be."""
+    """Return the decay and the number of updates of each average, as plain data."""
     return {name: {"decay": one.decay, "updates": one.updates} for name, one in model.averages.items()}
 
 
 def average_shards(model: ShardedModel) -> list[FlatShard]:
-    """This rank's pieces of all averages, in memory."""
+    """Return this rank's fragments of all averages, in memory."""
     return [
         shard
         for name, average in model.averages.items()
@@ -32,12 +32,12 @@ def average_shards(model: ShardedModel) -> list[FlatShard]:
 
 
 class AverageLoader:
-    """The averages that a checkpoint has and this model asked for.
+    """Loader of the averages that both the checkpoint and this model have.
 
     Args:
-        said: what `said_of` told when it was saved; None: averages are not to be loaded.
-        held: names of the tensors in the checkpoint. What is trained now and has no average there (a layer that was
-            frozen, or is new) begins with a copy of its weight.
+        metadata: result of `average_metadata` at the save; None: load no averages.
+        saved_names: names of the tensors in the checkpoint. A trained parameter without a saved average (of a layer
+            that was frozen, or is new) starts its average as a copy of its weight.
     """
 
     def __init__(self, model: ShardedModel, metadata: dict[str, Any] | None, saved_names: Container[str]) -> None:
@@ -48,8 +48,12 @@ class AverageLoader:
         metadata = metadata or {}
         self._matched = [(one, metadata[name]) for name, one in own.items() if name in metadata]
         for name in sorted(set(metadata) ^ set(own)):
-            where = "in the checkpoint and was not made here" if name in metadata else "not in the checkpoint"
-            logger.warning(f"the average {name!r} of the parameters is {where}: it is left alone")
+            where = (
+                "in the checkpoint, but not in this run"
+                if name in metadata
+                else "in this run, but not in the checkpoint"
+            )
+            logger.warning(f"the average {name!r} of the parameters is {where}: it is unchanged")
         self._loaded: list[tuple[ExponentialMovingAverage, Unit, torch.Tensor]] = []
         self.shards: list[FlatShard] = []
         for average, before in self._matched:
@@ -62,7 +66,7 @@ class AverageLoader:
                     self.shards += [one for one in _flat_shards(average.name, unit, values) if one.name in saved_names]
 
     def store(self) -> None:
-        """What was filled in goes home. Collective, after the weights were loaded."""
+        """Write the loaded values to the averages. Collective, after the weights were loaded."""
         for average, unit, values in self._loaded:
             begins = {
                 n for n, of in enumerate(unit.names) if f"{AVERAGE_PREFIX}{average.name}/{of}" not in self._saved_names
@@ -78,7 +82,7 @@ class AverageLoader:
             if not average.updates:
                 average.forget()
             if average.decay != before["decay"]:
-                said = f"was saved with decay {before['decay']}, it goes on with {average.decay}"
+                said = f"was saved with decay {before['decay']}, and continues with {average.decay}"
                 logger.warning(f"the average {average.name!r} {said}")
 
 

@@ -1,4 +1,4 @@
-"""The part of an engine that reads and writes files: checkpoints, whole weights, and the hash that tells them apart."""
+"""Engine methods that read and write checkpoints and full weights, and that compute the fingerprint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointMethods:
-    """Saving and loading. Names are DeepSpeed's where it has them."""
+    """Saving and loading methods of an engine. Names are DeepSpeed's where it has an equivalent."""
 
     _config: Config
     _sharded: ShardedModel
@@ -35,20 +35,23 @@ class CheckpointMethods:
             raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
 
     def fingerprint(self) -> str:
-        """A short hash of all parameters and optimizer states, the same wherever they rest, in whatever cut, on any
-        number of ranks: 16 hexadecimal digits of the parameters, 16 of the states. See docs/checkpoints.md. Collective.
+        """Return a short hash of all parameters and optimizer states: 16 hexadecimal digits each, joined by a dash.
+
+        The hash does not depend on tiers, sharding or the number of ranks. See docs/checkpoints.md. Collective.
 
         Raises:
-            CheckpointError: something has no hash; on all ranks.
-            StorageError: what rests on disk can't be read; on all ranks.
+            CheckpointError: a value cannot be hashed; on all ranks.
+            StorageError: an offloaded value cannot be read; on all ranks.
         """
         self._require_ready("fingerprint")
         self._sharded.scheduler.sync("the reading of parameters or states")
         return str(compute_fingerprint(self._sharded))
 
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers by name on the CPU of rank 0, and what modules keep beside them
-        (`get_extra_state`), as the plain model's `state_dict()` has them; empty on other ranks. Collective."""
+        """Return full parameters, buffers and extra states (`get_extra_state`), named as in a plain `state_dict()`.
+
+        They are on the CPU of rank 0; other ranks get an empty dictionary. Collective.
+        """
         self._require_ready("full_state_dict")
         self._sharded.scheduler.sync("the reading of parameters or states")
         return full_state_dict(self._sharded, dtype=dtype)
@@ -60,21 +63,22 @@ class CheckpointMethods:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> tuple[list[str], list[str]]:
-        """Take a plain `model.state_dict()`: whole tensors, the same on every rank. Collective, between steps.
+        """Load a plain `model.state_dict()` of full tensors, the same on every rank. Collective, between steps.
 
-        Master weights are set to its values, in float32 if they are; parameters follow.
+        Master weights take its values at the precision of the given tensors, up to float32; parameters are updated from
+        them.
 
         Args:
-            state_dict: or a dictionary that has it as its `module`.
+            state_dict: the state dictionary, or a dictionary that holds it under the key `module`.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` on every rank, with all parameters
-                gathered; what it changes on rank 0 is kept.
-            fetch_z3_params: accepted; parameters are whole tensors at every stage.
+                gathered. Changes that it makes on rank 0 are kept.
+            fetch_z3_params: accepted and ignored; the given tensors are full at every stage.
 
         Returns:
-            Names that are missing in it, and names that the model does not have.
+            Names that are missing in the state dictionary, and names that the model does not have.
 
         Raises:
-            CheckpointError: there are some and `strict` is set, or a shape differs. Nothing was changed.
+            CheckpointError: there are such names and `strict` is set, or a shape differs. Nothing was changed.
         """
         self._require_ready("load_module_state_dict")
         if isinstance(state_dict.get("module"), Mapping):
@@ -91,10 +95,10 @@ class CheckpointMethods:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """`module.state_dict(...)`, without parameters that are not trained if so asked.
+        """Return `module.state_dict(...)`, optionally without frozen parameters.
 
-        At stage 3 parameters are spread over ranks: there it is refused outside of `GatheredParameters`, as
-        `module.state_dict()` is; `full_state_dict` gathers them.
+        At stage 3 parameters are sharded, and this raises outside of `GatheredParameters`, as `module.state_dict()`
+        does. `full_state_dict` gathers them instead.
         """
         found: dict[str, Any] = self._module().state_dict(
             destination=cast("dict[str, Any]", destination), prefix=prefix, keep_vars=keep_vars
@@ -111,14 +115,16 @@ class CheckpointMethods:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Whole parameters and buffers as they compute, on the CPU of rank 0; None on other ranks. Collective.
+        """Return full parameters and buffers in their compute dtype on the CPU of rank 0; None on other ranks.
+
+        Collective.
 
         Raises:
             ValueError: the stage is not 3.
         """
         if self._sharded.policy.stage != 3:
             raise ValueError(
-                "this function requires ZeRO-3 mode: parameters are spread over ranks at stage 3 alone; call "
+                "this function requires ZeRO-3 mode: parameters are sharded at stage 3 only; call "
                 "engine.full_state_dict() at any stage"
             )
         found = self.full_state_dict()
@@ -128,27 +134,30 @@ class CheckpointMethods:
         return OrderedDict((name, value) for name, value in found.items() if name not in left_out)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """As `_zero3_consolidated_16bit_state_dict`."""
+        """Call `_zero3_consolidated_16bit_state_dict`."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def load_universal_checkpoint(self) -> bool:
-        """Whether the configuration says `checkpoint.load_universal`; any checkpoint here loads in any layout."""
+        """Return `checkpoint.load_universal` of the configuration. Every checkpoint here loads in any layout."""
         return self._config.checkpoint.load_universal
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """`save_16bit_model`, by its older name."""
+        """Call `save_16bit_model` (older name)."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Whole parameters and buffers as they compute, in one file, one unit in memory at a time. Collective.
+        """Write full parameters and buffers in their compute dtype to one file, with one unit in memory at a time.
+
+        Collective.
 
         Args:
-            save_filename: one that ends in `.safetensors` is such a file; any other is for `torch.load`.
+            save_filename: a name that ends in `.safetensors` selects that format; any other name gives a file for
+                `torch.load`.
 
         Returns:
-            True; False, with a warning, where nothing was written: at stage 3 if the configuration sets
+            True; False, with a warning, if nothing was written: at stage 3 if the configuration sets
             `stage3_gather_16bit_weights_on_model_save` to false.
         """
         zero = self._config.zero_optimization
@@ -171,24 +180,24 @@ class CheckpointMethods:
         exclude_frozen_parameters: bool | None = None,
         blocking: bool | None = None,
     ) -> bool:
-        """Write everything that training needs to go on. Collective.
+        """Write all state that is needed to resume training. Collective.
 
         Args:
-            tag: the folder inside `save_dir`, a text or a number; `global_stepN` by default.
-            client_state: plain data of the caller's, given back by `load_checkpoint`.
-            save_latest: `latest` names this tag.
-            exclude_frozen_parameters: leave out parameters that are not trained, and keep a hash of each, by which a
-                load knows a changed base. None: where at most a tenth of all elements is trained (adapters).
-            blocking: return when it is written; else once a copy is taken, and write while training goes on. One such
-                save is under way at a time: the next one, `load_checkpoint` and `destroy` wait for it, and if it
-                failed, they or the step that comes first raise that, after what they do (a step) or before it (the
-                others). None: what the configuration says (`checkpoint.async_save`).
+            tag: name of the folder inside `save_dir`, a text or a number; `global_stepN` by default.
+            client_state: the caller's plain data, returned by `load_checkpoint`.
+            save_latest: write this tag to the file `latest`.
+            exclude_frozen_parameters: leave out frozen parameters, and store a hash of each so that a load detects a
+                changed base model. None: leave them out if at most a tenth of all elements is trained (adapters).
+            blocking: return when the checkpoint is written; else return once a copy is taken, and write it during
+                training. Only one such save is in flight at a time: the next save, `load_checkpoint` and `destroy` wait
+                for it. If it failed, the first of these calls or the next step raises its error: a step at its end, the
+                others at their start. None: use `checkpoint.async_save` of the configuration.
 
         Raises:
             ValueError: `save_dir` is empty.
-            CheckpointError: it could not be written, or there is no state to save since a step was made in part (see
-                `step`); what was there before is whole.
-            StorageError: what rests on disk can't be read.
+            CheckpointError: it could not be written, or there is no consistent state to save because a step was made
+                only in part (see `step`). Existing checkpoints are intact.
+            StorageError: an offloaded value cannot be read.
         """
         if not str(save_dir):
             raise ValueError("save_checkpoint: save_dir is empty; give the directory that checkpoints go to")
@@ -196,14 +205,14 @@ class CheckpointMethods:
         self._sharded.scheduler.sync("a checkpoint")
         at_once = not self._config.checkpoint.async_save if blocking is None else blocking
         engine = cast("Engine", self)
-        name = None if tag is None else str(tag)  # scripts number their tags
+        name = None if tag is None else str(tag)  # scripts may pass numbers as tags
         return save_engine(engine, save_dir, name, client_state or {}, save_latest, exclude_frozen_parameters, at_once)
 
     def finish_checkpoint(self) -> None:
-        """Wait until the save under way is written, if there is one (see `save_checkpoint`). Collective.
+        """Wait until the async save in flight is written, if there is one (see `save_checkpoint`). Collective.
 
         Raises:
-            CheckpointError: it was not written; on all ranks. What was there before is whole.
+            CheckpointError: it was not written; on all ranks. Existing checkpoints are intact.
         """
         self._async_save.finish()
 
@@ -219,31 +228,31 @@ class CheckpointMethods:
         load_optimizer_strict: bool = True,
         load_data_position: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint, saved on any number of ranks, at any stage, from any homes. Collective.
+        """Resume from a checkpoint that was saved on any number of ranks, at any stage, with any tiers. Collective.
 
-        What matched, is missing and is unexpected is logged. See docs/checkpoints.md.
+        Matched, missing and unexpected names are logged. See docs/checkpoints.md.
 
-        Gradients of a step that has begun are dropped, unless `load_module_only`: what comes begins a step.
+        Accumulated gradients are dropped, unless `load_module_only`: the next micro-batch begins a new step.
 
         Args:
-            tag: by default the one that `latest` names.
-            custom_load_fn: takes parameters and buffers over, as `custom_load_fn(src=state_dict, dst=module)` on every
-                rank, with the whole saved state dictionary and all parameters gathered; what it changes on rank 0 is
-                kept. Each rank needs memory for the model.
-            load_module_strict: parameters and buffers are the saved ones; else those of the same name are loaded, and
-                others stay as they are.
-            load_optimizer_states: optimizer states and hyper-parameters too.
-            load_lr_scheduler_states: the schedule too.
-            load_module_only: parameters and buffers, and nothing else: no states, counters, loss scale, schedule,
-                random states or place in the data.
-            load_optimizer_strict: the optimizer has the saved groups; else what matches by name is loaded.
-            load_data_position: `training_dataloader` goes on where the saved one stood.
+            tag: the tag in the file `latest` by default.
+            custom_load_fn: loads parameters and buffers in place of the default, as `custom_load_fn(src=state_dict,
+                dst=module)` on every rank, with the full saved state dictionary and all parameters gathered. Changes
+                that it makes on rank 0 are kept. Each rank needs memory for the full model.
+            load_module_strict: require that parameters and buffers are the saved ones; else load those with matching
+                names and leave the others unchanged.
+            load_optimizer_states: load optimizer states and hyper-parameters too.
+            load_lr_scheduler_states: load the learning rate scheduler's state too.
+            load_module_only: load parameters and buffers and nothing else: no optimizer states, counters, loss scale,
+                scheduler, random states or data position.
+            load_optimizer_strict: require that the optimizer has the saved groups; else load what matches by name.
+            load_data_position: continue `training_dataloader` at the saved position.
 
         Returns:
-            Its path and the `client_state` that was saved; `(None, None)` with a warning where there is none.
+            The checkpoint's path and the saved `client_state`; `(None, None)` with a warning if there is no checkpoint.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit.
+            CheckpointError: the checkpoint is damaged, or does not fit.
         """
         self._require_ready("load_checkpoint")
         self._sharded.scheduler.sync("a checkpoint")

@@ -1,4 +1,4 @@
-"""The one tag under which all ranks save."""
+"""Agreement of all ranks on one checkpoint tag."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from windlass.base.log import logger
 
 
 class TagError(CheckpointError, AssertionError):
-    """Ranks that save under different tags; DeepSpeed asserts that they do not."""
+    """Error for ranks that save under different tags. DeepSpeed raises an AssertionError there, so this is one too."""
 
 
 def agree_on_tag(tags: list[str], tag_validation: str) -> str:
-    """Rank 0's, whatever the others say (a tag with a loss in it, say), as far as `checkpoint.tag_validation` lets it.
+    """Return rank 0's tag.
+
+    Ranks may differ, e.g. if a tag contains a loss; `checkpoint.tag_validation` says if that is allowed.
 
     Raises:
-        TagError: it says `FAIL`, and they differ.
+        TagError: the tags differ and `tag_validation` is `FAIL`.
     """
     if len(set(tags)) > 1 and tag_validation != "IGNORE":
         told = "; ".join(f"rank {rank}: {tag!r:.80}" for rank, tag in enumerate(tags))
         if tag_validation == "FAIL":
             raise TagError(
-                f"ranks save under different tags ({told}), and checkpoint.tag_validation is FAIL; give all the same"
+                f"ranks save under different tags ({told}), and checkpoint.tag_validation is FAIL; pass the same tag "
+                "on all ranks"
             )
-        logger.warning("ranks save under different tags (%s): rank 0's is taken", told)
+        logger.warning("ranks save under different tags (%s): rank 0's tag is used", told)
     return tags[0]

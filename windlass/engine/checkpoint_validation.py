@@ -1,4 +1,4 @@
-"""Values of a checkpoint compared with those they replace, before anything is overwritten."""
+"""Validation of checkpoint values against the values they replace, before anything is overwritten."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LARGEST = 1 << 63
 
 
 def require_compatible(saved: Any, current: Any, where: str) -> None:
-    """Check that a saved value can take the place of one that is there: a number of a number, a list of a list.
+    """Check that a saved value can replace the current one: a number replaces a number, a list a list.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: the kinds differ.
     """
     if saved is current or current is None:
         return
@@ -49,13 +49,17 @@ def require_compatible(saved: Any, current: Any, where: str) -> None:
         fits = not isinstance(current, str) or saved is None or isinstance(saved, str)
     if not fits:
         raise CheckpointError(
-            f"{where} is {saved!r:.100} in the checkpoint, which cannot take the place of {current!r:.100}; nothing was "
-            "loaded. Load another checkpoint"
+            f"{where} is {saved!r:.100} in the checkpoint, which cannot replace {current!r:.100}; nothing was loaded. "
+            "Load another checkpoint"
         )
 
 
 def check_saved_groups(engine: Engine, match: GroupMatch, saved: GroupMetadata) -> None:
-    """Check the hyper-parameters that `take` will take. Raises CheckpointError where one is of another kind."""
+    """Check the hyper-parameters that `load_hyperparameters` will load.
+
+    Raises:
+        CheckpointError: a saved value has another type than the current one.
+    """
     assert engine._optimizer is not None
     for number, (group, source) in enumerate(zip(engine._optimizer.param_groups, match.source, strict=True)):
         values = {} if source is None else saved[source]["values"]
@@ -67,7 +71,7 @@ def check_saved_groups(engine: Engine, match: GroupMatch, saved: GroupMetadata) 
 
 
 def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check the optimizer's counts that are plain values. Raises CheckpointError where one is no count."""
+    """Check the optimizer's plain-value step counts. Raises CheckpointError if one is not a valid count."""
     for name, found in values.items():
         for key, value in found.items():
             if key in SCALAR_STATES and isinstance(value, (bool, int, float)):
@@ -75,32 +79,32 @@ def check_scalar_states(values: Mapping[str, Mapping[str, Any]]) -> None:
                 if key == "step" and not 0 <= value < _LARGEST:
                     raise CheckpointError(f"the state 'step' of {name!r} is {value!r:.60} in the checkpoint")
             elif key in SCALAR_STATES and not isinstance(value, torch.Tensor):
-                raise CheckpointError(f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, no number")
+                raise CheckpointError(f"the state {key!r} of {name!r} is {value!r:.60} in the checkpoint, not a number")
 
 
 def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
-    """Check the optimizer's counts that are tensors `[]`, by their names in the checkpoint.
+    """Check the optimizer's step counts that are tensors of shape `[]`, by their names in the checkpoint.
 
     Raises:
-        CheckpointError: one is no number that a rule can count to: every later step would be made with it.
+        CheckpointError: a count is not finite or out of range. Every later step would use it.
     """
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, value in counts.items():
         if name.rpartition("/")[2] in SCALAR_STATES:
             by_device.setdefault(value.device, {})[name] = value
     for found in by_device.values():
-        # one read of the device for all of them: a model may have as many as parameters
+        # one device read for all counts: a model may have one per parameter
         numbers = torch.stack([value.detach().double() for value in found.values()]).tolist()
         for name, number in zip(found, numbers, strict=True):
             if not math.isfinite(number) or (name.endswith("/step") and not 0 <= number < _LARGEST):
                 raise CheckpointError(
-                    f"the state {name!r} is {number!r:.60} in the checkpoint, which no optimizer counts to; nothing "
+                    f"the state {name!r} is {number!r:.60} in the checkpoint, which is not a step count; nothing "
                     "was loaded. Load another checkpoint, or load with load_optimizer_states=False"
                 )
 
 
 def check_lr_scheduler_state(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Check the state of the learning rate's schedule. Raises CheckpointError where it cannot be loaded."""
+    """Check the state of the learning rate scheduler. Raises CheckpointError if it cannot be loaded."""
     schedule = engine.lr_scheduler
     if schedule is None or not hasattr(schedule, "state_dict"):
         return
@@ -110,30 +114,31 @@ def check_lr_scheduler_state(engine: Engine, saved: Mapping[str, Any]) -> None:
             require_compatible(value, now[key], f"{key!r} of the schedule")
         elif not isinstance(key, str) or callable(getattr(type(schedule), key, None)):
             raise CheckpointError(
-                f"the schedule of the checkpoint has {key!r:.60}, which is no state; load another one"
+                f"the schedule of the checkpoint has {key!r:.60}, which is not part of its state; load another "
+                "checkpoint"
             )
     if "last_batch_iteration" in now and "last_batch_iteration" not in saved:
         raise CheckpointError(
-            "the schedule of the checkpoint does not say 'last_batch_iteration'; it is of another kind. Build the same "
+            "the schedule of the checkpoint has no 'last_batch_iteration'; it is of another class. Build the same "
             "schedule, or load with load_lr_scheduler_states=False"
         )
 
 
 def check_saved_position(engine: Engine, saved: Mapping[str, Any] | None) -> None:
-    """Check the place in the data. Raises CheckpointError where it is none."""
+    """Check the data position. Raises CheckpointError if it is invalid."""
     loader = engine.training_dataloader
     if saved is None or not hasattr(loader, "state_dict"):
         return
     for key, value in loader.state_dict().items():
         if key not in saved:
-            raise CheckpointError(f"the place in the data of the checkpoint does not say {key!r}; load another one")
-        require_compatible(saved[key], value, f"{key!r} of the place in the data")
+            raise CheckpointError(f"the data position of the checkpoint has no {key!r}; load another checkpoint")
+        require_compatible(saved[key], value, f"{key!r} of the data position")
         if isinstance(value, int) and not 0 <= saved[key] < _LARGEST:
-            raise CheckpointError(f"{key!r} of the place in the data is {saved[key]!r:.60}; load another checkpoint")
+            raise CheckpointError(f"{key!r} of the data position is {saved[key]!r:.60}; load another checkpoint")
 
 
 def check_rng_state(state: Any) -> None:
-    """Set random states in generators that are thrown away. Raises CheckpointError where that cannot be."""
+    """Set the random states in temporary generators. Raises CheckpointError if that fails."""
     try:
         torch.Generator().set_state(state["torch"])
         version, numbers, gauss = state["python"]

@@ -1,4 +1,4 @@
-"""Tells all ranks when one of them raises in what they do together, so that none waits for it."""
+"""Propagation of errors: if one rank raises in a collective action, all ranks raise, so that none waits for it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ _SUCCEEDED, _EXHAUSTED, _FAILED = range(3)
 
 
 class PeerMemoryError(PeerError, torch.OutOfMemoryError):
-    """A `PeerError` because a rank ran out of memory, so that a script that catches that does so on every rank."""
+    """`PeerError` raised because a rank ran out of memory.
+
+    A script that catches OutOfMemoryError catches it on every rank.
+    """
 
 
 class CollectiveErrorCheck:
-    """Exchanges between all ranks whether the part of each succeeded.
+    """Exchange between all ranks of the success or failure of each rank's part.
 
     Args:
         world: all ranks.
-        name: this rank, as messages name it.
+        rank_name: name of this rank in messages.
     """
 
     def __init__(self, world: RankGroup, rank_name: str) -> None:
@@ -33,15 +36,15 @@ class CollectiveErrorCheck:
         self._board = WireBoard(world)
 
     def run(self, function: Callable[[], Any], action: str, consequence: str) -> Any:
-        """Return `make()` if it succeeds on every rank. Collective.
+        """Return `function()` if it succeeds on every rank. Collective.
 
         Args:
-            what: this rank does, in words.
-            then: what a failure means for the model.
+            action: description of what this rank does, for messages.
+            consequence: description of the model's state after a failure.
 
         Raises:
-            StopIteration: `make` raised it on all ranks.
-            PeerError: it raised on another rank; on this one what it raised.
+            StopIteration: `function` raised it on all ranks.
+            PeerError: `function` raised on another rank. On the failing rank its own error is raised.
         """
         made, error = None, None
         try:
@@ -52,20 +55,20 @@ class CollectiveErrorCheck:
         return made
 
     def any_failed(self, error: Exception | None, action: str) -> bool:
-        """Whether any rank has an error. Collective."""
+        """Return True if any rank has an error. Collective."""
         return any(self._exchange_outcomes(error, action))
 
     def raise_if_any_failed(self, error: Exception | None, action: str, consequence: str) -> None:
         """Raise if any rank has an error. Collective.
 
         Args:
-            error: of this rank; it is raised here.
-            what: this rank did, in words.
-            then: what a failure means for the model.
+            error: this rank's error, which is raised here.
+            action: description of what this rank did, for messages.
+            consequence: description of the model's state after a failure.
 
         Raises:
-            StopIteration: that is the error on all ranks.
-            PeerError: another rank has one.
+            StopIteration: all ranks have a StopIteration.
+            PeerError: another rank has an error.
         """
         states = self._exchange_outcomes(error, action)
         if not any(states):
@@ -76,7 +79,7 @@ class CollectiveErrorCheck:
         self.raise_on_all_ranks(error, action, consequence)
 
     def raise_on_all_ranks(self, error: Exception | None, action: str, consequence: str) -> None:
-        """As `check`, where it is known that some rank has an error. Collective."""
+        """Raise as `raise_if_any_failed` does, when some rank is known to have an error. Collective."""
         memory = isinstance(error, torch.OutOfMemoryError)
         mine = (
             f"{self._rank_name}: {action} raised {type(error).__name__}: {error}" if error is not None else "",
@@ -84,7 +87,7 @@ class CollectiveErrorCheck:
         )
         told = [mine] * self._world.size
         if self._world.size > 1:
-            with WaitScope("the words of ranks that failed"):
+            with WaitScope("the error messages of failed ranks"):
                 dist.all_gather_object(told, mine, group=self._world.process_group)
         if error is not None and not isinstance(error, StopIteration):
             error.add_note(f"windlass: {mine[0]}; {consequence}")

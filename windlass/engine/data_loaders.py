@@ -1,4 +1,4 @@
-"""An engine's loaders: this rank's micro-batches of a dataset."""
+"""Data loaders of an engine: this rank's micro-batches of a dataset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_data_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> EpochLoader:
-    """See `Engine.deepspeed_io`."""
+    """Build the loader of `Engine.deepspeed_io`."""
     if route not in ROUTES:
         raise ConfigError(f"deepspeed_io: route is {route!r}; write one of {', '.join(ROUTES)}")
     readers, reader = engine.data_loading_ranks

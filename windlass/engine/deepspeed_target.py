@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine would have been in this one's place, for checkpoints in its format."""
+"""Description of the equivalent DeepSpeed engine, for checkpoints in its format."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from windlass.optim.loss_scale import DynamicLossScale
 if TYPE_CHECKING:
     from windlass.engine.training_engine import Engine
 
-_FLAT = ("FusedAdam",)  # optimizers that DeepSpeed's stage 0 steps on flat groups, under 16 bits
+_FLAT = ("FusedAdam",)  # optimizers that DeepSpeed's stage 0 steps on flat groups if parameters are 16-bit
 
 
 def build_deepspeed_target(engine: Engine) -> DeepSpeedTarget:
-    """See `Target`."""
+    """Build the `DeepSpeedTarget` of this engine."""
     model, config = engine._sharded, engine._config
     zero = config.zero_optimization
     return DeepSpeedTarget(
@@ -37,7 +37,10 @@ def build_deepspeed_target(engine: Engine) -> DeepSpeedTarget:
 
 
 def _state_dict_keys(model: nn.Module) -> Iterator[str]:
-    """The keys of the model's `state_dict()`, in its order; that itself refuses where parameters are spread."""
+    """Yield the keys of the model's `state_dict()` in its order.
+
+    `state_dict()` itself raises if parameters are sharded.
+    """
     extra = set(extra_state_names(model))
     for prefix, module in model.named_modules(remove_duplicate=False):
         dotted = f"{prefix}." if prefix else ""

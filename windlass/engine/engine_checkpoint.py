@@ -1,4 +1,4 @@
-"""An engine's state as a checkpoint holds it: by parameter name, each rank its own pieces."""
+"""Saving and loading of an engine's state: tensors by parameter name, each rank its own fragments."""
 
 from __future__ import annotations
 
@@ -85,19 +85,22 @@ def save_engine(
     exclude_frozen_parameters: bool | None,
     blocking: bool,
 ) -> bool:
-    """See `Engine.save_checkpoint`. Of what rests on disk one chunk is in memory at a time."""
+    """Save a checkpoint as `Engine.save_checkpoint` describes.
+
+    One chunk of the offloaded states is in memory at a time.
+    """
     model = engine._sharded
     if not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of plain data")
     deepspeed = engine._config.checkpoint.format == "deepspeed"
-    if exclude_frozen_parameters is None:  # DeepSpeed's tools look for whole models
+    if exclude_frozen_parameters is None:  # DeepSpeed's tools expect full models
         exclude_frozen_parameters = not deepspeed and trains_adapters(model)
     require_unchanged_model(model)
     engine._async_save.finish()
     model.finish_update()
     if model.disk_health.loss_reason:
         raise CheckpointError(
-            f"nothing is saved: {model.disk_health.loss_reason}; what was saved before is whole. {LOST}"
+            f"nothing is saved: {model.disk_health.loss_reason}; earlier checkpoints are intact. {LOST}"
         )
     model.reducer.finish()
     if has_pending_gradients(model):
@@ -106,7 +109,7 @@ def save_engine(
             "with a whole step; save after step() at the accumulation boundary to lose none"
         )
     model.recapture_parameters()
-    if not blocking:  # what is read later from disk has to have them
+    if not blocking:  # the writer thread later reads these parameters from NVMe, so edits must be there
         model.masters.copy_all_edits(model.units)
     drawers: dict[int, LazyStorage] = {}
 
@@ -141,8 +144,8 @@ def save_engine(
     places = [one["data"] for one in everywhere]
     if len({repr(place) for place in places}) > 1:
         logger.warning(
-            "ranks stand at different places in the data, and a load goes on from that of rank 0: some samples are "
-            "seen again, others never: %s",
+            "ranks are at different data positions, and a load resumes at that of rank 0: some samples are "
+            "repeated, others skipped: %s",
             "; ".join(f"rank {rank}: {place!s:.80}" for rank, place in enumerate(places)),
         )
     plain = {
@@ -167,8 +170,8 @@ def save_engine(
         "extra": merge_metadata(model.mesh, collect_plain_extra_states(engine.module)),
         "client": client_state,
     }
-    require_engine_data(plain, "the state of this engine", require_all=True)  # what is saved must load again
-    # rank 0's count, and others may have their own until the next forward (engine/module_buffers)
+    require_engine_data(plain, "the state of this engine", require_all=True)  # refuse to write what could not be loaded
+    # rank 0's buffers are saved; those of other ranks may differ until the next forward (engine/module_buffers)
     tensors = states.tensors | (_persistent_buffers(engine) if model.mesh.first_of_stage else {})
     state = SavedState(
         [*shards, *states.shards, *average_checkpoint.average_shards(model)],
@@ -206,8 +209,8 @@ def save_engine(
             begun.finish(ranks)
         else:
             engine._async_save.start(begun, ranks, pin=model.tiers.pin)
-    except CheckpointError:  # on all ranks
-        model.disk_health.check("nothing is saved, masters and optimizer states could not be read")
+    except CheckpointError:  # raised on all ranks
+        model.disk_health.check("nothing is saved, master weights and optimizer states could not be read")
         raise
     engine.saved_tags.add(name)
     return True
@@ -215,15 +218,16 @@ def save_engine(
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What of a checkpoint is to be loaded.
+    """Selection of the parts of a checkpoint to load.
 
     Attributes:
-        module_strict, optimizer_strict: all of it has to match; else what does is taken.
-        optimizer: states and hyper-parameters.
-        schedule: the learning rate's.
-        position: the place in the data.
-        progress: counters, loss scale and random states.
-        by: takes parameters and buffers over instead, see `Engine.load_checkpoint`.
+        load_module_strict: all parameters and buffers must match; else those that match are loaded.
+        load_optimizer_states: load optimizer states and hyper-parameters.
+        load_optimizer_strict: the optimizer's groups and states must match; else those that match are loaded.
+        load_lr_scheduler_states: load the learning rate scheduler's state.
+        load_data_position: continue the data loader at the saved position.
+        load_progress: load counters, loss scale and random states.
+        custom_load_fn: loads parameters and buffers in place of the default, see `Engine.load_checkpoint`.
     """
 
     load_module_strict: bool = True
@@ -236,7 +240,7 @@ class LoadOptions:
 
     @property
     def loads_everything(self) -> bool:
-        """Whether nothing of parameters and optimizer states is left as it is."""
+        """True if every parameter and optimizer state is replaced."""
         return (
             self.load_module_strict
             and self.load_optimizer_states
@@ -249,15 +253,15 @@ class LoadOptions:
 def load_engine(
     engine: Engine, directory: str, tag: str | None, options: LoadOptions
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See `Engine.load_checkpoint`."""
+    """Load a checkpoint as `Engine.load_checkpoint` describes."""
     model = engine._sharded
     require_unchanged_model(model)
-    engine._async_save.finish()  # it may be the one that is asked for
+    engine._async_save.finish()  # the async save in flight may be the requested checkpoint
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
-    if tag is None:  # one word for all: another may be saved meanwhile, and not every rank need see it
+    if tag is None:  # rank 0 reads `latest` for all ranks: another save may change it meanwhile
         tag = ranks.run_on_first("looking for the checkpoint", lambda: _tag_to_load(engine, directory))
     if tag is None:
-        logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts afresh")
+        logger.warning(f"no checkpoint in {directory}: there is no file 'latest'; training starts from the beginning")
         return None, None
     opened: list[StoredCheckpoint] = []
     order = (
@@ -265,7 +269,9 @@ def load_engine(
         if options.load_optimizer_states and engine._optimizer is not None
         else None
     )
-    ranks.run_on_all("looking at the checkpoint", lambda: opened.append(StoredCheckpoint(directory, tag, order)))
+    ranks.run_on_all(
+        "reading the index of the checkpoint", lambda: opened.append(StoredCheckpoint(directory, tag, order))
+    )
     plain, saved = opened[0].plain, opened[0].outline()
     require_engine_data(plain, f"the checkpoint {tag!r} in {directory}", require_all=True)
     _infer_trainable_only(plain, saved, model)
@@ -275,10 +281,10 @@ def load_engine(
     if groups_too and options.load_optimizer_strict:
         require_complete_match(matched, here, plain["groups"])
     position = plain.get("data") if options.load_data_position else None
-    ranks.run_on_all("looking at the place in the data", lambda: check_data_position(engine, position))
+    ranks.run_on_all("checking the data position", lambda: check_data_position(engine, position))
 
     def check(shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        if shared is not plain:  # another checkpoint has taken the name meanwhile
+        if shared is not plain:  # another checkpoint was saved under this tag meanwhile
             require_engine_data(shared, f"the checkpoint {tag!r} in {directory}", require_all=True)
         if groups_too:
             check_saved_groups(engine, matched, shared["groups"])
@@ -311,7 +317,7 @@ def load_engine(
     if groups_too:
         load_hyperparameters(engine, matched, plain["groups"])
     elif options.load_optimizer_states and plain["groups"]:
-        logger.info("optimizer states were left alone: this engine has no optimizer")
+        logger.info("optimizer states were not loaded: this engine has no optimizer")
     if options.load_progress:
         model.drop_gradients()
         engine.progress.load_state_dict(found.plain["engine"], found.plain.get("layout", {}).get("accumulation"))
@@ -325,7 +331,7 @@ def load_engine(
 
 
 def _tag_to_load(engine: Engine, directory: str) -> str | None:
-    """The tag to load where none is given."""
+    """Return the tag to load if the caller gives none."""
     universal = read_latest(directory, LATEST_UNIVERSAL) if engine._config.checkpoint.load_universal else None
     return universal or read_latest(directory)
 
@@ -333,7 +339,7 @@ def _tag_to_load(engine: Engine, directory: str) -> str | None:
 def _restore_position(
     engine: Engine, loaded: LoadedState, position: dict[str, Any] | None, options: LoadOptions
 ) -> None:
-    """Random states and place in the data, and what is said of them."""
+    """Restore random states and the data position, and log where training resumes."""
     told = []
     if options.load_progress:
         told.append(f"step {engine.global_steps}")
@@ -342,22 +348,23 @@ def _restore_position(
             set_rng_state(random, engine.device)
             told.append("random states as saved")
         else:
-            told.append(
-                f"random states as they were here (saved were those of {plural(loaded.saved_world_size, 'rank')})"
-            )
+            told.append(f"random states unchanged (those of {plural(loaded.saved_world_size, 'rank')} were saved)")
     if place := set_data_position(engine, position):
         told.append(f"data at {place}")
     if told:
-        logger.info(f"goes on at {'; '.join(told)}")
+        logger.info(f"resumes at {'; '.join(told)}")
 
 
 def _verify_fingerprint(
     model: ShardedModel, units: list[Unit], loaded: LoadedState, comparable: tuple[bool, bool], excluded: frozenset[str]
 ) -> None:
-    """What was loaded is what was saved, as far as it was to be (`alike`: of parameters, of states). Collective.
+    """Compare the fingerprint of the loaded values with the saved one. Collective.
+
+    Args:
+        comparable: True for parameters and for states if they were loaded completely and without conversion.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the fingerprints differ.
     """
     saved = loaded.plain.get("fingerprint")
     if saved is None or not any(comparable):
@@ -367,12 +374,11 @@ def _verify_fingerprint(
     for what, same, taken in pairs:
         if same and saved[what] is not None and taken != saved[what]:
             raise CheckpointError(
-                f"{loaded.path} was loaded, but {what} are not what was saved: their fingerprint is {taken}, "
-                f"{saved[what]} was written; load another checkpoint, and report this one"
+                f"{loaded.path} was loaded, but {what} differ from the saved ones: their fingerprint is {taken}, "
+                f"{saved[what]} was saved; load another checkpoint, and report this one"
             )
     logger.info(
-        f"fingerprint {here}"
-        + ("" if all(comparable) else f", of which only {_comparable_part(comparable)} can be compared")
+        f"fingerprint {here}" + ("" if all(comparable) else f" (only {_comparable_part(comparable)} can be compared)")
     )
 
 
@@ -390,13 +396,13 @@ def _load_tensors(
     parameter_order: ParameterOrder | None,
     check: Callable[[dict[str, Any], dict[str, Any] | None], None],
 ) -> tuple[LoadedState, tuple[bool, bool]]:
-    """Read the checkpoint into where the engine's tensors rest, chunk by chunk.
+    """Read the checkpoint into the engine's tensors on their tiers, chunk by chunk.
 
     Args:
-        saved: every tensor of the checkpoint, without memory.
+        saved: every tensor of the checkpoint, on the meta device.
 
     Returns:
-        What was found, and whether parameters and states are now, bit by bit, those that were saved.
+        The loaded state, and whether parameters and states are now bit by bit equal to the saved ones.
     """
     plain = opened.plain
     trainable_only = bool(plain["trainable_only"])
@@ -433,11 +439,11 @@ def _load_tensors(
         check,
     )
     for drawer in drawers.values():
-        if not drawer.was_opened:  # nothing of it is in the checkpoint, so it has no states either
+        if not drawer.was_opened:  # nothing of this chunk is in the checkpoint: opening it clears its optimizer states
             with drawer.open():
                 pass
     apart.store()
-    model.disk_health.check("what was loaded could not be kept", loses=True)
+    model.disk_health.check("the loaded state could not be stored", loses=True)
     kept = with_states and not any(drawer.converts_states for drawer in drawers.values())
     own = options.custom_load_fn is None and _same_dtypes(shards, saved), kept and _same_dtypes(states, saved)
     everywhere = ranks.run_on_all("loading", lambda: own)
@@ -450,18 +456,18 @@ def _load_tensors(
 
 
 def _same_dtypes(shards: list[FlatShard], saved: dict[str, torch.Tensor]) -> bool:
-    """Whether nothing had to be converted."""
+    """Return True if every shard has its saved dtype, so that nothing was converted."""
     return all(shard.name in saved and saved[shard.name].dtype == shard.dtype for shard in shards)
 
 
 _ADVICE = (
-    "Where that is meant, load what matches: load_module_strict=False for parameters and buffers, "
+    "If this is intended, load what matches: load_module_strict=False for parameters and buffers, "
     "load_optimizer_strict=False for optimizer states"
 )
 
 
 def _infer_trainable_only(plain: dict[str, Any], saved: dict[str, torch.Tensor], model: ShardedModel) -> None:
-    """DeepSpeed's files do not say whether frozen parameters were left out: then none of them is there."""
+    """Set `trainable_only` for DeepSpeed's files, which do not record it: True if they contain no frozen parameter."""
     if plain["trainable_only"] is None:
         frozen = [name for unit in model.units if not unit.trainable for name in unit.names]
         plain["trainable_only"] = bool(frozen) and not any(f"param/{name}" in saved for name in frozen)
@@ -495,7 +501,7 @@ def _load_or_mark_lost(
             first=counts.keys(),
             check_first=lambda: check_counts(counts),
         )
-    except CheckpointError:  # on all ranks
+    except CheckpointError:  # raised on all ranks
         model.disk_health.check("a checkpoint was loaded in part", loses=True)
         raise
 
@@ -517,7 +523,10 @@ def _lr_scheduler_state(engine: Engine) -> dict[str, Any] | None:
 
 
 def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state, but what it says of each optimizer group as now, where there are more or fewer of them."""
+    """Return the saved scheduler state, adapted to the current number of optimizer groups.
+
+    Lists with another length than the saved ones keep their current values.
+    """
 
     def fits(key: str, value: Any) -> bool:
         here = current.get(key)
@@ -525,5 +534,8 @@ def _matching_scheduler_state(saved: dict[str, Any], current: dict[str, Any]) ->
 
     left = [key for key, value in saved.items() if not fits(key, value)]
     if left:
-        logger.warning(f"of the schedule {', '.join(left)} stay as they are: there are more or fewer groups than saved")
+        logger.warning(
+            f"{', '.join(left)} of the learning rate scheduler are unchanged: the number of groups differs from the "
+            "saved one"
+        )
     return {**saved, **{key: current[key] for key in left}}

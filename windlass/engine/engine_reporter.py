@@ -1,4 +1,4 @@
-"""What an engine says: the lines at its start, a line every so many steps, monitors, and the memory report."""
+"""Reporting of an engine: startup lines, periodic log lines, monitors, and the memory report."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class EngineReporter:
-    """Logs and monitors of one engine. Other ranks than 0 stay silent.
+    """Log lines and monitors of one engine. Only rank 0 logs.
 
     Args:
-        config: says how often, and where to.
-        engine: whose progress is told.
+        config: sets the interval of log lines, and the monitors.
+        engine: the engine to report on.
     """
 
     def __init__(self, config: Config, engine: Engine) -> None:
@@ -46,27 +46,27 @@ class EngineReporter:
 
     @property
     def monitor(self) -> RunMonitor | None:
-        """What writes values to files and services."""
+        """Writer of values to files and services; None if the engine has no optimizer."""
         return self._monitor
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Time a block, if the configuration wants it."""
+        """Time the code inside the context, if `wall_clock_breakdown` is set."""
         return self._timers(name)
 
     def log_once(self, key: str, message: str) -> None:
-        """Say something the first time."""
+        """Log a message unless one with the same key was logged before."""
         if key not in self._logged_keys:
             self._logged_keys.add(key)
             logger.info(message)
 
     def record_loss(self, loss: torch.Tensor) -> None:
-        """Add a micro-batch's loss to the mean of its step; read only when it is shown."""
+        """Add a micro-batch's loss to the mean of its step. The value is copied to the host only when it is shown."""
         value = loss.detach().float().reshape(())
         self._loss_sum = value.clone() if self._loss_sum is None else self._loss_sum + value
         self._losses += 1
 
     def record_step(self) -> None:
-        """A step ended: write and log what is due."""
+        """Write and log the values that are due at the end of a step, and reset the step's counters."""
         engine = self._engine
         step, every = engine.global_steps, self._config.steps_per_print
         due = every is not None and math.isfinite(every) and step % max(1, int(every)) == 0
@@ -104,14 +104,14 @@ class EngineReporter:
                 see_memory_usage(f"step {step}", engine.device)
 
     def report(self) -> dict[str, Any]:
-        """See `Engine.report`."""
+        """Return the memory report of `Engine.report`."""
         found = memory_report(self._engine._sharded)
         found["payload"] = dict(self._last_payload)
         found["payload_elements"] = sum(self._last_payload.values())
         found["bytes_moved"] = dict(self._last_bytes_moved)
         lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {home}" for (slot, home), size in found["slots"].items()]
         gathered = found["gathered_elements"]
-        logger.info("at rest on this rank:\n" + "\n".join(lines) + f"\n gathered now: {gathered} elements")
+        logger.info("kept on this rank:\n" + "\n".join(lines) + f"\n unsharded now: {gathered} elements")
         return found
 
     def close(self) -> None:
@@ -121,17 +121,17 @@ class EngineReporter:
 
 
 def memory_report(model: ShardedModel) -> dict[str, Any]:
-    """Bytes at rest on this rank.
+    """Return the bytes that this rank keeps between steps.
 
     Returns:
-        `disk`: `Rates` of the disk since the engine was made, all zero without one; `slots`: bytes by (slot, home),
-        slots being `param`, `grad`, `master` and the optimizer's states (`exp_avg`, ...), and where updates are delayed
-        `grad handed over` and `param to come`; `payload_elements`: parameters' elements that entered collectives in the
-        last step, an all-reduce counted twice, `payload`: the same by operation; `transit`: bytes of the ring that
-        gradients pass through; `units`: for each unit its names, elements, and bytes by slot; `gathered_elements` and
-        `gathered`: what is whole now and need not be; `padding_elements`; `delayed_update`: `seconds` that the last
-        finished one took behind the model and `waited`, those of them that a step had to wait for it; None where
-        updates are not delayed.
+        `disk`: `IoRates` of the NVMe tier since the engine was built, all zero without one; `slots`: bytes by (slot,
+            tier). Slots are `param`, `grad`, `master` and the optimizer's states (`exp_avg`, ...), and with delayed
+            updates `grad handed over` and `param to come`; `payload_elements`: parameter elements that entered
+            collectives in the last step, an all-reduce counted twice, `payload`: the same by operation; `transit`:
+            bytes of the reduction buffers; `units`: names, elements, and bytes by slot of each unit;
+            `gathered_elements` and `gathered`: units that are unsharded now and could be resharded; `padding_elements`;
+            `delayed_update`: `seconds` is the duration of the last finished update in the background, `waited` the part
+            of it that a step waited for; None without delayed updates.
     """
     model.wait_for_update()
     slots: dict[tuple[str, str], int] = {}
@@ -189,7 +189,7 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
 
 
 def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
-    """What a run says of itself before it starts."""
+    """Return the log lines that describe a run before its first step."""
     total = sum(unit.numel for unit in model.units)
     trained = sum(slot.unit.numel for slot in model.slots)
     first = next((unit.parameters[0].dtype for unit in model.units), torch.float32)
@@ -197,7 +197,7 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
     released = sum(1 for unit in model.units if unit.reshards)
     return [
         f"stage {model.policy.stage} on {plural(world, 'rank')}, {plural(total, 'parameter')} "
-        f"({trained:,} trained) in {plural(len(model.units), 'unit')}, {released} of them released between uses",
+        f"({trained:,} trained) in {plural(len(model.units), 'unit')}, {released} of them resharded between uses",
         f"transport {model.transport.name}: {model.dp_groups[0].transport_reason}",
         f"dtypes: {table}",
         *_tier_lines(model),
@@ -205,13 +205,13 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
 
 
 def _tier_lines(model: ShardedModel) -> list[str]:
-    """A line about homes, where the configuration asks for another than the device."""
+    """Return a log line on tiers, if the configuration requests another tier than the device."""
     asked, homes = model.settings.tiers, model.tiers
     if asked.param is Tier.DEVICE and asked.state is Tier.DEVICE:
         return []
-    line = f"homes: parameters {asked.param.value}, master weights and optimizer states {asked.state.value}"
+    line = f"tiers: parameters {asked.param.value}, master weights and optimizer states {asked.state.value}"
     if homes.state is not asked.state or homes.param is not asked.param:
-        line += "; host memory is the device's own on this machine, so what is asked to rest there costs no copy"
+        line += "; host memory is the device's own on this machine, so offloading to it needs no copy"
     if homes.disk is not None:
         line += f"; disk: {homes.disk.description()}"
     return [line]

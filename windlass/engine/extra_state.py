@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and buffers (`get_extra_state`), by the names that a plain state dict has."""
+"""Extra states of modules (`get_extra_state`), by their names in a plain state dict."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KEY = "_extra_state"
 
 
 def collect_extra_states(model: nn.Module) -> dict[str, Any]:
-    """All of them, as the modules give them."""
+    """Return all extra states, as the modules return them."""
     return {name: module.get_extra_state() for name, module in _modules_with_extra_state(model)}
 
 
 def collect_plain_extra_states(model: nn.Module) -> dict[str, Any]:
-    """Those that a checkpoint can hold, since they are plain data; others are named in a warning."""
+    """Return the extra states that are plain data, which a checkpoint can hold. Log a warning for each other one."""
     found = collect_extra_states(model)
     for name in list(found):
         try:
@@ -32,14 +32,14 @@ def collect_plain_extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Give modules what `given` has of theirs."""
+    """Set the extra state of each module that has one in `states`."""
     for name, module in _modules_with_extra_state(model):
         if name in states:
             module.set_extra_state(states[name])
 
 
 def extra_state_names(model: nn.Module) -> list[str]:
-    """Of modules that keep any."""
+    """Return the names of the modules' extra states."""
     return [name for name, _ in _modules_with_extra_state(model)]
 
 

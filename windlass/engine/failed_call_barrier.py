@@ -1,19 +1,20 @@
-"""Keeps ranks that compute a sample together from going on at different places after one of them raised.
+"""Barrier that keeps ranks that compute a sample together at the same call after one of them raised.
 
-[Note: half a forward] Ranks along tp, sp and ep (and the stages beside them) exchange tensors inside a module's
-forward and backward. If one raises there and its script catches the error, its next collective would meet one of the
-forward that the others are still in: of equal shapes, without an error, and with wrong numbers. So that rank waits, at
-its next call of the engine, until the others have said that they failed in the same call (as on an input that all have
-and none can use), and goes on only then. They say it in the store at which all ranks met, since their groups may be in
-use. If they did not fail, all ranks wait at different places, which the watchdog proves and reports.
+[Note: half a forward] Ranks along tp, sp and ep (and the stages beside them) exchange tensors inside a module's forward
+and backward. Suppose that one rank raises there and its script catches the error. Its next collective would then match
+a collective of the forward that the others are still in. If shapes are equal, there is no error, and the results are
+wrong. So the failed rank waits, at its next call of the engine, until the other ranks have posted that they failed in
+the same call too (e.g. because all got the same bad input). Failures are posted in the rendezvous store, since the
+process groups may be in use. If the other ranks did not fail, all ranks wait at different places, which the watchdog
+detects and reports.
 
-[Note: a call left out] An error of the script's own, in its loss say, has one rank leave out a call that the others
-make. So each tells the others, at the begin of a forward, a backward and a step, which call that is; no collective
-along an axis starts before all have told the same. Those whose call was left out raise, with nothing of it computed,
-and the rank that is ahead waits for them to come where it is. Along ep ranks compute different samples. Whoever is in
-a forward there may need others to join its gathers, and in a backward its reductions; so with parameters that are
-gathered nobody waits at the begin of a backward, and nobody at the begin of a step. Then the rank that is ahead raises,
-and the watchdog ends the others.
+[Note: a call left out] An error in the script itself, e.g. in its loss, makes one rank skip a call that the others
+make. So each rank sends, at the start of a forward, a backward and a step, which call starts; no collective along an
+axis starts before all ranks have sent the same call. Ranks whose call was skipped by another rank raise before they
+compute any of it, and the rank that is ahead waits for them. Along ep, ranks compute different samples. A rank in a
+forward there may need the others to join its all-gathers, and a rank in a backward its reductions. So with sharded
+parameters no rank waits at the start of a backward or of a step. Then the rank that is ahead raises, and the watchdog
+ends the others.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from windlass.comm.mesh_axis import before_next_collective
 from windlass.comm.store_notes import StoreNotes
 
 _COUPLED_AXES = ("tp", "sp", "ep")
-_PATIENCE = 60.0  # seconds, where no watchdog looks
+_PATIENCE = 60.0  # seconds, if no watchdog is running
 _CALLS = ("forward", "backward", "step")  # in the order in which a micro-batch makes them
 
 
 class CallLeftOutError(PeerError):
-    """Another rank left out the call that begins here; nothing of it was computed."""
+    """Error on a rank whose current call was skipped by another rank. Nothing of the call was computed."""
 
 
 class FailedCallBarrier:
-    """Of one engine. Collective when it is made.
+    """Barrier of one engine. Its construction is collective.
 
     Args:
-        mesh: says which ranks compute together.
-        gathers: forwards gather parameters over data ranks.
+        mesh: the mesh that defines which ranks compute together.
+        gathers: True if forwards all-gather parameters over data-parallel ranks.
     """
 
     def __init__(self, mesh: Mesh, *, gathers: bool = False) -> None:
@@ -52,9 +53,11 @@ class FailedCallBarrier:
         self._peers = [rank for rank in together if rank != self._rank]
         if self._peers:
             self._notes = StoreNotes.numbered("half way", self._rank)
-        # Stages of a pipeline make forwards and backwards in orders of their own; they are told by `CommonFailure`.
+        # Pipeline stages run forwards and backwards in orders of their own; `CollectiveErrorCheck` handles their
+        # failures.
         self._compares = bool(self._peers) and mesh.pp.size == 1
-        served = ("step",) if mesh.ep.size > 1 else ()  # calls at whose begin others may need this rank
+        # other ranks may still need this rank at the start of these calls
+        served = ("step",) if mesh.ep.size > 1 else ()
         self._resumes = not (served and gathers)
         self._later = ("forward", *served) if self._resumes else _CALLS
         if self._compares:
@@ -63,19 +66,19 @@ class FailedCallBarrier:
         self._axes = ", ".join(name for name in _COUPLED_AXES if mesh.grid.size(name) > 1)
         self._posted: Posted | None = None
         self._registered = False
-        self._call = (0, 0)  # forwards so far, and what came after the last one: a place in `_CALLS`
-        self._call_number = (0, 0)  # forwards so far, and calls since then
+        self._call = (0, 0)  # forwards so far, and the index in `_CALLS` of the latest call
+        self._call_number = (0, 0)  # forwards so far, and calls since the last one
         self._error = ""
 
     @contextmanager
     def guard(self, call: str, *, together: bool = True) -> Iterator[None]:
-        """Around a call in which these ranks exchange tensors.
+        """Enclose a call in which these ranks exchange tensors.
 
         Args:
-            together: all of these ranks make this call; else one of them may make it alone.
+            together: True if all of these ranks make this call; False if one of them may make it alone.
 
         Raises:
-            CommunicationError: as `rejoin`.
+            CommunicationError: as `wait_for_peers`.
             PeerError: as `begin`.
         """
         if not self._peers:
@@ -97,10 +100,10 @@ class FailedCallBarrier:
             raise
 
     def wait_for_peers(self) -> None:
-        """If the last call raised here, wait until it raised on the other ranks too.
+        """Wait until the other ranks raised too, if the last call raised on this rank.
 
         Raises:
-            CommunicationError: it did not, and no watchdog ends the run.
+            CommunicationError: they did not, and no watchdog ends the run.
         """
         if not self._error:
             return
@@ -110,19 +113,19 @@ class FailedCallBarrier:
         if missing:
             raise CommunicationError(
                 f"rank {self._rank} can't go on: {self._error}, which the script caught, and rank {keys[missing]} did "
-                "not fail there, so that they are at different places of one forward or backward; start the run again "
+                "not fail there, so they are at different points of one forward or backward; start the run again "
                 "from its last checkpoint"
             )
         self._error = activity.caught_error = ""
 
     def begin(self, what: str) -> None:
-        """Tell the other ranks which of `_CALLS` begins here. Collective.
+        """Send to the other ranks which of `_CALLS` begins here. Collective.
 
-        A forward goes on at once, and compares before its first collective along an axis.
+        A forward continues at once, and compares before its first collective along an axis.
 
         Raises:
-            PeerError: another rank left out this call, of which nothing was computed.
-            CommunicationError: this rank left out one, and the others can't be told.
+            PeerError: another rank skipped this call. Nothing of it was computed.
+            CommunicationError: this rank skipped a call, and cannot wait for the others.
         """
         if not self._compares:
             return
@@ -141,7 +144,7 @@ class FailedCallBarrier:
         self._registered, own = True, ref(self)
 
         def check() -> None:
-            here = own()  # an engine may be dropped before that
+            here = own()  # None if the engine was garbage-collected before
             if here is not None:
                 here._registered = False
                 here._compare()
@@ -152,7 +155,7 @@ class FailedCallBarrier:
         self._posted = self._board.post(list(self._call), "which call of the engine comes next")
 
     def _compare(self) -> None:
-        """Wait for what the others told, if that was not done yet."""
+        """Wait for the calls that the other ranks posted, unless that is already done."""
         while self._posted is not None:
             posted, self._posted = self._posted, None
             with WaitScope(f"the {_CALLS[self._call[1]]} of the other ranks along {self._axes}"):
@@ -162,19 +165,19 @@ class FailedCallBarrier:
                 return
             if self._call < ahead or not self._resumes:
                 self._refuse(calls, ahead)
-            self._post()  # those behind raise, and come here
+            self._post()  # ranks behind raise, and then post the same call as this rank
 
     def _refuse(self, calls: list[tuple[int, int]], ahead: tuple[int, int]) -> None:
         rank = self._group.ranks[calls.index(ahead)]
         left_out = min(calls)
         if left_out[1] == _CALLS.index("step"):
-            then = "no step was made, and gradients are as the backward left them"
+            then = "no step was made, and gradients are unchanged since the backward"
         elif self._resumes:
-            then = "this batch is dropped on all of them, and the next one may follow"
+            then = "this batch is dropped on all of them; continue with the next one"
         else:
             then = "start the run again from its last checkpoint"
         text = (
-            f"rank {rank} left out the {_CALLS[left_out[1]]} of forward {left_out[0]} and went on to the "
+            f"rank {rank} skipped the {_CALLS[left_out[1]]} of forward {left_out[0]} and continued with the "
             f"{_CALLS[ahead[1]]} of forward {ahead[0]}, as after an error that its script caught. Ranks along "
             f"{self._axes} make these calls together: {then}. Raise or catch such an error on every rank"
         )

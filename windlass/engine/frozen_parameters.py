@@ -1,13 +1,13 @@
-"""What a checkpoint of trained parameters alone says of the others: a hash of each, by which a changed base is known.
+"""Hashes of frozen parameters, stored in a checkpoint that leaves these parameters out, to detect a changed base model.
 
-[Note: adapters] Where few parameters are trained, what is trained is the run's, and the rest came from somewhere and
-can be had again. So by default a checkpoint leaves frozen parameters out if those that are trained are at most a tenth
-of all; it holds their hashes, and a model whose frozen parameters have others refuses to load it. Above a tenth they
-are saved: there leaving them out would save little, and may lose what exists nowhere else (layers that were frozen in
-the middle of a run, or that were never trained at all).
+[Note: adapters] If few parameters are trained, the frozen ones usually come from a pretrained model that can be loaded
+again. So by default a checkpoint leaves frozen parameters out if the trained ones are at most a tenth of all elements.
+It holds hashes of the frozen ones, and a load raises if the model's frozen parameters have other hashes. Above a tenth
+they are saved: leaving them out would save little, and could lose values that exist nowhere else (layers that were
+frozen in the middle of a run, or that were never trained at all).
 
-To take the hashes is to read all of the base, so a unit is read again only where it may have changed: the cut of a
-released one was given new values, or a parameter that stays was changed in place or given other memory.
+Hashing reads all of the base model, so hashes are cached per unit. A unit is hashed again only if it may have changed:
+the local shard of a resharding unit was written, or a persistent parameter was changed in place or has new storage.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from windlass.engine.state_fingerprint import hash_range
 from windlass.zero.core.unit import Unit
 from windlass.zero.sharded_model import ShardedModel
 
-_ADAPTER_FRACTION = 0.1  # of all elements
+_ADAPTER_FRACTION = 0.1  # fraction of all elements
 _hash_cache: WeakKeyDictionary[Unit, tuple[Hashable, dict[str, int]]] = (
     WeakKeyDictionary()
-)  # this rank's part, and of what
+)  # unit -> (version of its values, this rank's hash of each parameter)
 
 
 def trains_adapters(model: ShardedModel) -> bool:
-    """Whether so few parameters are trained that checkpoints leave out the others by default."""
+    """Return True if so few parameters are trained that checkpoints leave out the others by default. Collective."""
     base, total, trained = frozen_parameter_names(model), 0, 0
     for unit in model.units:
         total += sum(unit.layout.numels)
@@ -41,13 +41,14 @@ def trains_adapters(model: ShardedModel) -> bool:
 
 
 def frozen_parameter_names(model: ShardedModel) -> frozenset[str]:
-    """Parameters that were never trained here, by name; some may share a unit with what was unfrozen."""
+    """Return the names of the parameters that were never trained here. Some may share a unit with unfrozen ones."""
     return frozenset(name for name, _ in model.unhooked_parameters())
 
 
 def frozen_parameter_hashes(model: ShardedModel) -> dict[str, str]:
-    """A hash of each frozen parameter, by name: 16 hexadecimal digits, the same at any stage, on any number of ranks.
-    Collective. Memory: what this rank keeps of one unit, where that rests on disk.
+    """Return a hash of each frozen parameter by name: 16 hexadecimal digits, independent of stage and number of ranks.
+
+    Collective. Memory: this rank's shard of one unit, if that is offloaded to NVMe.
 
     Raises:
         CheckpointError: a parameter could not be read; on all ranks.
@@ -56,7 +57,7 @@ def frozen_parameter_hashes(model: ShardedModel) -> dict[str, str]:
     frozen = [unit for unit in model.units if not base.isdisjoint(unit.names)]
     model.recapture_parameters()
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
-    parts = ranks.run_on_all("taking the hash of what is frozen", lambda: _local_hashes(model, frozen, base))
+    parts = ranks.run_on_all("hashing the frozen parameters", lambda: _local_hashes(model, frozen, base))
     model.disk_health.check("frozen parameters could not be read")
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: fingerprint_digest(part[name] for part in parts if name in part) for name in names}
@@ -65,14 +66,14 @@ def frozen_parameter_hashes(model: ShardedModel) -> dict[str, str]:
 def check_frozen_parameters(
     model: ShardedModel, saved_hashes: dict[str, str], saved_names: Container[str], path: str
 ) -> None:
-    """See that what is frozen here is what was frozen when a checkpoint of the others was saved. Collective.
+    """Check that the frozen parameters equal those at the save of a checkpoint that leaves them out. Collective.
 
     Args:
-        saved: the hashes; none where the checkpoint does not say.
-        held: names of the tensors in the checkpoint.
+        saved_hashes: hashes of the checkpoint; nothing is checked if they are empty.
+        saved_names: names of the tensors in the checkpoint.
 
     Raises:
-        CheckpointError: it is not; names what differs.
+        CheckpointError: they differ; the message names the parameters.
     """
     if not saved_hashes:
         return
@@ -81,11 +82,13 @@ def check_frozen_parameters(
         name for names in model.mesh.gather_from_world([n for u in model.units for n in u.names]) for name in names
     }
     differs = {
-        "are not what they were": [
+        "have other values": [
             name for name, taken in here.items() if name in saved_hashes and saved_hashes[name] != taken
         ],
-        "were not there": [name for name in here if name not in saved_hashes and f"param/{name}" not in saved_names],
-        "are not there any more": [name for name in saved_hashes if name not in known],
+        "are not in the checkpoint": [
+            name for name in here if name not in saved_hashes and f"param/{name}" not in saved_names
+        ],
+        "are not in this model": [name for name in saved_hashes if name not in known],
     }
     told = [
         f"{len(names)} of {len(here)} frozen parameters {what}: {', '.join(names[:8])}" + ", ..." * (len(names) > 8)
@@ -94,13 +97,13 @@ def check_frozen_parameters(
     ]
     if told:
         raise CheckpointError(
-            f"{path} was saved over another base: {'; '.join(told)}. Load the base that was trained over (in the same "
-            "dtype), or pass load_module_strict=False to load over this one"
+            f"{path} was saved with another base model: {'; '.join(told)}. Load the base model of the training (in the "
+            "same dtype), or pass load_module_strict=False to load it with this one"
         )
 
 
 def _local_hashes(model: ShardedModel, units: Iterable[Unit], names: Container[str]) -> dict[str, int]:
-    """This rank's part of each hash, of the parameters in `names`."""
+    """Return this rank's part of each hash of the parameters in `names`."""
     found: dict[str, int] = {}
     for unit in units:
         now = _unit_version(unit)
@@ -112,12 +115,12 @@ def _local_hashes(model: ShardedModel, units: Iterable[Unit], names: Container[s
 
 
 def _unit_version(unit: Unit) -> Hashable:
-    """Another one after every change of a unit's values that can be known."""
+    """Return a value that differs after every detectable change of a unit's values."""
     return unit.update_count if unit.reshards else tuple((p._version, p.data_ptr()) for p in unit.parameters)
 
 
 def _hash_unit(model: ShardedModel, unit: Unit) -> dict[str, int]:
-    """Of what several ranks hold alike, each adds a share."""
+    """Hash this rank's part of a unit. If several ranks hold the same values, each hashes an equal share."""
     if not unit.is_primary_replica:
         return {}
     data = unit.dp_group.mesh.data

@@ -1,4 +1,4 @@
-"""Whole weights come to the first rank, one unit in memory at a time, from wherever their parts are."""
+"""Gathering of full parameters on rank 0, with one unit in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from windlass.zero.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class ParameterAnnouncement:
-    """What a rank will send of one parameter.
+    """Description of one parameter that a rank will send.
 
     Attributes:
-        turn: of its unit, among those of its stage.
-        names: all that the model has for it.
-        shape: of the whole.
+        unit_index: index of its unit among the units of its pipeline stage.
+        names: all names of the parameter in the model.
+        shape: shape of the full parameter.
     """
 
     unit_index: int
@@ -38,10 +38,10 @@ class _Sender:
 
 
 class FullParameterGather:
-    """Brings units whole to the first rank. Collective over all ranks, which make it with the same units of theirs.
+    """Gathers the full parameters of units on rank 0. Collective over all ranks, each with its own units.
 
     Attributes:
-        entries: of all parameters that will come, on every rank.
+        entries: announcements of all parameters, on every rank.
     """
 
     def __init__(self, model: ShardedModel, units: Iterable[Unit], names: dict[int, list[str]]) -> None:
@@ -55,7 +55,7 @@ class FullParameterGather:
         ]
         said = self._mesh.gather_from_world((self._mesh.pp.index, len(self._units), mine))
         self._unit_counts = {stage: turns for stage, turns, _ in said}
-        if len(said) == 1:  # of all ranks the same, and the first speaks
+        if len(said) == 1:  # all ranks have the same entries, and rank 0 announces them
             self._senders = [_Sender(self._mesh.world.ranks[0], 0, mine if self._is_first_rank else [])]
         else:
             ranks = zip(self._mesh.world.ranks, said, strict=True)
@@ -63,7 +63,7 @@ class FullParameterGather:
         self.entries = [told for sender in self._senders for told in sender.announcements]
 
     def _merge_names_of_stages(self, names: dict[int, list[str]]) -> dict[int, list[str]]:
-        """What several stages hold has all names that it has on any of them."""
+        """Merge the names that each parameter shared by several stages has on these stages."""
         held = {unit.names[0]: unit.parameters[0] for unit in self._model.units if unit.kind.shared_stages}
         found = dict(names)
         for theirs in self._mesh.gather_from_world({name: names[id(parameter)] for name, parameter in held.items()}):
@@ -76,8 +76,10 @@ class FullParameterGather:
         return self._mesh.world.index == 0
 
     def full_parameters(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-        """Yields, on the first rank, each parameter's names and the whole of it, gone or changed when the next is asked
-        for; on others nothing, but they have to go through it. Collective."""
+        """Yield each parameter's names and full values on rank 0; a yielded tensor is valid until the next one.
+
+        Collective: other ranks must exhaust the iterator too, which yields nothing there.
+        """
         for stage in sorted(self._unit_counts):
             for turn in range(self._unit_counts[stage]):
                 if stage == self._mesh.pp.index:
@@ -106,7 +108,7 @@ class FullParameterGather:
                         yield told.names, whole
                     else:
                         self._send(whole)
-                for _ in wholes:  # whoever says nothing takes part
+                for _ in wholes:  # ranks that announced nothing still join the collectives
                     pass
             if self._is_first_rank:
                 yield from self._receive_unit(unit_index, stage)
@@ -130,9 +132,9 @@ class FullParameterGather:
 
 
 def _is_sending_rank(unit: Unit, mesh: Mesh) -> bool:
-    """Whether this rank is the one that has a unit whole and says so: the first of those that have, or come to have,
-    the same."""
-    apart = unit.kind.is_expert and unit.placements[0].is_full  # other experts than along ep
+    """Return True if this rank sends the unit: it is the first rank that holds, or all-gathers, the full unit."""
+    # experts that differ from those of the other ranks along ep
+    apart = unit.kind.is_expert and unit.placements[0].is_full
     data = unit.dp_group.mesh.data if apart else mesh.dense.data
     first_stage = unit.kind.shared_stages[0] if unit.kind.shared_stages else mesh.pp.index
     return data.index == 0 and mesh.tp.index == 0 and mesh.pp.index == first_stage

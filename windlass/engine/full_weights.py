@@ -1,4 +1,4 @@
-"""Whole weights out of an engine, one unit in memory at a time."""
+"""Saving and loading of full weights, with one unit in memory at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from windlass.zero.sharded_model import ShardedModel
 
 
 def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """See `Engine.full_state_dict`. A tied parameter appears under each of its names, as in a plain state dict."""
+    """Return the full state dict as `Engine.full_state_dict` describes. A tied parameter has an entry for each name."""
     model.finish_update()
     found: dict[str, torch.Tensor] = {}
     for names, whole in FullParameterGather(model, model.units, _names_by_parameter(model)).full_parameters():
@@ -44,11 +44,11 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
 
 
 def weight_metadata(model: ShardedModel, excluded: Collection[str]) -> dict[str, Any]:
-    """What a checkpoint says of weights beside their values, as plain data.
+    """Return the metadata of weights in a checkpoint, as plain data.
 
-    `tied`: other names of what is stored once, and the name under which it is; `dtypes`: in which dtype the model
-    computes, where that is not float32; `absent`: which parameters are left out, in model order; `frozen`: which of
-    those that are there are not trained.
+    `tied`: maps further names of a tensor to the name under which it is stored; `dtypes`: compute dtype of each
+    parameter, where it is not float32; `absent`: parameters that are left out, in model order; `frozen`: stored
+    parameters that are not trained.
     """
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -68,7 +68,7 @@ def weight_metadata(model: ShardedModel, excluded: Collection[str]) -> dict[str,
 def load_full_state_dict(
     model: ShardedModel, state: Mapping[str, torch.Tensor], *, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """See `Engine.load_module_state_dict`."""
+    """Load a full state dict as `Engine.load_module_state_dict` describes."""
     names, buffers = _names_by_parameter(model), dict(_named_persistent_buffers(model))
     extra = extra_state_names(model.model)
     parameters = {id(p): p for p in model.model.parameters()}
@@ -85,7 +85,7 @@ def load_full_state_dict(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"the state dictionary does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}; pass "
-            "strict=False to take what matches"
+            "strict=False to load what matches"
         )
     wanted = {name: parameters[number] for number, name in given.items() if name is not None}
     shapes = {name: get_placement(parameter).global_shape for name, parameter in wanted.items()}
@@ -106,19 +106,21 @@ def load_full_state_dict(
 
 
 def load_with_function(model: ShardedModel, state: Mapping[str, Any], custom_load_fn: Callable[..., Any]) -> None:
-    """Have `custom(src=state, dst=module)` set parameters, on every rank; what the first does is kept. Collective.
+    """Run `custom_load_fn(src=state, dst=module)` on every rank with gathered parameters. Rank 0's changes are kept.
 
-    Needs memory for the whole model on every rank.
+    Collective.
+
+    Every rank needs memory for the full model.
     """
     with GatheredParameters(list(model.model.parameters()), modifier_rank=model.mesh.world.ranks[0]), torch.no_grad():
         custom_load_fn(src=state, dst=model.model)
 
 
 def _names_by_parameter(model: ShardedModel) -> dict[int, list[str]]:
-    """All names of each parameter, by its id.
+    """Return all names of each parameter by its id.
 
     Raises:
-        ModelError: the engine does not know all of them.
+        ModelError: the model has a parameter that the engine does not manage.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.model.named_parameters(remove_duplicate=False):
@@ -135,10 +137,10 @@ def _named_persistent_buffers(model: ShardedModel) -> Iterator[tuple[str, torch.
 
 
 def require_unchanged_model(model: ShardedModel) -> None:
-    """A module that was exchanged or added after `initialize` trains nowhere, and would be missing from a file.
+    """Check that no parameter was replaced, added or removed since `initialize`: it would be neither trained nor saved.
 
     Raises:
-        ModelError: there is one.
+        ModelError: one was.
     """
     held = {id(parameter) for unit in model.units for parameter in unit.parameters}
     present = {id(parameter): name for name, parameter in model.model.named_parameters()}
@@ -147,13 +149,16 @@ def require_unchanged_model(model: ShardedModel) -> None:
     if strange or gone:
         raise ModelError(
             f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and the "
-            "engine neither trains nor saves what it did not see; call engine.refresh(), with what is gone taken out "
-            "of the optimizer's groups"
+            "engine neither trains nor saves parameters it does not know; call engine.refresh(), after taking removed "
+            "ones out of the optimizer's groups"
         )
 
 
 def save_16bit_model(model: ShardedModel, directory: str, filename: str, exclude_frozen_parameters: bool) -> bool:
-    """See `Engine.save_16bit_model`; one unit is whole at a time. Collective; all ranks raise if rank 0 can't write."""
+    """Write the file of `Engine.save_16bit_model`. One unit is unsharded at a time.
+
+    Collective; all ranks raise if rank 0 cannot write.
+    """
     model.finish_update()
     names = _names_by_parameter(model)
     units = [unit for unit in model.units if unit.trainable or not exclude_frozen_parameters]
@@ -163,7 +168,7 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, exclude
         buffers = {**theirs, **buffers}
     collecting = FullParameterGather(model, units, names)
     if writing is not None:
-        # A safetensors file holds each tensor once; loading ties the names again.
+        # A safetensors file holds each tensor once; a load ties the names again.
         entries = {told.names[0]: TensorEntry(told.dtype, told.shape) for told in collecting.entries}
         entries |= {name: TensorEntry(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
         aliases = ((told.names[0], alias) for told in collecting.entries for alias in told.names[1:])
@@ -180,11 +185,11 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, exclude
 
 
 class _TorchFileTarget:
-    """A file for `torch.load`, written as `TensorFileWriter` writes one of safetensors.
+    """File for `torch.load`, with the interface of `TensorFileWriter`.
 
     Args:
-        entries: all that it will hold, by name.
-        tied: other names of some of them.
+        entries: all tensors that the file will hold, by name.
+        tied: further names of some of these tensors.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, TensorEntry], tied: Mapping[str, str]) -> None:
@@ -192,7 +197,7 @@ class _TorchFileTarget:
         self._file = TorchFileWriter(path, self._planned | {alias: self._planned[name] for alias, name in tied.items()})
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Its values."""
+        """Write the values of one tensor."""
         self._file.write(self._planned[name], [tensor.reshape(-1)])
 
     def __enter__(self) -> _TorchFileTarget:
@@ -205,8 +210,10 @@ class _TorchFileTarget:
 
 
 class _FullWeightsWriter:
-    """A file of whole tensors that is being written; what goes wrong is told at the end, since other ranks take part
-    in every gather until then."""
+    """Writer of a file of full tensors on rank 0.
+
+    Errors are recorded and returned by `finish`, because the other ranks take part in every all-gather until then.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._partial = path, temporary_path_beside(path)
@@ -214,7 +221,7 @@ class _FullWeightsWriter:
         self._problem = ""
 
     def begin(self, entries: dict[str, TensorEntry], tied: Mapping[str, str]) -> None:
-        """All that it will hold; `tied` are other names, for a file that can hold a tensor under several."""
+        """Open the file for these entries. `tied` gives further names, for formats that can name a tensor twice."""
         with self._recording_errors(), disk_errors(self._partial, 0):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.suffix == ".safetensors":
@@ -223,14 +230,14 @@ class _FullWeightsWriter:
                 self._file = _TorchFileTarget(self._partial, entries, tied)
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write these."""
+        """Write the values of these tensors."""
         with self._recording_errors():
             if (file := self._file) is not None:
                 for name, tensor in tensors.items():
                     file.write(name, tensor)
 
     def finish(self) -> str:
-        """Give the file its name; returns what went wrong, if anything did."""
+        """Rename the temporary file to its final path. Return the recorded error, or an empty text."""
         with self._recording_errors(), disk_errors(self._path, 0):
             if self._file is not None:
                 with self._file:
@@ -244,7 +251,7 @@ class _FullWeightsWriter:
             yield
         except CheckpointError as error:
             self._problem, file, self._file = str(error), self._file, None
-            with suppress(CheckpointError, OSError):  # the first error is the one to tell
+            with suppress(CheckpointError, OSError):  # report the first error, not that of the clean-up
                 if file is not None:
                     file.__exit__(type(error), error, None)
                 self._partial.unlink(missing_ok=True)

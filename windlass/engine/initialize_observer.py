@@ -1,4 +1,4 @@
-"""What a tool that looks at training puts in the way of `initialize`; nothing, unless one is installed."""
+"""Hook for tools that observe training inside `initialize`. It does nothing unless a tool installs an observer."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ if TYPE_CHECKING:
 
 
 class InitializeObserver:
-    """Sees every model before it is sharded, and every engine when it is made. This one looks away.
+    """Observer that sees every model before it is sharded and every engine when it is built.
+
+    This base class does nothing.
 
     Attributes:
-        config: goes before the configuration that a script passes; None: the script's own.
+        config_override: configuration used in place of the one that a script passes; None: the script's own.
     """
 
     config_override: Any = None
 
     def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-        """`model` is about to be sharded; `optimizer` steps its parameters. Called on every rank."""
+        """Observe `model` before it is sharded; `optimizer` steps its parameters. Called on every rank."""
 
     def after_initialize(self, engine: Engine) -> None:
-        """The engine of the model that `before` saw is made. Called on every rank."""
+        """Observe the engine of the model that `before_sharding` observed. Called on every rank."""
 
 
 _observer = InitializeObserver()
 
 
 def install_observer(observer: InitializeObserver) -> InitializeObserver:
-    """Let `watch` see what `initialize` makes from now on; returns the one that saw it so far."""
+    """Install `observer` for later calls of `initialize`. Return the previous observer."""
     global _observer
     before, _observer = _observer, observer
     return before
 
 
 def current_observer() -> InitializeObserver:
-    """The one that sees what `initialize` makes."""
+    """Return the installed observer."""
     return _observer

@@ -1,4 +1,4 @@
-"""Ranks that compute one sample together were given the same one, or all of them are told."""
+"""Check that ranks that compute one sample together get the same input."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from windlass.parallel.sequence.batch_sharding import SHARD_KEY
 
 
 class InputConsistencyCheck:
-    """Compares what the ranks along tp and sp are given, in the first forward with gradients and the first without.
+    """Comparison of the inputs of ranks along tp and sp, in the first forward with gradients and the first without.
 
-    A loader that gives each rank other samples is the easiest mistake to make there, and nothing else would show it:
-    losses fall all the same, of gradients that are those of no sample.
+    A loader that gives each rank other samples is the easiest mistake with these axes, and nothing else reveals it: the
+    loss still falls, but its gradients belong to no sample.
 
     Args:
-        mesh: says who is along which axis.
-        parts: ranks along sp are given parts of sequences, each its own.
+        mesh: the mesh that defines the ranks along each axis.
+        sequence_is_sharded: ranks along sp get different parts of a sequence, so they are not compared.
     """
 
     def __init__(self, mesh: Mesh, *, sequence_is_sharded: bool = False) -> None:
@@ -34,10 +34,10 @@ class InputConsistencyCheck:
         self._checked: set[bool] = set()
 
     def check(self, inputs: Any) -> None:
-        """Compare `given`, a forward's arguments. Collective along tp and sp where it was not done before.
+        """Compare a forward's arguments. Collective along tp and sp, unless already done.
 
         Raises:
-            DataError: ranks were given different tensors; on all ranks along the axis.
+            DataError: ranks got different tensors; on all ranks along the axis.
         """
         kind = torch.is_grad_enabled()
         if not self._axes or kind in self._checked:
@@ -46,7 +46,7 @@ class InputConsistencyCheck:
         mine = input_digest(inputs)
         marked = any(
             isinstance(one, Mapping) and SHARD_KEY in one for one in inputs
-        )  # a loader gave each rank its part
+        )  # a loader already split the sequence over the sp ranks
         for axis in self._axes:
             if marked and axis.name == "sp":
                 continue
@@ -56,14 +56,14 @@ class InputConsistencyCheck:
                 other = next(place for place, said in enumerate(heard) if said != heard[0])
                 raise DataError(
                     f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are neighbours along {axis.name} and "
-                    f"were given different inputs; they compute the same samples together, so of {self._data_loading_ranks} "
-                    "readers each has to read for all its neighbours: make the sampler with num_replicas, rank = "
-                    "engine.readers, or pass training_data to initialize"
+                    "got different inputs, but they compute the same samples together. Make the sampler with "
+                    "num_replicas, rank = engine.data_loading_ranks (here num_replicas is "
+                    f"{self._data_loading_ranks}), or pass training_data to initialize"
                 )
 
 
 def input_digest(inputs: Any) -> str:
-    """A hash of all tensors in `given`, their shapes and values."""
+    """Return a hash of the shapes, dtypes and values of all tensors in `inputs`."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in iterate_tensors(inputs):
         found.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())

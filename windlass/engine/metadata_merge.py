@@ -1,4 +1,4 @@
-"""What the ranks say of a model of which each has only a part, as what one rank would say that has all of it."""
+"""Merging of metadata of ranks that each have a part of the model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from windlass.comm.mesh import Mesh
 
 
 def merge_metadata(mesh: Mesh, metadata: Any) -> Any:
-    """Plain data of all ranks as one; what is said here where every rank has the whole model. Collective.
+    """Merge plain data of all ranks. Return it unchanged if every rank has the full model. Collective.
 
-    Dictionaries are united, lists are joined without what is there already, and of anything else the first that is said
-    counts. What optimizer groups say, a list of dictionaries, is united group by group.
+    Dictionaries are united, lists are concatenated without duplicates, and of other values the first one is kept. Lists
+    of dictionaries, such as optimizer groups, are merged item by item.
     """
     if mesh.only_data:
         return metadata

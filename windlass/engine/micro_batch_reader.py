@@ -1,4 +1,4 @@
-"""The micro-batches of a step of a pipeline, all of them before anything begins, the same on every stage."""
+"""Reading of all micro-batches of a pipeline step before it begins, the same on every stage."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from windlass.engine.input_consistency import InputConsistencyCheck, input_diges
 
 
 class MicroBatchReader:
-    """Reads them from what it was last given.
+    """Reader of micro-batches from the source that was set last.
 
     Args:
-        mesh: says which ranks compute the same samples.
+        mesh: the mesh that defines which ranks compute the same samples.
 
     Attributes:
-        change: what is done to each.
+        transform: function applied to each micro-batch; None: none.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -28,29 +28,29 @@ class MicroBatchReader:
         self.transform: Callable[[Any], Any] | None = None
 
     def set_source(self, data: Iterable[Any]) -> None:
-        """Read from here from now on."""
+        """Read from `data` in later calls."""
         self._source = iter(data)
 
     def read(self, count: int, data: Iterable[Any] | None = None, *, purpose: str, loader: Any = None) -> list[Any]:
-        """The next micro-batches.
+        """Return the next micro-batches.
 
         Args:
-            count: how many.
-            data: whence this time; by default what was taken.
-            what: is made of them.
-            loader: taken, again and again, if nothing was.
+            count: number of micro-batches.
+            data: source for this call; by default the one that was set.
+            purpose: name of the calling method, for messages.
+            loader: becomes the source, repeated forever, if none was set.
 
         Raises:
-            StopIteration: there are no more.
-            DataError: there are too few, or nobody said whence.
+            StopIteration: there are no more micro-batches.
+            DataError: there are too few, or there is no source.
         """
         if data is None and self._source is None and loader is not None:
             self._source = repeat_forever(loader)
         source = iter(data) if data is not None else self._source
         if source is None:
             raise DataError(
-                f"{purpose} has nothing to read: pass it an iterator of micro-batches, on every rank of the pipeline, or "
-                "pass training_data to initialize"
+                f"{purpose} has nothing to read: pass it an iterator of micro-batches on every rank of the pipeline, "
+                "or pass training_data to initialize"
             )
         found = list(itertools.islice(source, count))
         if not found:
@@ -58,21 +58,21 @@ class MicroBatchReader:
         if len(found) < count:
             raise DataError(
                 f"{purpose} needs {count} micro-batches (gradient_accumulation_steps), and its iterator ended after "
-                f"{len(found)}; leave the last ones out, or repeat the loader"
+                f"{len(found)}; drop the last ones, or repeat the loader"
             )
         return found if self.transform is None else [self.transform(batch) for batch in found]
 
     def is_first_use(self, purpose: str) -> bool:
-        """Whether `what` is made for the first time; True once for each."""
+        """Return True at the first call with this `purpose`, and False later."""
         first = purpose not in self._seen_purposes
         self._seen_purposes.add(purpose)
         return first
 
     def check_same_on_peers(self, batches: list[Any]) -> None:
-        """Compare micro-batches over the ranks that compute the same samples. Collective over them.
+        """Compare micro-batches with those of the ranks that compute the same samples. Collective over these ranks.
 
         Raises:
-            DataError: others read other ones.
+            DataError: another rank read different ones.
         """
         InputConsistencyCheck(self._mesh).check(batches)
         axis = self._mesh.pp
@@ -80,14 +80,14 @@ class MicroBatchReader:
         other = next((place for place, said in enumerate(heard) if said != heard[0]), None)
         if other is not None:
             raise DataError(
-                f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are stages of one pipeline and were given "
-                f"different micro-batches; of {self._mesh.grid.data_loading_size} readers each has to read for all its stages: "
-                "make the sampler with num_replicas, rank = engine.readers, or pass training_data to initialize"
+                f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are stages of one pipeline and got "
+                "different micro-batches. Make the sampler with num_replicas, rank = engine.data_loading_ranks (here "
+                f"num_replicas is {self._mesh.grid.data_loading_size}), or pass training_data to initialize"
             )
 
 
 def repeat_forever(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's batches, epoch after epoch."""
+    """Yield the loader's batches, epoch after epoch. Stop if an epoch is empty."""
     while True:
         empty = True
         for batch in loader:

@@ -1,4 +1,4 @@
-"""A model that changed in mid-run: parameters were unfrozen, or modules with parameters added or taken away."""
+"""Adaptation of an engine to a model that changed during the run: unfrozen, added or removed parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def refresh_engine(engine: Engine) -> None:
-    """See `Engine.refresh`."""
+    """Adapt the engine as `Engine.refresh` describes."""
     before = engine._sharded
     for average in before.averages.values():
         average.refuse_applied("refresh()")
@@ -44,24 +44,24 @@ def refresh_engine(engine: Engine) -> None:
         check_parameters(before.update.optimizer, before.model)
     carried = StateTransfer(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
-    engine._async_save.wait()  # what it reads goes with the old layout
-    before.destroy(keeps_mesh=mesh_of_model(before.model) is before.mesh)  # it is laid out again over the same groups
+    engine._async_save.wait()  # it reads storage that the old layout owns
+    before.destroy(keeps_mesh=mesh_of_model(before.model) is before.mesh)  # the new layout uses the same process groups
     for parameter in before.model.parameters():
-        put_grad(parameter, None)  # of a backward before, of which nobody took anything
+        put_grad(parameter, None)  # gradients of an earlier backward that the engine did not reduce
     after = engine.rebuild_sharded_model(engine)
     engine._attach(after)
     carried.restore(after)
     now = sum(unit.numel for unit in after.units if unit.trainable)
-    logger.info(f"the model was laid out again: trained are {plural(now, 'parameter')} now, {trained:,} before")
+    logger.info(f"the model was sharded again: {plural(now, 'parameter')} are trained now, {trained:,} before")
 
 
 def has_pending_gradients(model: ShardedModel) -> bool:
-    """Whether a step has begun: there are gradients, the same on all ranks."""
+    """Return True if gradients have been accumulated since the last step. The result is the same on all ranks."""
     return any(slot.has_reduced or slot.written for slot in model.slots)
 
 
 def unfrozen_parameters(model: ShardedModel) -> list[tuple[str, nn.Parameter]]:
-    """Parameters of the optimizer that were frozen when the model was laid out and are to be trained now."""
+    """Return the optimizer's parameters that were frozen when the model was sharded and require gradients now."""
     if model.update is None:
         return []
     frozen = list(model.unhooked_parameters())
@@ -72,7 +72,7 @@ def unfrozen_parameters(model: ShardedModel) -> list[tuple[str, nn.Parameter]]:
 
 
 def _parameters_only_unfrozen(model: ShardedModel) -> list[nn.Parameter]:
-    """What was unfrozen; none if modules came or went besides."""
+    """Return the unfrozen parameters; an empty list if parameters were also added or removed."""
     laid_out = {id(parameter) for unit in model.units for parameter in unit.parameters}
     if laid_out != {id(parameter) for parameter in model.model.parameters()}:
         return []
@@ -80,7 +80,7 @@ def _parameters_only_unfrozen(model: ShardedModel) -> list[nn.Parameter]:
 
 
 def check_no_lost_gradients(model: ShardedModel) -> None:
-    """A step would leave out gradients of parameters that were unfrozen, or that came, where the engine did not see it.
+    """Check that no parameter unknown to the engine (unfrozen or added later) has a gradient: a step would ignore it.
 
     Raises:
         ModelError: there is one.
@@ -91,20 +91,20 @@ def check_no_lost_gradients(model: ShardedModel) -> None:
     for name, parameter in model.model.named_parameters() if lost else ():
         if id(parameter) in lost:
             raise ModelError(
-                f"{name!r} has a gradient, and was frozen or not there when the engine last looked: call engine(...) "
-                "rather than its module after requires_grad_(True), and engine.refresh() after a parameter was added "
-                "or exchanged"
+                f"{name!r} has a gradient, but was frozen or missing when the engine was last refreshed: call "
+                "engine(...) rather than its module after requires_grad_(True), and engine.refresh() after a parameter "
+                "was added or exchanged"
             )
 
 
 def drop_external_gradients(model: ShardedModel) -> list[str]:
-    """Drop every `.grad` of a trained parameter; their names.
+    """Drop the `.grad` of every trained parameter that has one. Return their names.
 
-    Gradients leave `.grad` while a backward makes them, so what is there at a step was put there by hand. Nobody
-    reduced it, and the next backward would add to it.
+    The engine takes gradients out of `.grad` during a backward, so a `.grad` at a step was set by the script. It was
+    not reduced, and the next backward would add to it.
     """
     found = []
-    with torch._C.DisableTorchFunctionSubclass():  # released parameters are asked for nothing but this
+    with torch._C.DisableTorchFunctionSubclass():  # placeholders of sharded parameters would otherwise raise or gather
         for slot in model.slots:
             for name, parameter in zip(slot.unit.names, slot.unit.parameters, strict=True):
                 if raw_grad(parameter) is not None:

@@ -1,4 +1,4 @@
-"""Keeps module buffers (running statistics) equal on all ranks, by DistributedDataParallel's rule: rank 0's count."""
+"""Synchronization of module buffers (running statistics): broadcast from rank 0, as in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _NORMS = (nn.modules.batchnorm._NormBase,)
 
 
 class BufferDtypePolicy:
-    """Which dtype each floating-point buffer of a 16-bit model takes.
+    """Dtype of each floating-point buffer of a 16-bit model.
 
     Args:
         model: may name buffers that stay fp32, as models of transformers do.
-        compute: dtype of the parameters.
-        dtype: of all buffers (`data_types.buffer_dtype`). None: buffers of the saved state are cast to `compute` (a
-            norm computes in one dtype), and the others (tables of positions) keep their precision.
-        keep: patterns of names of buffers that are fp32, or "auto" for those that the model names.
-        norms_only: without a `dtype`, cast the running statistics of torch's norms alone: torch computes them in the
-            dtype of their weights and of no other.
+        param_dtype: dtype of the parameters.
+        buffer_dtype: dtype of all buffers (`data_types.buffer_dtype`). None: persistent buffers are cast to
+            `param_dtype` (a norm computes in one dtype), and non-persistent ones (e.g. position tables) keep their
+            precision.
+        keep_in_fp32_modules: patterns of names of buffers that stay fp32, or "auto" for those that the model names.
+        norms_only: without a `buffer_dtype`, cast only the running statistics of torch's norms, which torch requires in
+            the dtype of their weights.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class BufferDtypePolicy:
         self._fp32_pattern = re.compile("|".join(patterns)) if patterns else None
 
     def dtype_of(self, prefix: str, module: nn.Module, name: str, buffer: torch.Tensor) -> torch.dtype | None:
-        """The dtype of the buffer `name` of the module at `prefix`; None: as it is."""
+        """Return the dtype of the buffer `name` of the module at `prefix`; None: unchanged."""
         if not buffer.is_floating_point() or is_router_bias(module, name):
             return None
         if self._fp32_pattern is not None and self._fp32_pattern.search(f"{prefix}.{name}" if prefix else name):
@@ -63,7 +64,10 @@ def _glob(name: str) -> str:
 
 
 def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Iterator[str]:
-    """Patterns of what models of transformers inside `model` keep in fp32: some in both 16-bit dtypes, some in fp16."""
+    """Yield patterns of the names that transformers models in `model` keep in fp32.
+
+    Some models keep names in fp32 for both 16-bit dtypes, and some only for fp16.
+    """
     lists = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if param_dtype == torch.float16 else [])
     for prefix, module in model.named_modules():
         for name in (name for one in lists for name in getattr(module, one, None) or ()):
@@ -71,14 +75,17 @@ def _fp32_patterns_of_model(model: nn.Module, param_dtype: torch.dtype) -> Itera
 
 
 class BufferSynchronizer:
-    """The buffers of a model. They are sent at the first training forward after a step, if anyone changed one.
+    """Synchronizer of a model's buffers.
+
+    They are broadcast at the first training forward after a step, if a rank changed one.
 
     Args:
-        model: whose buffers.
-        data: the ranks that share them.
-        device: where they shall be.
-        casts: the dtypes that floating-point buffers take; None: all keep theirs.
-        meet: waits until all ranks are about to send, and serves those that run a forward alone meanwhile.
+        model: the model.
+        group: the ranks that share the buffers.
+        device: device to move the buffers to.
+        dtype_policy: dtypes of floating-point buffers; None: unchanged.
+        sync_point: waits until all ranks are about to broadcast, and meanwhile joins the collectives of ranks that run
+            a forward alone.
     """
 
     def __init__(
@@ -100,19 +107,19 @@ class BufferSynchronizer:
         self.broadcast()
 
     def has_changed(self) -> bool:
-        """Whether this rank's buffers changed since they were last equal."""
+        """Return True if this rank's buffers changed since the last synchronization."""
         return self._versions() != self._synced_versions
 
     def mark_synchronized(self) -> None:
-        """What changed since `changed` was asked did so on all ranks: there is nothing to send."""
+        """Record that all ranks made the same changes, so that nothing has to be sent."""
         self._synced_versions = self._versions()
 
     def mark_stale(self) -> None:
-        """Some rank's buffers changed: send them before the next training forward."""
+        """Record that some rank's buffers changed: they are broadcast before the next training forward."""
         self._stale = True
 
     def broadcast_if_stale(self) -> None:
-        """Send rank 0's, if that is due. Collective then, and due on all ranks alike."""
+        """Broadcast rank 0's buffers if they are marked stale, which all ranks do alike. Collective in that case."""
         if self._stale:
             self._sync_point()
             self.broadcast()

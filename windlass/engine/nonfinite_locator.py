@@ -1,4 +1,4 @@
-"""Says which parameter's gradient stopped being finite first: on which rank, in which micro-batch."""
+"""Locator of the first non-finite gradient: parameter, rank and micro-batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from windlass.zero.core.unit import Unit
 
 
 class NonFiniteLocator:
-    """Watches gradients as they arrive; costs one sum of each.
+    """Recorder of whether each arriving gradient is finite. The cost is one sum per gradient.
 
     Args:
-        data: the ranks to ask.
+        group: the ranks to search.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -22,16 +22,16 @@ class NonFiniteLocator:
         self.micro_batch = 0
 
     def record(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """Remember whether a gradient is finite; read only when something overflowed."""
+        """Record the sum of a gradient. It is read only after an overflow."""
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         self._gradient_sums.append((self.micro_batch, unit.names[index], values.sum(dtype=torch.float32)))
 
     def clear(self) -> None:
-        """A step ended."""
+        """Drop the records at the end of a step."""
         self._gradient_sums.clear()
 
     def locate(self) -> str:
-        """A phrase that names the first bad gradient over all ranks; empty if none was seen. Collective."""
+        """Return a phrase that names the first non-finite gradient over all ranks. Collective."""
         mine = next(
             (
                 (micro, place, name)

@@ -1,4 +1,4 @@
-"""What rests on disk, as a save that does not block finds it: read by its thread while training goes on.
+"""Lazy storage handles of data on NVMe, for an async save whose thread reads it during training.
 
 See [Note: saving while training goes on].
 """
@@ -19,7 +19,7 @@ from windlass.zero.update.optimizer_state_offload import StateRecordOnDisk
 
 
 class OffloadedExtentStorage(OffloadedStorage):
-    """An extent that is not written over until it was copied."""
+    """Handle of a file extent that is not overwritten until it was copied."""
 
     def __init__(self, extent: Extent) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class OffloadedExtentStorage(OffloadedStorage):
 
 
 class OffloadedChunkStorage(OffloadedExtentStorage):
-    """A chunk whose masters and states rest on disk."""
+    """Handle of a chunk whose master weights and states are on NVMe."""
 
     def __init__(self, record: StateRecordOnDisk) -> None:
         super().__init__(record.extent)
@@ -50,16 +50,16 @@ class OffloadedChunkStorage(OffloadedExtentStorage):
             self._loaded = {}
 
     def master_weights(self) -> torch.Tensor:
-        """`[elements of the chunk]`, while it is open."""
+        """Return the master weights `[elements of the chunk]`, while the handle is open."""
         return self._loaded[None, ""]
 
     def state(self, state_key: Any, key: str) -> torch.Tensor:
-        """A state of one of its tenants as a flat tensor, while it is open."""
+        """Return one state of one state entry as a flat tensor, while the handle is open."""
         return self._loaded[state_key, key].reshape(-1)
 
 
 class OffloadedShardStorage(OffloadedExtentStorage):
-    """The cut of an untrained unit that rests on disk."""
+    """Handle of the local shard of an untrained unit on NVMe."""
 
     def __init__(self, unit: Unit, extent: Extent) -> None:
         super().__init__(extent)
@@ -79,6 +79,6 @@ class OffloadedShardStorage(OffloadedExtentStorage):
             self._values = None
 
     def values(self) -> torch.Tensor:
-        """`[elements of the cut]`, while it is open."""
+        """Return the values `[elements of the shard]`, while the handle is open."""
         assert self._values is not None
         return self._values

@@ -1,7 +1,7 @@
-"""Optimizer groups in a checkpoint: hyper-parameters, and the names of the parameters that they are for.
+"""Optimizer groups in a checkpoint: hyper-parameters, and the names of their parameters.
 
-Groups are matched by these names, not by their numbers: a group takes the hyper-parameters of the saved group that had
-the same parameters, as far as those are trained in both runs.
+Groups are matched by these names, not by their positions: a group takes the hyper-parameters of the saved group with
+the same parameters, where only parameters trained in both runs count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GroupMetadata = list[dict[str, Any]]
 
 
 def group_metadata(engine: Engine) -> GroupMetadata:
-    """Hyper-parameters of each group, with the names of its parameters."""
+    """Return the hyper-parameters of each group, with the names of its parameters."""
     if engine._optimizer is None:
         return []
     names = {id(p): get_global_name(p, name) for name, p in engine.module.named_parameters()}
@@ -35,13 +35,14 @@ def group_metadata(engine: Engine) -> GroupMetadata:
 
 @dataclass(frozen=True)
 class GroupMatch:
-    """How saved groups fit this optimizer's.
+    """Match of the saved groups with this optimizer's groups.
 
     Attributes:
-        source: for each group here the number of the saved one whose hyper-parameters it takes; None: keeps its own.
-        matched: parameters in both.
-        missing: parameters that are here and in no saved group.
-        unexpected: parameters that are in a saved group and not here.
+        source: for each current group, the index of the saved group whose hyper-parameters it takes; None: it keeps its
+            own.
+        matched: number of parameters in both.
+        missing: current parameters that are in no saved group.
+        unexpected: parameters of saved groups that are not in this optimizer.
     """
 
     source: list[int | None]
@@ -51,12 +52,12 @@ class GroupMatch:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every group has its like."""
+        """True if every group has a match and no parameter is missing or unexpected."""
         return not self.missing and not self.unexpected and None not in self.source
 
 
 def match_groups(current: GroupMetadata, saved: GroupMetadata) -> GroupMatch:
-    """Find the saved group of each group here."""
+    """Find the saved group that matches each current group."""
     known = {name for group in saved for name in group["parameters"]}
     mine = {name for group in current for name in group["parameters"]}
     common = known & mine
@@ -67,36 +68,38 @@ def match_groups(current: GroupMetadata, saved: GroupMetadata) -> GroupMatch:
     for number, group in enumerate(current):
         names = frozenset(group["parameters"]) & common
         like = by_names.get(names, [])
-        if not names:  # nothing tells such groups apart but their numbers
+        if not names:  # groups without common parameters can only be matched by position
             like = [number] if number in like and len(current) == len(saved) else []
         source.append(like[0] if like else None)
     return GroupMatch(source, len(common), tuple(sorted(mine - known)), tuple(sorted(known - mine)))
 
 
 def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: GroupMetadata) -> None:
-    """Raises CheckpointError unless the optimizer is the one that was saved."""
+    """Raise CheckpointError unless the optimizer has the saved groups and parameters."""
     if match.is_complete and len(current) == len(saved):
         return
     if len(current) != len(saved):
         what = f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(current)}"
     elif match.missing or match.unexpected:
-        what = "the optimizer has other parameters than the one that was saved"
+        what = "the optimizer has other parameters than the saved one"
     else:
         what = f"optimizer group {match.source.index(None)} has other parameters than any group of the checkpoint"
     raise CheckpointError(
-        f"{what}: {count_and_names('missing', match.missing)}, {count_and_names('unexpected', match.unexpected)}. Build it with the same "
-        "groups; or load with load_optimizer_strict=False: what matches by name is taken, new parameters begin without "
-        "states; or with load_optimizer_states=False"
+        f"{what}: {count_and_names('missing', match.missing)}, "
+        f"{count_and_names('unexpected', match.unexpected)}. Build it with the same groups; or load with "
+        "load_optimizer_strict=False: states that match by name are loaded, new parameters begin without states; or "
+        "with load_optimizer_states=False"
     )
 
 
 def load_hyperparameters(engine: Engine, match: GroupMatch, saved: GroupMetadata) -> None:
-    """Take the saved hyper-parameters, and say what was matched."""
+    """Load the saved hyper-parameters, and log what was matched."""
     assert engine._optimizer is not None
     for group, number in zip(engine._optimizer.param_groups, match.source, strict=True):
         if number is None:
             continue
-        values = {k: v for k, v in saved[number]["values"].items() if k != "state_dtype"}  # states were converted
+        # states are converted to this run's dtype
+        values = {k: v for k, v in saved[number]["values"].items() if k != "state_dtype"}
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
     own = [str(number) for number, source in enumerate(match.source) if source is None]
     logger.info(

@@ -1,4 +1,4 @@
-"""Optimizer states come back from a checkpoint, in whatever cut and format this optimizer keeps them."""
+"""Loading of optimizer states from a checkpoint into any sharding and any format."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
 
 @dataclass
 class _StateConversion:
-    """A state that was saved in another format, or whose codes may have been cut elsewhere.
+    """One state to convert: saved in another format, or quantized with blocks that may not match this sharding.
 
-    Codes of a whole parameter, of which only a part is here, come whole, since their blocks are those of the whole.
+    Quantized codes of a parameter of which this rank holds only a part are read for the full parameter, because their
+    blocks are those of the full parameter.
 
     Attributes:
-        came, scales: what was saved of the span, while its chunk is open.
+        loaded, scales: saved values or codes of the span, and their scales, while the chunk is open.
     """
 
     entry: StateEntry
@@ -55,13 +56,13 @@ class _StateConversion:
 
     @property
     def _element_range(self) -> tuple[int, int]:
-        """Which elements are read: of the part that is here, or of the whole parameter."""
+        """Return the range of elements to read: of the local part, or of the full parameter."""
         if self._loads_full_parameter:
             return 0, math.prod(self._placement.global_shape)
         return self.entry.start, self.entry.stop
 
     def allocate(self) -> None:
-        """Make memory for what was saved."""
+        """Allocate buffers for the saved values and scales."""
         start, stop = self._element_range
         self.loaded = torch.empty(stop - start, dtype=self.saved_format.dtype, device="cpu")
         self.scales = []
@@ -74,7 +75,7 @@ class _StateConversion:
             )
 
     def flat_shards(self, storage: LazyStorage) -> Iterator[FlatShard]:
-        """What is to be read, of the codes or values and of the scales."""
+        """Yield the shards to read: of the codes or values, and of the scales."""
         where = f"state/{self.entry.name}/{self.key}"
         start, stop = self._element_range
         shape = self._placement.global_shape if self._loads_full_parameter else self._placement.local_shape
@@ -95,7 +96,7 @@ class _StateConversion:
         return self.scales[number].values
 
     def store(self, state: dict[str, Any]) -> None:
-        """Put it into the state as this optimizer keeps it."""
+        """Convert the loaded values and write them to the optimizer state in this optimizer's format."""
         assert self.loaded is not None
         into, signed = state[self.key].view(-1), self.saved_format.is_signed
         if self._loads_full_parameter:
@@ -119,17 +120,17 @@ class _StateConversion:
 
 
 class ChunkLoadStorage:
-    """A chunk whose masters, and states if there are to be any, are loaded over.
+    """Lazy storage handle of a chunk whose master weights, and optionally states, are loaded.
 
     Attributes:
-        shards: what is read into its states.
-        opened: it was, so that it is as it shall be.
+        shards: shards to read into its states.
+        was_opened: True once it was opened, so that its states are those of the checkpoint.
     """
 
     def __init__(self, master_weights: MasterWeights, chunk: UpdateChunk) -> None:
         self._master_weights, self._chunk = master_weights, chunk
         self._expected: dict[Any, dict[str, torch.Tensor]] = {}
-        self._scalars: dict[Any, dict[str, Any]] = {}  # counts and values, by tenant
+        self._scalars: dict[Any, dict[str, Any]] = {}  # step counts and plain values, by state key
         self._conversions: list[_StateConversion] = []
         self._loads_states = False
         self.shards: list[FlatShard] = []
@@ -137,11 +138,14 @@ class ChunkLoadStorage:
 
     @property
     def converts_states(self) -> bool:
-        """Whether a state is kept in another format than it was saved in, or may be."""
+        """True if a state is kept in another format than it was saved in, or may be."""
         return bool(self._conversions)
 
     def expect_states(self, entry: StateEntry, scalars: dict[str, Any]) -> None:
-        """A tenant's states shall be those of the checkpoint; `loose` are counts, read before, and plain values."""
+        """Load the checkpoint's states of one entry.
+
+        `scalars` holds its step counts, loaded before, and its plain values.
+        """
         self._loads_states = True
         self._expected[entry.state_key], self._scalars[entry.state_key] = {}, scalars
 
@@ -153,15 +157,20 @@ class ChunkLoadStorage:
         shape: tuple[int, ...],
         placement: Placement | None = None,
     ) -> None:
-        """Read the state `key` straight into a tensor like `like`, which is all or a span of one of `shape`, which is
-        the part `of` the whole one."""
+        """Read the state `key` directly into a tensor like `template`.
+
+        Args:
+            template: the full state, or a span of it.
+            shape: shape of the state that the span belongs to.
+            placement: part of the global state that `shape` is; None: all of it.
+        """
         residence = self._master_weights.state_offload
         self._expected[entry.state_key][key] = template
         resting = LazyFlatTensor(template.numel(), template.dtype, self, partial(flat_state, residence, entry, key))
         self.shards.append(FlatShard(f"state/{entry.name}/{key}", shape, entry.start, resting, placement))
 
     def add_conversion(self, conversion: _StateConversion) -> None:
-        """Read a state in the format in which it was saved, to be kept in another."""
+        """Read a state in the format in which it was saved, and convert it to another."""
         tenancy, kept = conversion.entry, conversion.target_format
         likes = self._expected[tenancy.state_key]
         likes[conversion.key] = torch.empty(tenancy.shape, dtype=kept.dtype, device="meta")
@@ -173,12 +182,12 @@ class ChunkLoadStorage:
 
     @property
     def is_resident(self) -> bool:
-        """As `Drawer`."""
+        """True if the closed handle's values are in memory and will not move or change."""
         return False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """As `Drawer`."""
+        """Keep the values in memory inside the context."""
         self.was_opened = True
         residence = self._master_weights.state_offload
         with self._master_weights.opened(self._chunk, self._expected if self._loads_states else None, changes=True):
@@ -192,7 +201,7 @@ class ChunkLoadStorage:
 
 
 def _set_scalars(state: dict[str, Any], scalars: dict[str, Any]) -> None:
-    """Counts and values as they were saved; a count that is there keeps its dtype and device."""
+    """Set counts and plain values to the saved ones. An existing count keeps its dtype and device."""
     for key in [key for key, value in state.items() if key not in scalars and not is_offloadable(value)]:
         del state[key]
     for key, value in scalars.items():
@@ -210,12 +219,12 @@ def plan_state_loading(
     storage_of: Callable[[UpdateChunk], ChunkLoadStorage],
     scalar_tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Tell each chunk which states it shall read.
+    """Plan which states each chunk reads.
 
     Args:
-        about: what the checkpoint says of states.
-        saved: every tensor of the checkpoint by name, without memory.
-        counts: takes those that are to be read before, by name.
+        metadata: the checkpoint's metadata of states.
+        saved_tensors: every tensor of the checkpoint by name, on the meta device.
+        scalar_tensors: receives the step counts by name, which are loaded before all other tensors.
 
     Raises:
         CheckpointError: a state that this optimizer cannot have.
@@ -233,7 +242,9 @@ def plan_state_loading(
             if form == "value":
                 continue
             if where not in saved_tensors:
-                raise CheckpointError(f"the checkpoint says that it holds {where!r}, and does not; load another one")
+                raise CheckpointError(
+                    f"the index of the checkpoint lists {where!r}, but the checkpoint lacks it; load another one"
+                )
             if form == "whole" and saved_tensors[where].dim() == 0:
                 count = torch.empty((), dtype=saved_tensors[where].dtype, device=tenancy.chunk.device)
                 loose[key] = scalar_tensors.setdefault(where, count)
@@ -252,7 +263,7 @@ def _plan_state(
     target_format: StateFormat | None,
     spans: dict[str, list[list[int]]],
 ) -> None:
-    """Tell a chunk of one state that rests there."""
+    """Plan the load of one state into a chunk's handle."""
     if form == "whole":
         if isinstance(update, ElementwiseUpdate):
             raise CheckpointError(unsupported_shape_message(update, entry, key, tuple(saved.shape)))
@@ -282,7 +293,10 @@ def _plan_state(
 def _state_dtype(
     update: Update, entry: StateEntry, current: Any, target_format: StateFormat | None, saved: torch.Tensor
 ) -> torch.dtype:
-    """Of a state with one value an element: as the rule keeps it, as it has it now, or as it was saved."""
+    """Return the dtype of a state with one value per element.
+
+    It is the dtype of the optimizer's format, else the current dtype of the state, else the saved dtype.
+    """
     if target_format is not None:
         return target_format.dtype
     if isinstance(current, torch.Tensor):

@@ -1,13 +1,14 @@
-"""This rank's optimizer states as a checkpoint holds them.
+"""Saving of this rank's optimizer states to a checkpoint.
 
-[Note: kinds of states] A checkpoint says of each state of a parameter what it is:
+[Note: kinds of states] A checkpoint records the kind of each state of a parameter:
 
-- `pieces DTYPE`: one value an element, cut as the parameter is;
-- `signed uint8`, `unsigned uint8`: likewise, but codes of 8 bits; the scales of the span `[start, stop)` lie beside
-  them under `.../KEY_scale/START` ([Note: codes that are cut elsewhere]). Of a parameter that is cut over tp or ep the
-  blocks are those of its parts, which another layout does not have: what the codes mean is saved, as `pieces float32`;
-- `whole DTYPE`: one tensor for the parameter, a count or what only its rule knows;
-- `value`: a plain Python value (or a tensor of no elements), kept in the index.
+- `pieces DTYPE`: one value per element, sharded as the parameter is;
+- `signed uint8`, `unsigned uint8`: likewise, but quantized to 8-bit codes; the scales of the span `[start, stop)` are
+  stored under `.../KEY_scale/START` ([Note: codes that are cut elsewhere]). If a parameter is sharded over tp or ep,
+  its blocks are those of the parts, which another layout does not have; then the dequantized values are saved, as
+  `pieces float32`;
+- `whole DTYPE`: one tensor for the parameter: a step count, or a state with another shape;
+- `value`: a plain Python value (or a tensor without elements), kept in the index.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Update = ElementwiseUpdate | WholeParameterUpdate
 
 @dataclass
 class StateFragments:
-    """What a rank saves of its states: tensors, and by parameter and key their kinds, values and spans."""
+    """States that a rank saves: tensors, and their kinds, plain values and spans by parameter and key."""
 
     shards: list[FlatShard] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -43,12 +44,12 @@ class StateFragments:
     spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, Any]:
-        """The plain data."""
+        """Return the kinds, values and spans as plain data."""
         return {"states": self.kinds, "values": self.values, "spans": self.spans}
 
 
 def merge_state_metadata(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks say about their states, as one."""
+    """Merge the state metadata of all ranks."""
     states: dict[str, dict[str, str]] = {}
     values: dict[str, dict[str, Any]] = {}
     spans: dict[str, set[tuple[int, int]]] = {}
@@ -65,10 +66,10 @@ def merge_state_metadata(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def collect_state_fragments(
     update: Update, storage_of: Callable[[UpdateChunk], LazyStorage], fragments: StateFragments
 ) -> None:
-    """Put all states of this rank into `found`.
+    """Add all states of this rank to `fragments`.
 
     Raises:
-        CheckpointError: one is neither of an element nor of a parameter.
+        CheckpointError: a state has neither one value per element nor one for the parameter.
     """
     formats = update.formats()
     for tenancy in update.state_entries():
@@ -107,15 +108,15 @@ def collect_state_fragments(
 
 
 def is_coded(state: dict[str, Any], key: str, state_format: StateFormat) -> bool:
-    """Whether a state that is kept so is there as codes."""
+    """Return True if a state with a quantized format is currently quantized."""
     return state_format.is_quantized and key in state and f"{key}_scale" in state
 
 
 def state_kind(update: Update, entry: StateEntry, key: str, value: Any) -> str:
-    """What a state that is not coded is; see [Note: kinds of states].
+    """Return the kind of a state that is not quantized; see [Note: kinds of states].
 
     Raises:
-        CheckpointError: it is neither of an element nor of a parameter.
+        CheckpointError: it has neither one value per element nor one for the parameter.
     """
     if not isinstance(value, torch.Tensor) or not value.numel():
         return "value"
@@ -130,11 +131,11 @@ def state_kind(update: Update, entry: StateEntry, key: str, value: Any) -> str:
 
 
 def unsupported_shape_message(update: Update, entry: StateEntry, key: str, shape: tuple[int, ...]) -> str:
-    """What is said of a state that is neither of an element nor of a parameter."""
+    """Return the message for a state that has neither one value per element nor one for the parameter."""
     rule = type(update.optimizer).__name__
     return (
-        f"optimizer state {key!r} of {entry.name!r} has shape {shape}: {rule} is stepped on flat pieces (here of "
-        f"{entry.stop - entry.start} elements), and a checkpoint can cut and join only states with one value an "
+        f"optimizer state {key!r} of {entry.name!r} has shape {shape}: {rule} is stepped on flat fragments (here of "
+        f"{entry.stop - entry.start} elements), and a checkpoint can shard only states with one value per "
         "element or one for all; pass a subclass of the optimizer, which is stepped on whole parameters"
     )
 
@@ -148,7 +149,7 @@ def _add_scales(fragments: StateFragments, entry: StateEntry, key: str, scales: 
 
 
 def _decode_lazily(codes: LazyFlatTensor, scales: LazyFlatTensor, state_format: StateFormat) -> LazyFlatTensor:
-    """What codes mean, decoded when their drawer is open."""
+    """Return a lazy tensor of dequantized values, computed when the handle of the codes is open."""
     return LazyFlatTensor(
         codes.numel,
         torch.float32,
@@ -158,7 +159,7 @@ def _decode_lazily(codes: LazyFlatTensor, scales: LazyFlatTensor, state_format: 
 
 
 def decode_codes(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """What flat codes with scales of their own mean, in float32 on the CPU."""
+    """Dequantize flat codes with their own scales. The result is float32 on the CPU."""
     values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     quantized_states.dequantize_state(
         codes, 0, [quantized_states.BlockScales(0, codes.numel(), 0, scales)], signed, values
@@ -176,6 +177,6 @@ def _lazy_state(
 
 
 def flat_state(offload: OptimizerStateOffload, entry: StateEntry, key: str) -> torch.Tensor:
-    """A state as a flat tensor, while its chunk is at hand."""
+    """Return a state as a flat tensor, while its chunk is resident."""
     value: torch.Tensor = offload.states[entry.state_key][key]
     return value.reshape(-1)

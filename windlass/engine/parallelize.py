@@ -1,4 +1,4 @@
-"""A whole model becomes what one rank of the mesh has of it, before it is laid out in units."""
+"""Partitioning of a full model over the mesh axes other than data, before it is sharded in units."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 from windlass.zero.sharded_init import initial_shard
 
 AxisPartitioner = Callable[[nn.Module, Mesh, Config], None]
-"""Cuts a model along one axis, in place."""
+"""Function that partitions a model along one axis, in place."""
 
-_meshes: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()  # of models that are cut already
-_memory_optimized: WeakSet[nn.Module] = WeakSet()  # models that are computed in parts already
+_meshes: WeakKeyDictionary[nn.Module, Mesh] = WeakKeyDictionary()  # partitioned models
+_memory_optimized: WeakSet[nn.Module] = WeakSet()  # models to which tiling or recomputation was applied
 
 
 def mesh_of_model(model: nn.Module) -> Mesh | None:
-    """The mesh that a model was cut over before; None: it is whole."""
+    """Return the mesh over which a model was partitioned; None: it is not partitioned."""
     return _meshes.get(model)
 
 
 def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Collection[str] = ()) -> None:
-    """Cut `model`, in place, along every axis of the mesh besides those of data. Collective.
+    """Partition `model` in place along every mesh axis except the data axes. Collective.
 
-    Its values are those of the first rank. Whoever gives `initialize` a model of which parts are placed already
-    (`windlass.parallel.placement`) has them as they are.
+    All ranks get rank 0's values. A model with parameters that already have a placement (`windlass.parallel.placement`)
+    keeps its own.
 
     Args:
-        own: axes along which its own layers do that (a script with an `mpu`): of matrices they flag what they cut.
+        script_axes: axes along which the script partitions its own layers (with an `mpu`). Its tensor-parallel
+            parameters must carry Megatron's flags.
 
     Raises:
-        ConfigError, ModelError: it can't be cut so; on all ranks, and nothing was changed that matters.
+        ConfigError, ModelError: it cannot be partitioned like that; on all ranks. The model is still usable.
     """
     axes = [axis for axis in ("pp", "ep", "tp", "sp") if mesh.axes[axis].size > 1]
     if not axes:
@@ -79,10 +80,10 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
 
 
 def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> list[RankGroup]:
-    """Groups through which the first of the ranks that built the same reaches all others of them, one after the other.
+    """Return groups through which the first rank of those that built the same model reaches the others, in this order.
 
     Args:
-        apart: axes whose ranks built other parts of the model.
+        separately_built_axes: axes whose ranks built different parts of the model.
     """
     if not {"pp", "tp"}.intersection(separately_built_axes):
         return [mesh.world]
@@ -91,7 +92,10 @@ def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> lis
 
 
 def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """What several stages hold, which each built, has the first one's values. Collective over those stages."""
+    """Broadcast parameters shared by several stages, which built them separately, from the first one.
+
+    Collective over these stages.
+    """
     for name, parameter in sorted(model.named_parameters()):
         stages = get_placement(parameter).shared_stages
         if stages and parameter.numel():
@@ -103,13 +107,16 @@ def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: ShardedInitPartitioner) -> None:
-    """Every rank has the values of the first one in these groups, whole, but for what is `later`. Collective."""
-    with WaitScope("the sending of the first rank's model"), torch.no_grad():
+    """Broadcast full parameters and buffers from the first rank of these groups, except those in `deferred`.
+
+    Collective.
+    """
+    with WaitScope("the broadcast of the first rank's model"), torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.device.type == "meta":
                 raise ModelError(
                     f"parameter {name!r} is on the meta device and has no values; build the model in "
-                    "`with windlass.zero.Init():`, from_pretrained too: no rank has all of it then"
+                    "`with windlass.zero.Init():`, also around from_pretrained: no rank holds the full model then"
                 )
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.numel() and tensor not in deferred:
@@ -118,25 +125,26 @@ def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: Sharde
                     dist.broadcast(values.view(-1).view(torch.uint8), group.ranks[0], group=group.process_group)
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(values)
-    logger.debug("the model of rank %d was sent on", groups[0].ranks[0] if groups else 0)
+    logger.debug("the model of rank %d was broadcast", groups[0].ranks[0] if groups else 0)
 
 
 def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Sequence[str], config: Config) -> None:
-    """Pieces of parameters that were not the same on all ranks when `zero.Init` cut them are of nothing. Collective.
+    """Check that parameters constructed under `zero.Init` are parts of the same model on all ranks. Collective.
 
     Raises:
-        ModelError: there are such.
-        ConfigError: values are needed that come last.
+        ModelError: they are not, because ranks build different parts of the model.
+        ConfigError: the configuration needs full values, which are gathered only later.
     """
     born_so = [name for name, parameter in model.named_parameters() if initial_shard.find(parameter) is not None]
     if separately_built_axes and (of_any := [name for names in mesh.gather_from_world(born_so[:1]) for name in names]):
         raise ModelError(
-            f"{of_any[0]!r} was cut by zero.Init, whose ranks build the same model, and this one is built in other "
-            f"parts along {' and '.join(separately_built_axes)} by each; build it without zero.Init: no rank has all of it anyway"
+            f"{of_any[0]!r} was sharded by zero.Init, which needs the same model on all ranks, but the ranks build "
+            f"different parts along {' and '.join(separately_built_axes)}; build it without zero.Init: no rank holds "
+            "the full model anyway"
         )
     if born_so and config.pipeline.partition_method == "time" and not isinstance(model, PipelineSequential):
         raise ConfigError(
-            "pipeline.partition 'time' runs the whole model on one rank, and zero.Init built it in pieces; "
+            "pipeline.partition_method 'time' runs the full model on one rank, and zero.Init sharded it; "
             "balance by 'parameters', or build the model without zero.Init"
         )
 
@@ -174,7 +182,7 @@ def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
 
 
 def _apply_memory_savings(model: nn.Module, config: Config) -> None:
-    """Compute a model of transformers in parts, or layers again, where the configuration asks for it; once."""
+    """Apply tiling and recomputation as the configuration requests, once per model."""
     section, zero = config.parallel, config.zero_optimization
     if isinstance(model, PipelineSequential) and config.pipeline.activation_checkpoint_interval:
         model.set_activation_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
@@ -201,7 +209,8 @@ def _log_plan(mesh: Mesh, plan: object) -> None:
 def _partition_stages(model: nn.Module, mesh: Mesh, config: Config) -> None:
     section = config.pipeline
     method: str | Sequence[float] = section.partition_method
-    if method == "time" and not isinstance(model, PipelineSequential):  # of the first rank: all have to cut alike
+    # the measurement of rank 0, because all ranks must partition alike
+    if method == "time" and not isinstance(model, PipelineSequential):
         method = mesh.gather_from_world(measure_model_layer_times(model) if mesh.world.index == 0 else None)[0]
     apply_pipeline_parallel(
         model,

@@ -1,4 +1,4 @@
-"""This rank's parameters as a checkpoint holds them: pieces that rest in chunks, or in the cut of an untrained unit."""
+"""This rank's parameters in a checkpoint: fragments in update chunks, or in the local shard of an untrained unit."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from windlass.zero.update.update_chunk import UpdateChunk
 
 
 class ChunkSaveStorage:
-    """A chunk whose masters and states are saved."""
+    """Lazy storage handle of a chunk whose master weights and states are saved."""
 
     def __init__(self, master_weights: MasterWeights, chunk: UpdateChunk) -> None:
         self._master_weights, self._chunk = master_weights, chunk
 
     @property
     def is_resident(self) -> bool:
-        """As `Drawer`."""
+        """True if the closed handle's values are in memory and will not move or change."""
         return self._chunk.master is not None
 
     def open(self) -> AbstractContextManager[Any]:
-        """As `Drawer`."""
+        """Return a context in which the values are in memory."""
         return self._master_weights.opened(self._chunk, changes=False)
 
 
 class UnitShardStorage:
-    """What this rank keeps of an untrained unit.
+    """Lazy storage handle of this rank's shard of an untrained unit.
 
     Args:
-        keep: what is changed while it is open goes home.
+        write_back: write changes made while it is open to the unit's tier.
     """
 
     def __init__(self, model: ShardedModel, unit: Unit, *, write_back: bool) -> None:
@@ -49,13 +49,13 @@ class UnitShardStorage:
 
     @property
     def is_resident(self) -> bool:
-        """As `Drawer`."""
+        """True if the closed handle's values are in memory and will not move or change."""
         rests = self._unit.shard_slot
         return not self._unit.reshards or rests is None or rests.tensor is not None
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """As `Drawer`."""
+        """Keep the values in memory inside the context."""
         unit = self._unit
         self._values = unit.read_local_shard() if unit.reshards else unit.full
         self._health.raise_local_failure()
@@ -65,11 +65,11 @@ class UnitShardStorage:
         self._values = None
 
     def fragments(self) -> Iterator[LayoutPiece]:
-        """The parts of parameters in it."""
+        """Yield the fragments of parameters in the shard."""
         return self._unit.layout.pieces(*self._span)
 
     def get(self, fragment: LayoutPiece) -> torch.Tensor:
-        """`[piece.numel]`, while it is open."""
+        """Return the values `[fragment.numel]`, while the handle is open."""
         assert self._values is not None
         return self._values.narrow(0, fragment.offset, fragment.numel)
 
@@ -83,13 +83,13 @@ def parameter_fragments(
     deferred: bool = False,
     excluded: Collection[str] = (),
 ) -> Iterator[FlatShard]:
-    """This rank's pieces of all parameters of `units`, masters where there are some.
+    """Yield this rank's fragments of all parameters of `units`, from master weights where these exist.
 
     Args:
-        drawer_of: where a chunk is opened.
-        keep: they are loaded over.
-        later: what rests on disk is read by another thread.
-        without: names of parameters of trained units that are left out.
+        storage_of: returns the lazy storage handle of a chunk.
+        write_back: a load overwrites the values.
+        deferred: another thread reads the offloaded values later.
+        excluded: names of parameters of trained units to leave out.
     """
     for unit in units:
         out = {index for index, name in enumerate(unit.names) if name in excluded}

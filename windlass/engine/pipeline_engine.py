@@ -1,4 +1,4 @@
-"""The engine of a rank of a pipeline: a whole step at a time, since forwards and backwards of stages interleave."""
+"""Engine of a rank of a pipeline. Runs a full step at a time, because forwards and backwards of stages interleave."""
 
 from __future__ import annotations
 
@@ -45,23 +45,22 @@ _WORDS = {
     Action.SEND_GRADIENT: "sending of the gradient",
     Action.RECEIVE_GRADIENT: "receiving of the gradient",
 }
-_NOT_STARTED = "nothing was computed on any rank, and the next batch may follow"
+_NOT_STARTED = "nothing was computed on any rank; continue with the next batch"
 _BATCH_DROPPED = (
-    "this batch is dropped on all ranks, parameters and optimizer states are as they were, and the next batch may "
-    "follow"
+    "this batch is dropped on all ranks, parameters and optimizer states are unchanged; continue with the next batch"
 )
 
 
 class PipelineEngine(Engine):
-    """Trains one rank's stages of a model; every rank of the pipeline reads the same micro-batches.
+    """Engine for one rank's stages of a pipeline. Every rank of the pipeline reads the same micro-batches.
 
-    `train_batch` makes a step of `gradient_accumulation_steps` micro-batches, `eval_batch` runs some without
-    gradients. `forward`, `backward` and `step` are refused.
+    `train_batch` makes a step of `gradient_accumulation_steps` micro-batches; `eval_batch` runs micro-batches without
+    gradients. `forward`, `backward` and `step` raise.
     """
 
-    _is_last_backward = False  # the backward that runs is the last one of the step
-    _is_broken = False  # a schedule was left half-way
-    _can_recover = True  # a rank that fails can make the transfers and collectives that others still need
+    _is_last_backward = False  # True during the last backward of the step
+    _is_broken = False  # True if a schedule was aborted and the stages are at different micro-batches
+    _can_recover = True  # True if a rank that fails can still make the transfers and collectives that others need
     _stage_transfer: StageTransfers | None = None
 
     def __init__(
@@ -79,24 +78,25 @@ class PipelineEngine(Engine):
                 "train_batch; write true"
             )
         stages = get_pipeline_stages(sharded.model)
-        assert stages is not None, "a pipeline's engine is for models that apply_pipeline_parallel has seen"
+        assert stages is not None, "a pipeline engine needs a model partitioned by apply_pipeline_parallel"
         self._stages, self._axis = stages, sharded.mesh.pp
         self._stages_per_rank = stages.total_stages // self._axis.size
         self._stage_transfer = StageTransfers(self._axis, self.device, has_dynamic_shapes=stages.has_dynamic_shapes)
-        self._left = "Ctrl-C, or a connection that broke"
+        self._left = "Ctrl-C, or a broken connection"
         self._programs: dict[tuple[str, int], RankActions] = {}
         self._batch_reader = MicroBatchReader(sharded.mesh)
         self._error_check = CollectiveErrorCheck(sharded.mesh.world, f"rank {self.global_rank}")
         section, micros = config.pipeline, progress.batch.accumulation
         idle = compute_bubble_fraction(section.schedule, self._axis.size, micros, self._stages_per_rank)
         logger.info(
-            f"pipeline: {stages.total_stages} stages on {self._axis.size} ranks, {section.schedule}, {micros} micro-batches a "
-            f"step: {100 * idle:.0f} % idle if stages take equally long; {self._unshard_policy.traffic_summary(micros)}"
+            f"pipeline: {stages.total_stages} stages on {self._axis.size} ranks, {section.schedule}, {micros} "
+            f"micro-batches per step: {100 * idle:.0f} % idle if stages take equally long; "
+            f"{self._unshard_policy.traffic_summary(micros)}"
         )
 
     def _attach(self, sharded: ShardedModel) -> None:
         super()._attach(sharded)
-        # collectives inside a stage's own forward can't be made by a rank that failed in it
+        # a rank that failed inside its stage's forward cannot join the collectives of that forward
         self._can_recover = all(axis.size == 1 for axis in (sharded.mesh.tp, sharded.mesh.sp, sharded.mesh.ep))
         sharded.next_is_step = lambda: self._is_last_backward
         self._input_check = _NoInputCheck(sharded.mesh)
@@ -104,24 +104,25 @@ class PipelineEngine(Engine):
         if self._stage_transfer is not None:
             self._stage_transfer.forget_layouts()
 
-    # training and evaluation
+    # Training and evaluation.
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Make one step of `gradient_accumulation_steps` micro-batches. Collective over all ranks.
 
         Args:
-            data_iter: gives micro-batches, the same ones on every rank of a pipeline; kept for later steps. By default
-                the one that was given before, or else the loader of `initialize(training_data=...)`, again and again.
+            data_iter: yields micro-batches, the same ones on every rank of a pipeline. It is kept for later steps.
+                Default: the previous iterator, or else the loader of `initialize(training_data=...)`, repeated forever.
 
         Returns:
-            The mean of the losses of all micro-batches and data ranks, a scalar on the device of every rank. Each
-            micro-batch counts as much as any other, whatever its size, as in plain accumulation.
+            The mean of the losses of all micro-batches and data-parallel ranks, a scalar on the device of every rank.
+            Each micro-batch has the same weight whatever its size, as in plain accumulation.
 
         Raises:
-            StopIteration: there are no more micro-batches, on any rank; nothing happened.
-            DataError: there are fewer than a step needs, or ranks of a pipeline read others; nothing happened.
-            PeerError: reading, a stage or the loss raised on another rank, which the text names with its stage and
-                micro-batch; that rank raises its own error. No rank makes a step, and the next batch may follow.
+            StopIteration: there are no more micro-batches, on any rank. Nothing was changed.
+            DataError: there are fewer than a step needs, or ranks of a pipeline read different ones. Nothing was
+                changed.
+            PeerError: reading, a stage or the loss raised on another rank. The message names its stage and micro-batch;
+                that rank raises its own error. No rank makes a step, and training can continue with the next batch.
             LossError, StorageError, UpdateError: as `Engine.step`.
         """
         self._require_ready("train_batch")
@@ -152,16 +153,17 @@ class PipelineEngine(Engine):
         """Run micro-batches without gradients, in evaluation mode. Collective over all ranks.
 
         Args:
-            data_iter: gives micro-batches, the same ones on every rank of a pipeline.
-            return_logits: return what the model returned as well, on the last stage.
-            compute_loss: come to losses; else outputs take their place.
-            reduce_output: `"avg"`: the mean over micro-batches and data ranks; None: a list, one a micro-batch.
-            bcast_loss: every rank gets a reduced loss; else the last stage alone.
-            num_micro_batches: how many; `gradient_accumulation_steps` by default.
+            data_iter: yields micro-batches, the same ones on every rank of a pipeline.
+            return_logits: also return the model's outputs, on the last stage.
+            compute_loss: compute losses; else return outputs in their place.
+            reduce_output: `"avg"`: the mean over micro-batches and data-parallel ranks; None: a list with one loss per
+                micro-batch.
+            bcast_loss: send a reduced loss to every rank; else only the last stage has it.
+            num_micro_batches: number of micro-batches; `gradient_accumulation_steps` by default.
 
         Returns:
-            The loss, or a pair of it and of outputs: those of all micro-batches end to end where their shapes allow
-            that, else a list. None where a rank has nothing of it.
+            The loss, or a pair of the loss and the outputs. Outputs of all micro-batches are concatenated if their
+            shapes allow it, else they are a list. None on a rank that has no result.
 
         Raises:
             StopIteration, DataError, PeerError: as `train_batch`.
@@ -189,37 +191,37 @@ class PipelineEngine(Engine):
         return (result, _concatenate(outputs)) if return_logits else result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise a ModelError: a pipeline runs full steps only."""
         raise ModelError(_refusal("forward"))
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise a ModelError: a pipeline runs full steps only."""
         raise ModelError(_refusal("backward"))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refused."""
+        """Raise a ModelError: a pipeline runs full steps only."""
         raise ModelError(_refusal("step"))
 
     def no_sync(self) -> Any:
-        """Refused."""
+        """Raise a ModelError: a pipeline runs full steps only."""
         raise ModelError(_refusal("no_sync"))
 
-    # data
+    # Data.
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Read micro-batches from here from now on."""
+        """Read micro-batches from `iterator` in later calls."""
         self._batch_reader.set_source(iterator)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Read micro-batches from this loader, again and again."""
+        """Read micro-batches from this loader, repeated forever."""
         self.training_dataloader = loader
         self._batch_reader.set_source(repeat_forever(loader))
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Change every micro-batch by `fn` before it is used."""
+        """Apply `fn` to every micro-batch before it is used."""
         self._batch_reader.transform = fn
 
-    # running
+    # Execution.
 
     def _rank_schedule(self, mode: str, micro_batches: int) -> RankActions:
         key = mode, micro_batches
@@ -234,7 +236,7 @@ class PipelineEngine(Engine):
     def _read_micro_batches(
         self, count: int, purpose: str, data: Any = None, loader: Any = None, *, loss: bool = True
     ) -> list[Any]:
-        """The micro-batches of a step, read and looked at on every rank before anything is run. Collective."""
+        """Read and check the micro-batches of a step on every rank before any stage runs. Collective."""
 
         def read() -> list[Any]:
             found = self._batch_reader.read(count, data, purpose=purpose, loader=loader)
@@ -255,7 +257,7 @@ class PipelineEngine(Engine):
         assert self._stage_transfer is not None
         if self._is_broken:
             raise ModelError(
-                f"a schedule of this pipeline was left half-way ({self._left}), so its stages are no longer at the "
+                f"a schedule of this pipeline was aborted ({self._left}), so its stages are no longer at the "
                 "same micro-batch; start the run again from its last checkpoint"
             )
         self._is_broken, ended, halted = True, [], None
@@ -268,7 +270,7 @@ class PipelineEngine(Engine):
             error = halted.error or halted
             axes = [name for name in ("tp", "sp", "ep") if self.mesh.axes[name].size > 1]
             keys = ", ".join(f"parallel.{name}" for name in axes)
-            self._left = f"{type(error).__name__}: {error}; beside {keys} a batch that raises can't be dropped"
+            self._left = f"{type(error).__name__}: {error}; with {keys}, a batch that raises cannot be dropped"
             raise error
         if self._can_recover:
             self._finish_schedule(halted)
@@ -276,9 +278,10 @@ class PipelineEngine(Engine):
         return ended
 
     def _finish_schedule(self, halted: ScheduleFailed | None) -> None:
-        """Raise on every rank if a stage raised on any, with all transfers and collectives done. Collective."""
+        """Complete all transfers and collectives, then raise on every rank if a stage raised on any. Collective."""
         drain = BackgroundCall(halted.drain) if halted is not None else None
-        self._sharded.scheduler.sync("the end of a schedule")  # serves the collectives of ranks that are not there yet
+        # joins collectives of ranks that have not reached this point
+        self._sharded.scheduler.sync("the end of a schedule")
         if drain is not None:
             drain.join()
         if not self._error_check.any_failed(halted, "a schedule"):
@@ -325,7 +328,7 @@ class PipelineEngine(Engine):
         return replace_tensors(batch, moved)
 
     def _mean_loss(self, losses: list[torch.Tensor | None], broadcast: bool) -> Any:
-        """Of all micro-batches and data ranks."""
+        """Return the mean loss of all micro-batches and data-parallel ranks."""
         mine = [loss.float() for loss in losses if loss is not None]
         mean = torch.stack(mine).mean() if mine else torch.zeros((), device=self.device)
         if self.is_last_stage():
@@ -337,54 +340,56 @@ class PipelineEngine(Engine):
             return self._axis.broadcast(mean, self._axis.size - 1)
         return mean if self.is_last_stage() else None
 
-    # questions
+    # Queries.
 
     @property
     def num_stages(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of ranks of the pipeline."""
         return self._axis.size
 
     @property
     def stage_id(self) -> int:
-        """This rank's place in it."""
+        """This rank's index in the pipeline."""
         return self._axis.index
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in a step."""
+        """Micro-batches per step."""
         return self.progress.batch.accumulation
 
     def is_first_stage(self) -> bool:
-        """Whether this rank has the first layers."""
+        """Return True if this rank has the first layers."""
         return self._axis.index == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last layers, and so the loss."""
+        """Return True if this rank has the last layers, and so the loss."""
         return self._axis.index == self._axis.size - 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the backward that runs is the last one of the step."""
+        """Return True during the last backward of the step."""
         return self._is_last_backward
 
     def reset_activation_shape(self) -> None:
-        """Have stages tell each other anew what they return; on every rank, where that changed though micro-batches
-        have the same shapes."""
+        """Exchange the layouts of activations between stages again at the next transfer.
+
+        Call this on every rank if layouts changed although micro-batches have the same shapes.
+        """
         if self._stage_transfer is not None:
             self._stage_transfer.forget_layouts()
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Accepted: stages tell each other what they return."""
+        """Accept and ignore the argument: stages exchange the layouts of their outputs themselves."""
 
 
 class _NoInputCheck(InputConsistencyCheck):
-    """Whole micro-batches were compared before; what a forward of one stage is given may be a part."""
+    """Input check that does nothing: full micro-batches were compared before, and a stage's inputs may be parts."""
 
     def check(self, inputs: Any) -> None:
         return
 
 
 def engine_class_for(engine_class: type[PipelineEngineT], model: torch.nn.Module) -> type[PipelineEngineT]:
-    """The class of the engine for a model: `kind`, or that of a pipeline with all that `kind` has."""
+    """Return the engine class for a model: `engine_class`, or its pipeline variant for a model with pipeline stages."""
     if get_pipeline_stages(model) is None or issubclass(engine_class, PipelineEngine):
         return engine_class
     if engine_class not in _pipeline_classes:
@@ -397,18 +402,18 @@ def engine_class_for(engine_class: type[PipelineEngineT], model: torch.nn.Module
     return found
 
 
-_pipeline_classes: dict[type[Engine], Any] = {}  # by the class without a pipeline
+_pipeline_classes: dict[type[Engine], Any] = {}  # base engine class -> its pipeline variant
 
 
 def register_pipeline_engine(engine_class: type[Engine], pipeline_class: type[PipelineEngine]) -> None:
-    """Make engines of the class `own` for pipelines where `kind` is asked for."""
+    """Use `pipeline_class` for pipelines in place of `engine_class`."""
     _pipeline_classes[engine_class] = pipeline_class
 
 
 def _refusal(what: str) -> str:
     return (
-        f"engine.{what}() is no call for a pipeline, whose stages have forwards and backwards of several micro-batches "
-        "under way at once; engine.train_batch(data_iter) makes a whole step, engine.eval_batch(data_iter) evaluates"
+        f"engine.{what}() is not available for a pipeline, whose stages interleave forwards and backwards of several "
+        "micro-batches; engine.train_batch(data_iter) makes a full step, engine.eval_batch(data_iter) evaluates"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a run stands besides its tensors and counters: random states, and the place in the data."""
+"""Random states and data position of a run, which a checkpoint stores besides tensors and counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESUMABLE = (EpochLoader, SequenceLoader, CyclingLoader)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """This rank's generators: torch's, Python's, numpy's where it is in use, the device's, and named ones."""
+    """Return the states of this rank's generators: torch, Python, numpy if imported, the device, and named ones."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -35,7 +35,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on from `random_state`; generators that it does not know stay as they are."""
+    """Restore the generators from `rng_state`. Generators that it does not contain are unchanged."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -49,13 +49,13 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def data_position(engine: Engine) -> dict[str, Any] | None:
-    """Where the engine's loader stands, for all ranks alike; None where it has none that could say."""
+    """Return the position of the engine's loader, the same for all ranks; None if the loader cannot be resumed."""
     loader = engine.training_dataloader
     return (loader.state_dict() or None) if isinstance(loader, _RESUMABLE) else None
 
 
 def check_data_position(engine: Engine, state: dict[str, Any] | None) -> None:
-    """Raises CheckpointError where the engine's loader cannot go on from a `data_position`."""
+    """Raise CheckpointError if the engine's loader cannot resume from a `data_position`."""
     loader = engine.training_dataloader
     if state is None or not isinstance(loader, _RESUMABLE):
         return
@@ -66,7 +66,10 @@ def check_data_position(engine: Engine, state: dict[str, Any] | None) -> None:
 
 
 def set_data_position(engine: Engine, state: dict[str, Any] | None) -> str:
-    """Go on from a `data_position`, after `check_data_position`; says where that is, or nothing."""
+    """Resume from a `data_position`, after `check_data_position`.
+
+    Return a description of the position, or an empty text.
+    """
     loader = engine.training_dataloader
     if state is None or not isinstance(loader, _RESUMABLE):
         return ""

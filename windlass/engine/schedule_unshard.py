@@ -1,4 +1,4 @@
-"""Whether parameters are gathered and gradients reduced once for a whole schedule, and what that saves."""
+"""Choice between unsharding parameters and reducing gradients once per pipeline step or once per micro-batch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from windlass.zero.sharded_model import ShardedModel
 
 
 class ScheduleUnshardPolicy:
-    """Once a schedule where the configuration says so and memory allows, else once a micro-batch. Collective over the
+    """Policy of a pipeline rank to unshard its parameters once per step or once per micro-batch.
+
+    It is once per step if the configuration requests it and memory allows. Its construction is collective over the
     ranks that share a stage, which decide alike.
 
     Args:
         sharded: the rank's stages.
 
     Attributes:
-        once: parameters are gathered once, and gradients stay whole until the last backward of a step.
+        unshards_once: parameters are all-gathered once per step, and gradients stay unsharded until its last backward.
 
     Raises:
-        ConfigError: the schedule needs whole parameters, and there is no room for them.
+        ConfigError: the schedule needs unsharded parameters, and they do not fit in memory.
     """
 
     def __init__(self, sharded: ShardedModel, config: Config) -> None:
@@ -34,22 +36,22 @@ class ScheduleUnshardPolicy:
         self.unshards_once = asked and fits
         if asked and not fits:
             logger.warning(
-                f"pipeline.unshard_per: whole parameters and gradients of this stage, {needed / 2**20:.1f} MiB, don't fit "
-                f"into the {left / 2**20:.1f} MiB that the device has left; they are gathered and reduced for each "
+                f"pipeline.unshard_per: unsharded parameters and gradients of this stage, {needed / 2**20:.1f} MiB, do "
+                f"not fit into the {left / 2**20:.1f} MiB left on the device; they are gathered and reduced for each "
                 "micro-batch"
             )
         if sharded.policy.param and config.pipeline.schedule == "zero-bubble" and not self.unshards_once:
             raise ConfigError(
-                'pipeline.schedule "zero-bubble" comes back to layers whose parameters stage 3 has let go: write '
+                'pipeline.schedule "zero-bubble" needs parameters again that stage 3 has already resharded: write '
                 '"1f1b", a lower stage, or pipeline.unshard_per "step" and leave room for this stage\'s parameters'
             )
 
     def held_units(self) -> list[Unit]:
-        """What is held for a schedule."""
+        """Return the units that stay unsharded during a schedule."""
         return [unit for unit in self._sharded.units if unit.reshards] if self.unshards_once else []
 
     def traffic_summary(self, micro_batches: int) -> str:
-        """What is moved in a step of so many micro-batches, and what would be in the other way, in words."""
+        """Describe the traffic of a step of this many micro-batches, under this policy and under the other one."""
         once, often = self._received_bytes(1, 1), self._received_bytes(micro_batches, 2 * micro_batches)
         now, other = (once, often) if self.unshards_once else (often, once)
         how, instead = ("step", "micro-batch") if now is once else ("micro-batch", "step")
@@ -75,7 +77,7 @@ class ScheduleUnshardPolicy:
 
 
 def _fits_in_memory(sharded: ShardedModel) -> tuple[bool, int, int]:
-    """Whether what a schedule holds fits on every rank that shares the stage, with the bytes here."""
+    """Return whether the unsharded data fits on every rank of the stage, and the bytes needed and free on this rank."""
     needed = sum(unit.layout.padded * unit.dtype.itemsize for unit in sharded.units if unit.reshards)
     if sharded.policy.grad:
         wide = sharded.settings.accumulation_dtype.itemsize

@@ -1,4 +1,4 @@
-"""A model that was born sharded is cut without any rank ever having it whole."""
+"""Partitioning of a model constructed under `zero.Init`, without any rank holding the full model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from windlass.zero.sharded_init.initial_shard import ShardedInit
 
 
 class ShardedInitPartitioner:
-    """While this context is open the parameters that `zero.Init` cut have shapes and no memory, so that a model can be
-    cut along its axes; when it closes each is gathered, one after the other, and every rank keeps its part. Collective.
+    """Context in which parameters constructed under `zero.Init` have shapes but no memory. Collective.
 
-    What a rank holds at any time: its even piece of the whole model, its part of it, and one whole parameter.
+    The model can be partitioned inside. On exit the parameters are gathered one after the other, and every rank keeps
+    its part. Peak memory of a rank: its shard of the full model, its part of the model, and one full parameter.
 
     Args:
-        model: whose parameters keep their identity while it is cut.
+        model: the model. Its parameter objects stay the same while it is partitioned.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +31,7 @@ class ShardedInitPartitioner:
         found = {id(p): (p, birth) for p in model.parameters() if (birth := initial_shard.find(p)) is not None}
         self._sharded_parameters = _interleave(
             sorted(found.values(), key=lambda pair: pair[1].number)
-        )  # the same on every rank
+        )  # the same order on every rank
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return any(parameter is tensor for parameter, _ in self._sharded_parameters)
@@ -48,13 +48,13 @@ class ShardedInitPartitioner:
         if kind is None:
             self._gather_local_parts()
             return
-        for parameter, birth in self._sharded_parameters:  # nothing was lost
+        for parameter, birth in self._sharded_parameters:  # restore the shards, which still have their values
             parameter.data = _placeholder(birth)
             initial_shard.shard_parameter(parameter, birth)
 
     def _gather_local_parts(self) -> None:
         kept = {id(parameter) for parameter in self._model.parameters()}
-        with WaitScope("the gathering of parameters, of which each rank keeps its part"), torch.no_grad():
+        with WaitScope("the gathering of parameters at the end of partitioning"), torch.no_grad():
             while self._sharded_parameters:
                 parameter, birth = self._sharded_parameters.pop(0)
                 whole = birth.full_value()
@@ -63,13 +63,19 @@ class ShardedInitPartitioner:
 
 
 def _interleave(parameters: list[tuple[nn.Parameter, ShardedInit]]) -> list[tuple[nn.Parameter, ShardedInit]]:
-    """From all over the model by turns: a stage of a pipeline would else get its part while most pieces are there."""
+    """Interleave parameters from all over the model, so that memory use of each pipeline stage grows evenly.
+
+    In model order, a stage would receive its part while most of the shards are still allocated.
+    """
     steps = max(1, math.isqrt(len(parameters)))
     return [pair for first in range(steps) for pair in parameters[first::steps]]
 
 
 def _placeholder(birth: ShardedInit) -> torch.Tensor:
-    """A shape without memory (see `narrowed`); of its own storage, so that nobody takes two parameters for one."""
+    """Return an expanded scalar of the parameter's shape, which takes memory for one element only.
+
+    Each has its own storage, so that two parameters are not mistaken for tied ones.
+    """
     return torch.zeros((), dtype=birth.dtype, device=birth.device).expand(birth.shape)
 
 
@@ -77,7 +83,7 @@ def _keep_local_part(parameter: nn.Parameter, full: torch.Tensor) -> None:
     placement = get_placement(parameter)
     if placement.global_shape != tuple(full.shape) or tuple(parameter.shape) != placement.local_shape:
         raise ModelError(
-            f"a parameter that was born with shape {tuple(full.shape)} was cut as one of {placement.global_shape}, to "
-            f"{tuple(parameter.shape)}; build the model without zero.Init"
+            f"a parameter constructed with shape {tuple(full.shape)} was partitioned as one of "
+            f"{placement.global_shape}, to {tuple(parameter.shape)}; build the model without zero.Init"
         )
     parameter.data = select_local_shard(full, placement)

@@ -1,4 +1,4 @@
-"""The optimizer that users see: their own groups, whole states, and no parameters to step behind the engine's back."""
+"""Optimizer object that users see. It has their groups and full states, and its `step` is the engine's."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from windlass.zero.access.shard_values import set_plain_state
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.elementwise_update import check_parameters
 
-_IMPLEMENTATION_KEYS = ("fused", "foreach")  # of a group: how it is computed, which this run decides by itself
+_IMPLEMENTATION_KEYS = ("fused", "foreach")  # group keys that select an implementation, which this run chooses itself
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Stands for the user's optimizer: shares its `param_groups`, so schedulers and callers may change them as ever.
+    """Wrapper of the user's optimizer. It shares its `param_groups`, so that schedulers and callers may change them.
 
     Args:
-        inner: the optimizer that the user gave or the configuration named.
-        model: whose parameters it steps.
-        step: what `step()` does: the engine's own.
-        refresh: lays the model out anew, for parameters that it did not train before.
+        optimizer: the optimizer that the user passed or the configuration named.
+        model: the sharded model whose parameters it steps.
+        step: called by `step()`: the engine's step.
+        refresh: shards the model again, to include parameters that were not trained before.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.__dict__.update(
             optimizer.__dict__
-        )  # the same groups and defaults; torch's own constructor would copy them
+        )  # share the same groups and defaults; torch's constructor would copy them
         self.__dict__.pop("step", None)
         self.optimizer = optimizer
         self._model, self._step, self._refresh = model, step, refresh
@@ -45,11 +45,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale, by its older name."""
+        """Loss scale (older name)."""
         return self.loss_scale
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """As `engine.step()`; that of the stand-in for DeepSpeed leaves the learning rate's schedule to the script."""
+        """Call `engine.step()`.
+
+        In the DeepSpeed compatibility layer, `step` leaves the learning rate scheduler to the script.
+        """
         if closure is not None:
             raise ModelError(
                 "a closure would need a gradient in the middle of a step; call engine.backward, then engine.step"
@@ -57,19 +60,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's: drop the gradients of this optimizer's parameters; after a step there are none.
+        """Drop the gradients of this optimizer's parameters, as torch does. After a step there are none.
 
         Args:
-            set_to_none: else gradients become zero, and the next step steps with that.
+            set_to_none: if False, gradients become zero, and the next step uses these zeros.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._model.script_gradients.drop_all(parameters, zero=not set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the parameters must be the model's. Collective where any was not trained before."""
+        """Add a group of the model's parameters, as torch does. Collective if any of them was not trained before."""
         groups = self.param_groups
         before = len(groups)
-        self.optimizer.add_param_group(param_group)  # its class may have a way of its own, and make several of it
+        # the optimizer's class may override this and create several groups from one
+        self.optimizer.add_param_group(param_group)
         try:
             check_parameters(self, self._model.model)
             if not all(self._model.all_trained(group["params"]) for group in groups[before:]):
@@ -80,21 +84,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         enable_fused_step(self.optimizer)
 
     def attach(self, model: ShardedModel) -> None:
-        """The same parameters are stepped by another layout of their model."""
+        """Switch to another sharded model of the same parameters."""
         self._model = model
 
     def mark_called(self) -> None:
-        """Tell torch's schedulers that a step was taken, on the user's object too."""
+        """Mark a step as taken for torch's schedulers, also on the user's optimizer."""
         self._opt_called = True
         self.optimizer.__dict__["_opt_called"] = True
 
     def run_post_hooks(self) -> None:
-        """Call what was registered to run after each step."""
+        """Call the hooks that are registered to run after each step."""
         for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
             hook(self.optimizer, (), {})
 
     def state_dict(self) -> dict[str, Any]:
-        """What a plain torch optimizer's `state_dict()` would be, with whole states. Collective."""
+        """Return the `state_dict()` of a plain torch optimizer, with full states. Collective."""
         groups, state, number = [], {}, 0
         for group in self.param_groups:
             numbers = []
@@ -108,8 +112,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a plain torch optimizer's `state_dict()`; every rank passes the same. How the step is computed (`fused`,
-        `foreach`) stays as it is."""
+        """Load a plain torch optimizer's `state_dict()`, the same on every rank.
+
+        The current `fused` and `foreach` are kept.
+        """
         given = state_dict["param_groups"]
         if [len(g["params"]) for g in given] != [len(g["params"]) for g in self.param_groups]:
             raise ModelError(

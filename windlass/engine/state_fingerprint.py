@@ -1,8 +1,8 @@
-"""The fingerprint of an engine: a short hash of its parameters and optimizer states, equal wherever they rest.
+"""Fingerprint of an engine: a short hash of its parameters and optimizer states, independent of tiers and sharding.
 
-What is hashed is what a checkpoint holds ([Note: fingerprint]): parameters by name, their masters where they are
-trained, and every optimizer state by parameter and key; of a state in 8 bits the values that its codes mean. Buffers
-are left out, since ranks may differ in them. Of replicas each holder hashes a share.
+The hashed values are those in a checkpoint ([Note: fingerprint]): parameters by name, from master weights where they
+are trained, and every optimizer state by parameter and key. States in 8 bits are dequantized before. Buffers are left
+out, since ranks may differ in them. If several ranks hold a replica, each hashes an equal share of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ StorageOf = Callable[[UpdateChunk], LazyStorage]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """16 hexadecimal digits each of the parameters and of the optimizer states."""
+    """Hashes of the parameters and of the optimizer states, 16 hexadecimal digits each."""
 
     parameters: str
     states: str
@@ -49,18 +49,18 @@ def compute_fingerprint(
     error_prefix: str = "there is no fingerprint",
     excluded: Collection[str] = (),
 ) -> Fingerprint:
-    """Take the fingerprint of `model`, or of some of its units and all its optimizer states. Collective.
+    """Compute the fingerprint of `model`, or of some of its units and all its optimizer states. Collective.
 
-    Memory: what rests on disk comes one chunk at a time; 512 KiB besides.
+    Memory: one chunk of the offloaded states at a time, and 512 KiB.
 
     Args:
-        failed: begins the error where something can't be read.
-        without: names of parameters of trained units that do not count.
+        error_prefix: start of the error message if a value cannot be read.
+        excluded: names of parameters of trained units that are left out.
 
     Raises:
-        CheckpointError: something has no hash, on some rank; on all ranks.
-        StorageError: something can't be read, on some rank; on all ranks.
-        UpdateError: the update under way failed on some rank.
+        CheckpointError: a value on some rank cannot be hashed; on all ranks.
+        StorageError: a value on some rank cannot be read; on all ranks.
+        UpdateError: the delayed update in flight failed on some rank.
     """
     model.finish_update()
     model.recapture_parameters()
@@ -80,17 +80,17 @@ def compute_fingerprint(
 
     try:
         sums = CheckpointRanks.of_group(model.mesh.world.process_group).run_on_all("taking the fingerprint", work)
-    except CheckpointError:  # on all ranks
-        model.disk_health.check(f"{error_prefix}, masters and optimizer states could not be read")
+    except CheckpointError:  # raised on all ranks
+        model.disk_health.check(f"{error_prefix}, master weights and optimizer states could not be read")
         raise
     return Fingerprint(fingerprint_digest(one for one, _ in sums), fingerprint_digest(other for _, other in sums))
 
 
 class StreamedFingerprint:
-    """The fingerprint of a save that does not block, taken by its thread of what it writes: `Later` of a save. To take
-    it before would be to read everything, which is what such a save puts off.
+    """Fingerprint of an async save, computed by its thread from the bytes that it writes (a `DerivedMetadata`).
 
-    Of states in 8 bits it has none: codes mean nothing without their scales, which lie elsewhere.
+    Computing it before the save would read all values, which an async save postpones. States in 8 bits get no
+    fingerprint: they must be dequantized for it, and their scales are stored elsewhere.
     """
 
     key = "fingerprint"
@@ -98,22 +98,23 @@ class StreamedFingerprint:
     def __init__(self, model: ShardedModel, units: Iterable[Unit], excluded: Collection[str]) -> None:
         self._hashes = _HashPair(TensorHash(), TensorHash())
         of = _hashed_shards(model, units, lambda chunk: ChunkSaveStorage(model.masters, chunk), self._hashes, excluded)
-        self._hash_of = {part.shard.name: part.target_hash for part in of}  # what is plain is hashed on the way
+        # iterating hashes plain values; tensors are hashed when they are written
+        self._hash_of = {part.shard.name: part.target_hash for part in of}
         formats = model.update.formats().values() if model.update is not None else ()
         self._has_coded_states = any(kept.is_quantized for one in formats for kept in one.values())
 
     def add(self, name: str, shape: tuple[int, ...], start: int, flat: torch.Tensor) -> None:
-        """Elements of a tensor that this rank writes, and no other."""
+        """Hash elements of a tensor that only this rank writes."""
         into = self._hash_of.get(name)
         if into is not None and not (self._has_coded_states and into is self._hashes.states):
             into.add(name, shape, start, flat)
 
     def local_part(self) -> tuple[int, int]:
-        """Of parameters and of states."""
+        """Return this rank's hashes of parameters and of states."""
         return self._hashes.parameters.value(), self._hashes.states.value()
 
     def combine(self, sums: list[tuple[int, int]]) -> dict[str, str | None]:
-        """As an index has it."""
+        """Combine the hashes of all ranks to the text in the index."""
         states = None if self._has_coded_states else fingerprint_digest(other for _, other in sums)
         return {"parameters": fingerprint_digest(one for one, _ in sums), "states": states}
 
@@ -126,7 +127,7 @@ class _HashPair:
 
 @dataclass(frozen=True)
 class _HashedShard:
-    """A shard, the hash that it goes into, and which of how many equal shares of it this rank hashes."""
+    """Shard, and the hash that it is added to. This rank hashes one of `replica_count` equal parts of the shard."""
 
     shard: FlatShard
     target_hash: TensorHash
@@ -153,7 +154,7 @@ def _hashed_shards(
         holders = replicas if cut else everywhere
         for shard in parameter_fragments(model, [unit], storage_of, write_back=False, excluded=excluded):
             yield _HashedShard(shard, hashes.parameters, holders.index, holders.size)
-        if everywhere.index == 0:  # a tensor without elements counts too
+        if everywhere.index == 0:  # include tensors without elements
             for name, placement in zip(unit.names, unit.placements, strict=True):
                 if name not in excluded and placement.is_first_shard:
                     hashes.parameters.add_plain(f"param/{name}", list(placement.global_shape))
@@ -176,7 +177,7 @@ def _hashed_states(
         codes = {key: one.is_signed for key, one in kept.items() if is_coded(state, key, one)}
         once = (
             tenancy.start == 0 and holders.index == 0 and placement.is_first_shard
-        )  # of the pieces of a parameter, the first tells its counts
+        )  # one rank hashes the scalar states of a parameter: the holder of its first element
         scales = {f"{name}_scale" for name in codes}
         for key, value in state.items():
             if key in scales:
@@ -193,7 +194,8 @@ def _hashed_states(
                 get = partial(_decode_state, update, tenancy, key, codes[key])
                 resting = LazyFlatTensor(value.numel(), torch.float32, drawer, get)
             whole = kind.startswith("whole")
-            if whole and not placement.is_first_shard:  # the ranks of other parts have the same
+            # the ranks with other shards of the parameter hold the same state
+            if whole and not placement.is_first_shard:
                 continue
             shape = tuple(value.shape if whole else unit.shapes[tenancy.index])
             shard = FlatShard(where, shape, 0 if whole else tenancy.start, resting, None if whole else placement)
@@ -201,7 +203,7 @@ def _hashed_states(
 
 
 def hash_range(target_hash: TensorHash, name: str, placement: Placement, start: int, flat: torch.Tensor) -> None:
-    """Add elements `[start, start + n)` of the part of a tensor that lies here, `flat` `[n]`."""
+    """Hash elements `[start, start + n)` of this rank's part of a tensor, given as `flat` of shape `[n]`."""
     if placement.is_full:
         target_hash.add(name, placement.global_shape, start, flat)
         return
@@ -211,7 +213,7 @@ def hash_range(target_hash: TensorHash, name: str, placement: Placement, start: 
 
 
 def _plain_value(value: Any) -> Any:
-    """A count as what it counts: rules keep it as a tensor or as a number, of this dtype or that."""
+    """Return a scalar state in a canonical form, since optimizers keep counts as tensors or numbers of any dtype."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else [list(value.shape), str(value.dtype)]
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
@@ -223,7 +225,7 @@ def _decode_state(update: Update, entry: StateEntry, key: str, signed: bool) -> 
 
 
 def _group_by_storage(shards: Iterable[_HashedShard]) -> Iterator[tuple[LazyStorage | None, list[_HashedShard]]]:
-    """Parts by what must be open for them."""
+    """Group the shards by the lazy storage handle that must be open to read them."""
     found: dict[int, tuple[LazyStorage | None, list[_HashedShard]]] = {}
     for part in shards:
         found.setdefault(id(part.shard.storage), (part.shard.storage, []))[1].append(part)

@@ -1,4 +1,4 @@
-"""The training engine: forward, backward, step, and what a script may ask of it."""
+"""Training engine: forward, backward, step, and the methods that scripts call."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from windlass.zero.update.offload_states import KINDS
 
 
 class Engine(QueryMethods, CheckpointMethods, nn.Module):
-    """A model in training (or evaluation) under one configuration. Made by `windlass.initialize`.
+    """Model in training (or evaluation) under one configuration. Built by `windlass.initialize`.
 
-    What is not the engine's own falls through to the module.
+    Attributes that the engine does not have are looked up in the module.
     """
 
-    # whether a step right after another, without a backward, is accepted: gradients of the first are gone
+    # True: a step directly after another, without a backward, is accepted; the gradients of the first are gone
     allows_repeated_steps = False
-    hides_gradients = False  # whether parameters' `.grad` reads as None; else reading its values raises
+    hides_gradients = False  # True: parameters' `.grad` reads as None; else reading its values raises
     drops_external_gradients = (
-        False  # whether a gradient that the script sets is dropped at the step; else setting raises
+        False  # True: a gradient that the script sets is dropped at the step; else setting it raises
     )
-    # whether zero_grad between a micro-batch that does not end a step and the next backward keeps what was accumulated
+    # True: zero_grad after a micro-batch that does not end a step keeps the accumulated gradients
     keeps_accumulated_gradients = False
-    skips_nonfinite_steps = False  # whether a gradient that is not finite costs its step, with a warning, and no error
-    keeps_buffers = False  # whether 16-bit models keep the dtype of their buffers, but for the statistics of norms
-    _scaling_engine: Engine | None = None  # of the class: whose loss the backward that runs began with
+    skips_nonfinite_steps = False  # True: a non-finite gradient skips its step with a warning, instead of an error
+    keeps_buffers = False  # True: 16-bit models keep the dtype of their buffers, except the statistics of norms
+    _scaling_engine: Engine | None = None  # of the class: the engine that scaled the loss of the current backward
 
     def __init__(
         self,
@@ -81,30 +81,31 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._optimizer: ShardedOptimizer | None = None
         if optimizer is not None:
             self._optimizer = ShardedOptimizer(optimizer, sharded, self._step_by_optimizer, self.refresh)
-        self.optimizer: Any = self._optimizer  # what scripts see; DeepSpeed has another thing there where there is none
+        # the object that scripts see; DeepSpeed has another object here if there is no optimizer
+        self.optimizer: Any = self._optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self._reporter = EngineReporter(config, self)
         self._loss_weight = 1.0 / progress.batch.accumulation
         self._no_sync = False
-        self._loss_is_scaled = False  # the loss of the backward to come has the loss scale in it
+        self._loss_is_scaled = False  # the loss of the next backward includes the loss scale
         self._grad_norm: float | None = None
-        self._backwards_at_last_step_call = 0  # backwards of the step under way when its last micro-batch ended
+        self._backwards_at_last_step_call = 0  # backwards of the current step when its last micro-batch ended
         self._async_save = AsyncSave(sharded.mesh.world.ranks)
         self._destroyed = False
-        self.saved_tags: set[str] = set()  # of checkpoints that this engine wrote
+        self.saved_tags: set[str] = set()  # tags of checkpoints that this engine wrote
         self._restore_gc = suspend_garbage_collection() if config.disable_python_gc else _nothing
         self.rebuild_sharded_model: Callable[[Engine], ShardedModel] = (
-            _refuse_rebuild  # lays the model out anew, after destroy
+            _refuse_rebuild  # called by `refresh` after destroy, to shard the model again
         )
         self._attach(sharded)
 
     def _attach(self, sharded: ShardedModel) -> None:
-        """Train this one from now on."""
+        """Connect the engine to another sharded model."""
         self._sharded, data = sharded, sharded.mesh.dense.data
         if self._optimizer is not None:
             self._optimizer.attach(sharded)
-        meet = partial(sharded.scheduler.sync, "the sending of buffers")
+        meet = partial(sharded.scheduler.sync, "the broadcast of buffers")
         self._buffer_sync = BufferSynchronizer(self.module, data, self.device, self._buffer_dtype_policy(), meet)
         self._router_balances = find_router_biases(self.module)
         self._nonfinite_locator = NonFiniteLocator(sharded.mesh.world)
@@ -148,29 +149,33 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def refresh(self) -> None:
-        """Take the model as it is now: parameters that were unfrozen, modules added or taken away. Collective.
+        """Adapt to changes of the model: parameters that were unfrozen, modules that were added or removed. Collective.
 
-        What was trained before keeps its master weights and optimizer states; what is new begins as in plain PyTorch.
-        It happens by itself at the first forward after `requires_grad` was set on a frozen parameter of the optimizer's
-        groups, and where `optimizer.add_param_group` brings parameters that are new. Where parameters were only
-        unfrozen, their units get masters and a place for gradients, and all else stays where it is, gradients of a step
-        that has begun too; where modules came or went it takes host memory for the model on every rank, for masters and
-        states over all. What went has to be taken out of the optimizer's groups before.
+        Parameters that were trained before keep their master weights and optimizer states; new ones begin as in plain
+        PyTorch. A call is needed only after modules changed. The engine calls it at the first forward after
+        `requires_grad` was set on a frozen parameter of the optimizer's groups, and if `optimizer.add_param_group`
+        brings new parameters.
+
+        If parameters were only unfrozen, their units get master weights and gradient storage. All other data stays in
+        place, including gradients of a step that has begun. If modules changed, every rank needs host memory for the
+        model, and for master weights and states divided by the number of ranks. Remove parameters of removed modules
+        from the optimizer's groups before.
 
         Raises:
-            ModelError: modules came or went and a step has begun, an optimizer's parameter is none of the model's, or
-                averages of the parameters are applied. Nothing was changed.
-            StorageError: there is no space on disk. Where modules came or went, the engine counts as destroyed then.
+            ModelError: modules changed and a step has begun, an optimizer's parameter is not in the model, or averages
+                of the parameters are applied. Nothing was changed.
+            StorageError: there is no space on NVMe. If modules changed, the engine is destroyed.
         """
         self._require_ready("refresh")
         refresh_engine(self)
 
-    # training
+    # Training.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         self._require_ready("forward")
-        if Engine._scaling_engine is not None and current_backward_id() < 0:  # of a backward that an exception ended
+        # left by a backward that ended with an exception
+        if Engine._scaling_engine is not None and current_backward_id() < 0:
             _clear_scaling_engine()
         if torch.is_grad_enabled() and unfrozen_parameters(self._sharded):
             self.refresh()
@@ -193,13 +198,13 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backpropagate `loss`, a scalar, divided by the accumulation steps unless `scale_wrt_gas` is False.
+        """Backpropagate the scalar `loss`, divided by the accumulation steps unless `scale_wrt_gas` is False.
 
         Returns:
-            The loss so divided, without the loss scale.
+            The divided loss, without the loss scale.
 
         Raises:
-            AssertionError: there is no optimizer, or the loss is no scalar.
+            AssertionError: there is no optimizer, or the loss is not a scalar.
         """
         assert self._optimizer is not None, (
             "backward needs an optimizer: pass one to initialize or name one in the config"
@@ -222,22 +227,26 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         return loss * (1.0 / self.progress.batch.accumulation) if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """`loss` times the loss scale; call `.backward()` on it where `engine.backward` does not fit. `retain_graph` is
-        accepted: a graph that is kept may be gone through again."""
+        """Return `loss` times the loss scale. Call `.backward()` on the result where `engine.backward` does not fit.
+
+        `retain_graph` is accepted and ignored: a retained graph may be used for another backward.
+        """
         self._hook_backward_begin(loss)
         self._loss_is_scaled = True
         return loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; at the accumulation boundary clip, update, clear gradients and advance the schedule.
+        """End a micro-batch.
+
+        At the accumulation boundary clip, update, clear gradients and advance the learning rate scheduler.
 
         Raises:
-            LossError: a gradient is not finite (under fp16, or with `skips_bad_steps`, such a step is skipped instead).
-                Nothing was updated.
-            StorageError: a disk failed, on any rank: before the update, and nothing was updated; or within it, or it
-                returned damaged parameters or states, and the model is of no use any more: then every call is refused
-                but `destroy` and a `load_checkpoint` of all that it has. The text says which.
-            UpdateError: the update of the step before, which was delayed, failed on some rank.
+            LossError: a gradient is not finite (under fp16, or with `skips_nonfinite_steps`, such a step is skipped
+                instead). Nothing was updated.
+            StorageError: NVMe failed on some rank. Before the update, nothing was updated. During the update, or if
+                damaged parameters or states were read, the model is unusable: every call raises except `destroy` and a
+                `load_checkpoint` of the complete state. The message says which case it is.
+            UpdateError: the delayed update of the previous step failed on some rank.
         """
         assert self._optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
         self._require_ready("step")
@@ -251,13 +260,13 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                 self._failed_call_barrier.begin("step")
                 with self._reporter.timed("step"):
                     self._optimizer_step(lr_kwargs or {})
-        finally:  # a refused step has dropped its micro-batches: the next one begins a step
+        finally:  # a failed step has dropped its gradients, so the next micro-batch begins a step
             self.progress.is_stepping = False
             self.progress.micro_steps += 1
             self._backwards_at_last_step_call = self._sharded.reducer.backward_count
 
     def _step_by_optimizer(self) -> None:
-        """What `engine.optimizer.step()` does."""
+        """Implement `engine.optimizer.step()`."""
         self.step()
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
@@ -268,7 +277,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         for average in self._sharded.averages.values():
             average.refuse_applied("step()")
         fp16 = self._config.fp16.enabled
-        self._buffer_sync.broadcast_if_stale()  # a rank that had no batch for this step
+        self._buffer_sync.broadcast_if_stale()  # needed on a rank that had no batch, and so no forward, in this step
         flags = [float(self._buffer_sync.has_changed()), self._async_save.failure_flag()]
         section = self._config.zero_optimization.offload_optimizer
         try:
@@ -305,11 +314,11 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         if self.lr_scheduler is not None and outcome.applied:
             self._step_lr_scheduler(lr_kwargs)
         self._reporter.record_step()
-        if outcome.flags[1] > 0:  # of any rank: all are told at the same step
+        if outcome.flags[1] > 0:  # set if the save failed on any rank, so that all ranks raise at the same step
             self._async_save.finish()
 
     def _balance_routers(self) -> None:
-        """Biases of routers move by what the tokens of all data ranks chose. Collective over them."""
+        """Update router biases from the tokens chosen on all data-parallel ranks. Collective over these ranks."""
         if self._router_balances:
             update_biases(self._router_balances, [MeshAxis("data", self._sharded.mesh.dense.data)])
             self._buffer_sync.mark_synchronized()
@@ -323,31 +332,34 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             logger.warning(f"step {step}: the gradient norm is {norm}, first in {bad!r}; step skipped")
             return
         raise LossError(
-            f"step {step}: the gradient norm is {norm}, first in {bad!r}; the parameters are as they were. "
+            f"step {step}: the gradient norm is {norm}, first in {bad!r}; the parameters are unchanged. "
             "Look for a loss that is not finite, lower the learning rate, or leave out the batch: the gradients are "
-            "dropped, so training may go on"
+            "dropped, so training can continue"
         )
 
     def _step_lr_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
         if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in lr_kwargs:
-            return  # it needs a metric, which only the caller has: `step(lr_kwargs={"metrics": ...})` or its own step()
+            return  # the caller has the metric: `step(lr_kwargs={"metrics": ...})`, or a step of the scheduler itself
         try:
             self.lr_scheduler.step(**lr_kwargs)
         except TypeError:
             self.lr_scheduler.step(self.train_batch_size())
-        except ValueError as error:  # torch's own tell of a zip() and its arguments
+        except ValueError as error:  # torch's own message is about the arguments of zip()
             known, groups = getattr(self.lr_scheduler, "base_lrs", None), self.get_lr()
             if known is None or len(known) == len(groups):
                 raise
             raise ModelError(
                 f"{type(self.lr_scheduler).__name__} was made for {len(known)} optimizer groups, and there are "
-                f"{len(groups)} now: the step was made, the schedule was not. After add_param_group make such a "
-                "schedule again: engine.lr_scheduler = ..."
+                f"{len(groups)} now: the parameters were updated, the learning rate was not. After add_param_group "
+                "create the scheduler again: engine.lr_scheduler = ..."
             ) from error
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only add up locally; the first one outside reduces everything. Works at every stage."""
+        """Accumulate gradients locally in backwards inside; the first backward outside reduces all.
+
+        Works at every stage.
+        """
         if self._sharded.policy.grad:
             extra = (
                 sum(s.unit.layout.padded for s in self._sharded.slots)
@@ -355,8 +367,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             )
             self._reporter.log_once(
                 "no_sync",
-                f"no_sync at stage {self.zero_optimization_stage()} keeps whole gradients: {extra / 2**20:.0f} MiB "
-                f"more a rank",
+                f"no_sync at stage {self.zero_optimization_stage()} keeps unsharded gradients: {extra / 2**20:.0f} MiB "
+                f"more per rank",
             )
         before, self._no_sync = self._no_sync, True
         try:
@@ -365,11 +377,12 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self._no_sync = before
 
     def finish_update(self) -> None:
-        """Finish the update of the last step, if it is under way (`offload_optimizer.delayed_update`), so that the next
-        forward computes with it. Collective; without such an update it does nothing.
+        """Finish the update of the last step if it is still running (`offload_optimizer.delayed_update`).
 
-        Saving, `destroy`, `full_state_dict`, `GatheredParameters` and `windlass.zero.full_param` and its like do that
-        by themselves. A forward does not, evaluation included: it may be one rank's alone.
+        The next forward then uses the updated parameters. Collective; does nothing without such an update.
+
+        Saving, `destroy`, `full_state_dict`, `GatheredParameters` and functions like `windlass.zero.full_param` call it
+        themselves. A forward does not, in evaluation either, because it may run on one rank only.
 
         Raises:
             UpdateError: the update failed on some rank.
@@ -377,7 +390,11 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._sharded.finish_update()
 
     def eval_batch(self, batch: Any) -> Any:
-        """The module's output for `batch` (a dict of keywords, a tuple of arguments, or one), without gradients."""
+        """Return the module's output for `batch` without gradients.
+
+        Args:
+            batch: a dict of keyword arguments, a tuple or list of arguments, or a single argument.
+        """
         training = self.module.training
         self.module.eval()
         try:
@@ -393,28 +410,29 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self.module.train(mode)
 
     def eval(self) -> None:  # type: ignore[override]
-        """Set the module to evaluation."""
+        """Set the module to evaluation mode."""
         self.module.eval()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step under way, of all micro-batches so far; after a step there are none. As in
-        plain PyTorch, `optimizer.zero_grad()`, `zero_grad()` of the module or of one inside it and
-        `parameter.grad = None` do the same for their parameters.
+        """Drop the gradients of all micro-batches of the current step; after a step there are none.
 
-        Not collective, but all ranks have to drop the same after the same backwards.
+        As in plain PyTorch, `optimizer.zero_grad()`, `zero_grad()` of the module or a submodule, and `parameter.grad =
+        None` do the same for their parameters.
+
+        Not collective, but all ranks must drop the same gradients after the same backwards.
 
         Args:
-            set_to_none: else gradients become zero, and the optimizer steps with that.
+            set_to_none: if False, gradients become zero, and the optimizer steps with these zeros.
         """
         self._sharded.script_gradients.drop_all(self.module.parameters(), zero=not set_to_none)
 
-    # what hooks ask
+    # Callbacks of hooks.
 
     def _is_syncing(self) -> bool:
         return not self._no_sync and (self._sharded.policy.grad or self.progress.is_at_boundary())
 
     def _is_between_micro_batches(self) -> bool:
-        """Whether a micro-batch was ended that does not end the step, and no backward came since."""
+        """Return True between a micro-batch that does not end the step and the next backward."""
         return 0 < self._backwards_at_last_step_call == self._sharded.reducer.backward_count
 
     def _keeps_accumulated_now(self) -> bool:
@@ -438,7 +456,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._nonfinite_locator.record(unit, index, gradient)
 
     def _hook_backward_begin(self, loss: torch.Tensor) -> None:
-        """See `attach_model`: whatever the model returned, its backward is known from the loss on."""
+        """Hook the start of the backward on the loss, which works for any type of model output."""
         if loss.requires_grad and loss.grad_fn is not None:
             loss.register_hook(lambda _: self._on_backward_begin())
 
@@ -449,7 +467,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def _on_backward_end(self) -> None:
         self._loss_is_scaled = False
         if Engine._scaling_engine is self:
-            if current_backward_id() >= 0:  # other engines may still take gradients at its end
+            if current_backward_id() >= 0:  # other engines may still take gradients until the backward ends
                 queue_end_of_backward(_clear_scaling_engine)
             else:
                 _clear_scaling_engine()
@@ -458,7 +476,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self.progress.backward_count += 1
 
     def _scale_correction(self) -> float:
-        """What makes the loss scale in the gradients this engine's own, where another's loss passes through it."""
+        """Return the factor that replaces another engine's loss scale in the gradients by this engine's own."""
         other = Engine._scaling_engine
         return 1.0 if self._loss_is_scaled or other is None else self._scaler.scale / other._scaler.scale
 
@@ -469,7 +487,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     def set_batch_sizes(self, train_batch_size: int, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """Take other batch numbers from the next step on; `train` is `micro * accumulation *` ranks.
+        """Change the batch sizes from the next step on.
+
+        `train_batch_size` is the product of the other two and the number of ranks.
 
         Raises:
             ModelError: a step has begun.
@@ -483,7 +503,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._loss_weight = 1.0 / gradient_accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the current micro-batch ends a step; holds until it is said otherwise.
+        """Set whether the current micro-batch ends a step. The setting holds until the next call.
 
         Raises:
             ModelError: the configuration says that every call of `step` ends one.
@@ -502,49 +522,54 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Take what rests on the device to host memory until `reload_states`, so that something else may use it.
+        """Move this rank's states from the device to host memory until `reload_states`, to free device memory.
 
         Args:
             include: any of `optim_states`, `hp_params`, `lp_params`, `lp_grads`, `contiguous_grad_buffer`; all by
                 default.
             device: only the CPU.
             pin_memory: page-lock the copies.
-            non_blocking: accepted; the memory is free when this returns.
+            non_blocking: accepted and ignored; the memory is free when this returns.
 
         Raises:
-            ConfigError: another device, or a kind that there is not.
+            ConfigError: another device, or an unknown kind.
             ModelError: they are offloaded already.
         """
         if str(getattr(device, "value", device)) not in ("cpu", "OffloadDeviceEnum.cpu"):
-            raise ConfigError(f'offload_states: device is {device!r}; states can be taken to the "cpu"')
+            raise ConfigError(f'offload_states: device is {device!r}; states can only be moved to the "cpu"')
         self._sharded.finish_update()
         taken = self._sharded.state_offloader.offload(KINDS if include is None else include, pin=pin_memory)
-        logger.info(f"offload_states: {taken / 2**20:.1f} MiB of this rank's device memory are in host memory now")
+        logger.info(f"offload_states: {taken / 2**20:.1f} MiB were moved from this rank's device to host memory")
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` took."""
+        """Move back to the device what `offload_states` moved."""
         self._sharded.state_offloader.reload()
 
     def report(self) -> dict[str, Any]:
-        """Bytes at rest by slot and home, by unit, what is gathered now, and what a step sent; printed on rank 0."""
+        """Return the bytes kept by slot and tier and by unit, the unsharded units, and the traffic of a step.
+
+        Rank 0 logs it.
+        """
         return self._reporter.report()
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """A loader of this rank's micro-batches, as `initialize(training_data=...)` makes it.
+        """Return a loader of this rank's micro-batches, as `initialize(training_data=...)` builds it.
 
-        The first with `route="train"` becomes `training_dataloader`, whose place is part of checkpoints.
+        The first one with `route="train"` becomes `training_dataloader`, whose position is saved in checkpoints.
 
         Args:
-            dataset: of known length; an iterable one is taken as it comes, on every rank.
+            dataset: a dataset of known length. An iterable dataset is read as it is, on every rank.
             args, kwargs: `batch_size` (the configuration's micro-batch by default), `route` ("train" is shuffled;
-                "eval" and "predict" are not), `pin_memory`, `data_sampler` (this rank's order, instead of one that a
-                checkpoint can go on in), `collate_fn`, `num_local_io_workers`.
+                "eval" and "predict" are not), `pin_memory`, `data_sampler` (this rank's order; a checkpoint cannot
+                resume it), `collate_fn`, `num_local_io_workers`.
         """
         return build_data_loader(self, dataset, *args, **kwargs)
 
     def destroy(self) -> None:
-        """Give the plain model back, whole, with no hooks. Collective at stage 3, and where an update is under way;
-        doing it again does nothing."""
+        """Restore the plain model with full parameters and without hooks.
+
+        Collective at stage 3 and while an update is in flight. A second call does nothing.
+        """
         if not self._destroyed:
             self._destroyed = True
             self._restore_gc()
@@ -564,7 +589,7 @@ def _clear_scaling_engine() -> None:
 
 
 def _refuse_rebuild(engine: Engine) -> ShardedModel:
-    raise ModelError("this engine can't lay its model out anew: make engines by windlass.initialize")
+    raise ModelError("this engine cannot shard its model again: build engines with windlass.initialize")
 
 
 def _local_rank() -> int:

@@ -1,4 +1,4 @@
-"""How far training has come: micro-batches, steps, samples, and whether this micro-batch ends a step."""
+"""Training progress: counts of micro-batches, steps and samples, and the accumulation boundary."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from windlass.config import BatchSizes
 
 @dataclass
 class TrainingProgress:
-    """Counters of one engine. A step is an optimizer step, skipped ones included."""
+    """Counters of one engine. A step is an optimizer step; skipped steps count too."""
 
     batch: BatchSizes
     micro_steps: int = 0
     global_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
-    boundary_override: bool | None = None  # the caller's word on where the boundary is, until the caller changes it
-    managed_gradient_accumulation: bool = True  # False: each call of step ends a step, and nothing else does
-    is_stepping: bool = False  # a call of step is running
-    backward_count: int = 0  # since the last step, where the caller chooses its end
-    last_step_applied: bool = False  # whether the last call of step updated the parameters
+    boundary_override: bool | None = None  # the caller's override of the boundary, until the caller changes it
+    managed_gradient_accumulation: bool = True  # False: every call of `step` ends a step
+    is_stepping: bool = False  # True while `step` runs
+    backward_count: int = 0  # backwards since the last step, if the caller chooses its end
+    last_step_applied: bool = False  # True if the last call of `step` updated the parameters
 
     def is_at_boundary(self) -> bool:
-        """Whether the current micro-batch is known to be the last of its step."""
+        """Return True if the current micro-batch is known to be the last of its step."""
         return self.would_end_step() and (self.managed_gradient_accumulation or self.is_stepping)
 
     def would_end_step(self) -> bool:
-        """Whether a call of step would end a step now."""
+        """Return True if a call of `step` would end a step now."""
         if not self.managed_gradient_accumulation:
             return True
         if self.boundary_override is not None:
@@ -36,11 +36,11 @@ class TrainingProgress:
 
     @property
     def is_step_started(self) -> bool:
-        """Whether micro-batches of an unfinished step were counted."""
+        """True if micro-batches of an unfinished step were counted."""
         return self.managed_gradient_accumulation and self.micro_steps % self.batch.accumulation > 0
 
     def record_step(self, *, applied: bool) -> None:
-        """An optimizer step ended."""
+        """Count the end of an optimizer step."""
         self.global_steps += 1
         if self.managed_gradient_accumulation:
             self.global_samples += self.batch.train
@@ -51,7 +51,7 @@ class TrainingProgress:
         self.skipped_steps += not applied
 
     def state_dict(self) -> dict[str, int]:
-        """The counters, as plain numbers."""
+        """Return the counters as plain numbers."""
         return {
             "micro_steps": self.micro_steps,
             "global_steps": self.global_steps,
@@ -60,11 +60,11 @@ class TrainingProgress:
         }
 
     def load_state_dict(self, state: dict[str, int], accumulation: int | None = None) -> None:
-        """Go on from `state_dict()`, with a step that begins: gradients are not part of it.
+        """Restore the counters from `state_dict()`, at the start of a step, because gradients are not saved.
 
         Args:
-            accumulation: micro-batches that a step had then, if that is known. Where it is another number now,
-                micro-batches count as if all steps had had so many.
+            accumulation: micro-batches per step at the save, if known. If this number differs now, `micro_steps` is
+                converted as if all steps had had the current number.
         """
         for name in self.state_dict():
             setattr(self, name, int(state[name]))

@@ -1,4 +1,4 @@
-"""The native optimizer updates: raw addresses and plain numbers; windlass.kernels.kernel_dispatch is the way to them."""
+"""Native optimizer updates on raw addresses; call them through windlass.kernels.kernel_dispatch."""
 
 from collections.abc import Sequence
 

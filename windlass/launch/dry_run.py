@@ -144,7 +144,7 @@ def _traffic_table(rank_map: HostRankMap) -> Any:
 
     table = Table(box=None, padding=(0, 1))
     for name, justify in (("axis", "left"), ("ranks", "right"), ("such as", "left"), ("wires", "left")):
-        table.add_column(name, justify=justify)  # rich types justify as a Literal
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]  # rich types it as a Literal
     table.add_column("received a step", justify="right")
     table.add_column("of what")
     for talk in rank_map.axis_traffic():

@@ -1,9 +1,10 @@
-"""Optimizers, what may be done with them, loss scales and schedules. In reading order:
+"""Optimizers, loss scales and learning-rate schedules.
 
-one_by_one, lion, lamb, muon, mup (optimizers torch lacks), coded (8-bit states that are cut elsewhere), cpu_optimizer,
-cpu_adam, cpu_lion, cpu_adagrad, cpu_sgd, cpu_lamb (steps in host memory), elementwise (flat spans, fused steps), cpu
-(which of them stands in for which), by_name (configuration -> optimizer), loss_scale (fp16), lr_schedule, lr_cycles,
-lr_warmups (schedules), schedules (configuration -> schedule).
+Reading order: per_parameter_optimizer, lion, lamb, muon, mup (optimizers that torch lacks); quantized_states (8-bit
+states that are resharded); cpu_optimizer, cpu_adam, cpu_lion, cpu_adagrad, cpu_sgd, cpu_lamb (steps in host memory);
+elementwise_optimizers (steps on flat spans, fused steps); native_cpu_equivalent (replacement of an optimizer by its
+host-memory class); optimizer_factory (configuration to optimizer); loss_scale (fp16); lr_schedule, lr_cycles,
+lr_warmups (schedules); scheduler_factory (configuration to schedule).
 """
 
 from __future__ import annotations

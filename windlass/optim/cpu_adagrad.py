@@ -12,10 +12,12 @@ from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPUAdagrad(CPUOptimizer):
-    """Adagrad: results are those of torch's fused step. State: `step` (0-d fp32), `sum`. Source: Duchi et al., JMLR 12.
+    """Adagrad. The results equal those of torch's fused step.
+
+    State: `step` (0-d fp32), `sum`. Source: Duchi et al., JMLR 12.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     def __init__(

@@ -12,20 +12,21 @@ from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPUAdam(CPUOptimizer):
-    """AdamW, or Adam with `adamw_mode=False`: results are those of torch's fused step (`docs/kernels.md`).
+    """AdamW, or Adam with `adamw_mode=False`. The results equal those of torch's fused step (`docs/kernels.md`).
 
     Source: Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al., arXiv:1904.09237.
-    State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq`; with 8-bit states also
-    `exp_avg_scale` and so on, fp32 `[n / 256]`.
+
+    State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`, with amsgrad `max_exp_avg_sq`; with 8-bit states also the scales
+    `exp_avg_scale` etc., fp32 `[n / 256]`.
 
     Args:
-        adamw_mode: decouple the decay from the gradient.
-        maximize: climb instead of descend.
+        adamw_mode: decouple the weight decay from the gradient.
+        maximize: maximize the objective instead of minimizing it.
         state_dtype: "fp32", "bf16" or "8bit".
-        fp32_optimizer_states: DeepSpeed's spelling; False stands for `state_dtype="bf16"`.
+        fp32_optimizer_states: DeepSpeed's name; False means `state_dtype="bf16"`.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     def __init__(

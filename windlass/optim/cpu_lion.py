@@ -12,10 +12,10 @@ from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPULion(CPUOptimizer):
-    """windlass.optim.Lion in one pass. State: `exp_avg`. Source: Chen et al., arXiv:2302.06675, algorithm 2.
+    """`windlass.optim.Lion` in one pass. State: `exp_avg`. Source: Chen et al., arXiv:2302.06675, algorithm 2.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     _has_step_count = False

@@ -1,4 +1,6 @@
-"""What the optimizers for host memory have in common: narrow states, scaled gradients, 16-bit copies, state dicts."""
+"""Base class of the host-memory optimizers: 16-bit and 8-bit states, gradient scaling, low-precision copies, state
+dicts.
+"""
 
 from __future__ import annotations
 
@@ -25,34 +27,37 @@ _NO_TENSORS: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How a state with one value an element is kept: its dtype, uint8 for codes of 8 bits that come with scales, and
-    whether values may be negative."""
+    """Storage format of an elementwise state: its dtype, and whether its values may be negative. uint8 means 8-bit
+    codes with scales.
+    """
 
     dtype: torch.dtype
     is_signed: bool
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the values are codes, with scales beside them."""
+        """True if the values are 8-bit codes with separate scales."""
         return self.dtype == torch.uint8
 
 
 class CPUOptimizer(torch.optim.Optimizer):
     """Base of the optimizers whose step is one pass over host memory (`docs/kernels.md`).
 
-    Four attributes are read by `step()` and are nobody's by default:
-
-    - `grad_scale`: one-element tensor; gradients are divided by it, not written; `torch.amp.GradScaler` sets it;
-    - `found_inf`: one-element tensor; where it is 1 nothing is updated, counters included;
-    - `low_precision_copies`: parameter -> bf16 or fp16 tensor that receives the new parameter, rounded to nearest even;
-    - `gradient_overrides`: parameter -> gradient that is taken instead of `.grad`, of any of the three dtypes.
+    `step()` reads four attributes, which are unset or empty by default:
+    - `grad_scale`: one-element tensor by which gradients are divided, without writing them; set by
+      `torch.amp.GradScaler`;
+    - `found_inf`: one-element tensor; if it is 1, nothing is updated, including the step counters;
+    - `low_precision_copies`: maps a parameter to a bf16 or fp16 tensor that receives the updated parameter, rounded to
+      nearest even;
+    - `gradient_overrides`: maps a parameter to a gradient that replaces `.grad`, in fp32, bf16 or fp16.
 
     Args:
-        state_dtype: of the moments: "fp32"; "bf16", rounded stochastically; or "8bit", two in 2.03 bytes an element.
+        state_dtype: dtype of the moments: "fp32"; "bf16", with stochastic rounding; or "8bit", where two moments take
+            2.03 bytes an element.
     """
 
     _step_supports_amp_scaling = True
-    # No values here: GradScaler asks whether there are any.
+    # Declared without values: GradScaler tests whether they are set.
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
     low_precision_copies: Mapping[torch.Tensor, torch.Tensor] = _NO_TENSORS
@@ -63,32 +68,34 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _state_names(self, group: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
-        """The states that a parameter of `group` has: name, and whether values may be negative."""
+        """Return the states of a parameter of `group`: name, and whether values may be negative."""
 
     @abstractmethod
     def _update_rule(self, group: dict[str, Any], step: int, is_first: bool) -> UpdateRule:
-        """The update of a parameter of `group` at its step number `step` (from 1); `first`: its states are fresh."""
+        """Return the update rule of a parameter of `group` at its step number `step` (from 1). `is_first`: its states
+        are new.
+        """
 
     def state_formats(self, group: dict[str, Any]) -> dict[str, StateFormat]:
-        """How the states of a parameter of `group` are kept, by name."""
+        """Return the storage format of each state of a parameter of `group`, by name."""
         dtype = self._storage_dtype(group)
         return {name: StateFormat(dtype, signed) for name, signed in self._state_names(group)}
 
     def _storage_dtype(self, group: dict[str, Any]) -> torch.dtype:
         return _STATE_DTYPES[group.get("state_dtype", self.defaults["state_dtype"])]
 
-    _has_step_count = True  # whether a parameter's state has `step`
+    _has_step_count = True  # True if a parameter's state has `step`
 
     def _initial_value(self, group: dict[str, Any]) -> float:
-        """What states begin with."""
+        """Return the initial value of the states."""
         return 0.0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; returns what `closure` returns.
+        """Step every parameter that has a gradient. Return the result of `closure`.
 
         Raises:
-            ModelError: a parameter or gradient is not in host memory, sparse, or of a dtype that has no kernel.
+            ModelError: a parameter or gradient is not in host memory, is sparse, or has a dtype without a kernel.
         """
         loss = None
         if closure is not None:
@@ -124,7 +131,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         for parameter, values in scattered:
             parameter.copy_(values)
         if stepped:
-            # Addresses were written behind autograd's back: a graph that saved old values has to notice.
+            # The kernels write through raw addresses. A graph that saved the old values must detect the change.
             torch.autograd.graph.increment_version(stepped)
 
     def _update_tensors(
@@ -141,7 +148,9 @@ class CPUOptimizer(torch.optim.Optimizer):
         return UpdateTensors(values, gradient.contiguous(), moments, scales, self.low_precision_copies.get(parameter))
 
     def _prepare_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The state of `parameter`, made if need be, its counter advanced; and whether its moments are new."""
+        """Return the state of `parameter`, created if missing and with its step counter advanced, and True if its
+        moments are new.
+        """
         state = self.state[parameter]
         if self._has_step_count:
             if not isinstance(state.get("step"), torch.Tensor):  # old checkpoints have plain numbers
@@ -168,9 +177,9 @@ class CPUOptimizer(torch.optim.Optimizer):
             _store_state(state, name, torch.full_like(moment, start, dtype=torch.float32), signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states come back as they were saved, or in this optimizer's `state_dtype`.
+        """Load a state dict, with states in this optimizer's `state_dtype`.
 
-        Torch would cast every state to its parameter's dtype, codes of 8 bits too.
+        torch's own method would cast every state to its parameter's dtype, including 8-bit codes.
         """
         chosen = [group["state_dtype"] for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -205,7 +214,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
 
 def _store_state(state: dict[str, Any], name: str, values: torch.Tensor, signed: bool) -> None:
-    """Store fp32 values in the state's own format, to nearest."""
+    """Store fp32 values in the format of the state, rounded to nearest."""
     if state[name].dtype == torch.uint8:
         quantized_states.quantize_state(values.reshape(-1), state[name].view(-1), state[f"{name}_scale"], signed)
     else:
@@ -232,7 +241,7 @@ def _check_dense(owner: str, parameter: torch.Tensor, gradient: torch.Tensor) ->
 
 
 def check_hyperparameters(owner: str, betas: tuple[float, ...] = (), **at_least_zero: float) -> None:
-    """Raise ConfigError unless every value is at least 0 and every beta in [0, 1)."""
+    """Raise a ConfigError unless every value is at least 0 and every beta is in [0, 1)."""
     for name, value in at_least_zero.items():
         if not value >= 0:
             raise ConfigError(f"{owner}: {name} is {value}; it must be at least 0")

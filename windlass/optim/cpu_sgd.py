@@ -13,10 +13,10 @@ from windlass.optim.cpu_optimizer import CPUOptimizer, check_hyperparameters
 
 
 class CPUSGD(CPUOptimizer):
-    """SGD: results are those of torch's fused step. State: `momentum_buffer` where there is a momentum.
+    """SGD. The results equal those of torch's fused step. State: `momentum_buffer`, if momentum is not 0.
 
     Raises:
-        ConfigError: a value out of range, or `nesterov` without momentum or with dampening.
+        ConfigError: a value is out of range, or `nesterov` is set without momentum or with dampening.
     """
 
     _has_step_count = False

@@ -1,4 +1,5 @@
-"""Which optimizers may be run on any flat span of a parameter, and which have a fused step to use."""
+"""Properties of optimizer classes: whether they can step flat spans of a parameter, and whether they have a fused
+step."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ _ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         CPUSGD,
     }
 )
-_PROBE_ELEMENTS = 4096  # elements: whole blocks of states that are kept in blocks
+_PROBE_ELEMENTS = 4096  # a multiple of the block size of states that are quantized in blocks
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
-"""What these rules keep as one number a parameter; anything else has an element for each of the parameter's."""
+"""States of these optimizers that are one number a parameter. All other states have one value per element."""
 
 _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -48,29 +49,31 @@ _FUSED: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether stepping flat spans of a parameter one by one gives what stepping the whole of it gives.
+    """Return True if stepping the spans of a parameter one by one equals stepping the full parameter.
 
-    The exact class counts: a subclass may look at a whole tensor where its parent does not, unless it says itself
-    that it does not (`rule_of`).
+    Only the exact class counts, since a subclass may use the full tensor where its parent does not. A subclass can
+    declare that it does not with `same_rule_as` (`get_step_class`).
     """
     return get_step_class(optimizer) in _ELEMENTWISE
 
 
 def get_step_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The class whose step `optimizer` takes: its own, or the one that its own names in `same_rule_as`."""
+    """Return the class whose step `optimizer` uses: its own class, or the class that its own class names in
+    `same_rule_as`.
+    """
     own = type(optimizer)
     rule: type[torch.optim.Optimizer] = vars(own).get("same_rule_as", own)
     return rule
 
 
 def enable_fused_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Turn on torch's fused step in every group where it exists and the user chose no implementation.
+    """Enable torch's fused step in every group that supports it, unless the user chose an implementation.
 
-    A user's choice is any of `fused`, `foreach`, `capturable`, `differentiable`, or a learning rate that is a tensor.
-    `step` counters that already exist move to where the fused kernel reads them.
+    A user's choice is any of `fused`, `foreach`, `capturable`, `differentiable`, or a tensor learning rate. Existing
+    `step` counters move to the device on which the fused kernel reads them.
 
     Returns:
-        Whether every group has a fused step now.
+        True if every group has a fused step now.
     """
     cls: Any = get_step_class(optimizer)
     if cls not in _FUSED:
@@ -83,24 +86,27 @@ def enable_fused_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def supports_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step()` heeds tensors `grad_scale` and `found_inf` set on `optimizer`, as `torch.amp.GradScaler` does.
+    """Return True if `step()` reads the tensors `grad_scale` and `found_inf` of `optimizer`, as `torch.amp.GradScaler`
+    sets them.
 
-    Both are one-element fp32 tensors on the parameters' device: gradients are divided by `grad_scale` (and written back
-    so), and where `found_inf` is 1 nothing is updated, moments and `step` included. Only fused steps read them.
+    Both are one-element fp32 tensors on the parameters' device. Gradients are divided by `grad_scale` and written back.
+    If `found_inf` is 1, nothing is updated, including moments and `step`. Only fused steps read the two tensors.
     """
     return isinstance(optimizer, CPUOptimizer) or get_step_class(optimizer) in _FUSED and _all_fused(optimizer)
 
 
 def measure_state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
-    """Bytes an element of the states that an elementwise optimizer keeps for a parameter of `dtype`, of the group that
-    keeps most; found by stepping a few elements under it."""
+    """Return the bytes per element of an elementwise optimizer's states for a parameter of `dtype`.
+
+    The value is that of the group with the largest states, measured by stepping a few elements.
+    """
     most = 0
     for group in optimizer.param_groups:
         probe = torch.zeros(_PROBE_ELEMENTS, dtype=dtype, requires_grad=True)
         probe.grad = torch.zeros_like(probe)
         twin: Any = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
-        twin.__dict__.pop("step", None)  # a scheduler's, which would step the original
+        twin.__dict__.pop("step", None)  # a scheduler may have set a wrapper here that would step the original
         twin.state, twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
             defaultdict(dict),
             OrderedDict(),
@@ -129,7 +135,8 @@ def _device_dtypes(group: dict[str, Any]) -> set[tuple[torch.device, torch.dtype
 
 
 def _move_counters(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    # Without `fused`, torch keeps `step` on the CPU and in the default dtype; the kernel wants it beside the parameter.
+    # Without `fused`, torch keeps `step` on the CPU in the default dtype; the kernel reads it on the parameter's
+    # device.
     for parameter in group["params"]:
         step = optimizer.state.get(parameter, {}).get("step")
         if isinstance(step, torch.Tensor):
@@ -138,7 +145,9 @@ def _move_counters(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> N
 
 @lru_cache(maxsize=64)
 def _has_fused_kernel(cls: type[Any], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch has a fused kernel here; found by stepping one element, for its own lists are private."""
+    """Return True if this torch has a fused kernel for the class, device and dtype. Tries one step, since torch's own
+    lists are private.
+    """
     if device.type == "meta" or not dtype.is_floating_point:
         return False
     element = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)

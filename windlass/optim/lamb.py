@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, its length set anew for each parameter by a trust ratio."""
+"""LAMB: Adam's direction, scaled for each parameter by a trust ratio."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from windlass.optim.per_parameter_optimizer import PerParameterOptimizer
 
 
 class Lamb(PerParameterOptimizer):
-    """LAMB with the parameter names, and the order of operations, of DeepSpeed's FusedLamb.
+    """LAMB with the argument names and the order of operations of DeepSpeed's FusedLamb.
 
-    With Adam's moments m and v: u = m / (sqrt(v) + eps) + wd w; ratio = |w| / |u| clamped to [min_coeff, max_coeff],
-    and 1 where either norm is 0; w <- w - lr c ratio u. The bias correction c = sqrt(1 - b2^t) / (1 - b1^t) scales
-    the step and not the moments, which is where this differs from the paper: there c cancels, here it is a warm-up of
-    1/(1 - b2) steps. Norms are over one whole parameter and taken in fp32.
+    With Adam's moments m and v: u = m / (sqrt(v) + eps) + wd w; ratio = |w| / |u| clamped to [min_coeff, max_coeff], or
+    1 if either norm is 0; w <- w - lr c ratio u. The bias correction c = sqrt(1 - b2^t) / (1 - b1^t) scales the step
+    instead of the moments. This differs from the paper: there c cancels, here it is a warm-up of 1/(1 - b2) steps.
+    Norms are computed over one full parameter in fp32.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.00962,
     algorithm 2. State: `step` (0-d fp32), `exp_avg`, `exp_avg_sq`.
@@ -25,11 +25,11 @@ class Lamb(PerParameterOptimizer):
     Args:
         bias_correction: multiply the step by c.
         eps_inside_sqrt: divide by sqrt(v + eps) instead.
-        max_grad_norm: only 0 (off); the norm of all gradients is not one parameter's business.
-        amsgrad: only False.
+        max_grad_norm: must be 0 (off); clipping by the norm of all gradients is done outside the optimizer.
+        amsgrad: must be False.
 
     Raises:
-        ConfigError: a value out of range, or one of the two that are not offered.
+        ConfigError: a value is out of range, or `max_grad_norm` or `amsgrad` is set.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class Lamb(PerParameterOptimizer):
 
 
 def trust_ratio(weight: torch.Tensor, update: torch.Tensor, least: float, most: float) -> torch.Tensor:
-    """|weight| / |update| clamped to [least, most], 1 where either is 0; a 0-d fp32 tensor, without a device sync."""
+    """Return |weight| / |update| clamped to [least, most], or 1 if either is 0; a 0-d fp32 tensor, without a device
+    sync.
+    """
     weight_norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
     update_norm = torch.linalg.vector_norm(update, dtype=torch.float32)
     ratio = (weight_norm / update_norm).clamp(least, most)

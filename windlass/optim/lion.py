@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum is the whole update."""
+"""Lion: the update is the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Lion(PerParameterOptimizer):
     """Lion: c = b1 m + (1 - b1) g; w <- (1 - lr wd) w - lr sign(c); m <- b2 m + (1 - b2) g.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2. State:
-    `exp_avg`, of the parameter's shape and dtype. Every element depends on itself alone, so any span of a parameter
-    may be stepped.
+    `exp_avg`, of the parameter's shape and dtype. The update is elementwise, so any span of a parameter can be stepped
+    alone.
 
     Raises:
-        ConfigError: a negative learning rate or decay, or a beta outside [0, 1).
+        ConfigError: the learning rate or decay is negative, or a beta is outside [0, 1).
     """
 
     def __init__(

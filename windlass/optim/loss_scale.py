@@ -1,4 +1,4 @@
-"""The factor that keeps fp16 gradients from vanishing: fixed, or riding below the point of overflow."""
+"""Loss scales that keep fp16 gradients from underflow: static, or dynamic below the point of overflow."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal, Protocol
 from windlass.base.errors import LossError
 from windlass.base.log import logger
 
-_MAX_SCALE = 2.0**126  # a scale beyond it would make the scaled loss infinite, in fp32, whatever the loss
+_MAX_SCALE = 2.0**126  # a larger scale would overflow the scaled loss in fp32, whatever the loss
 
 
 class Fp16Settings(Protocol):
-    """What is read of the configuration's section `fp16`."""
+    """Keys of the configuration section `fp16` that are read here."""
 
     @property
     def loss_scale(self) -> float: ...
@@ -28,7 +28,7 @@ class Fp16Settings(Protocol):
 
 
 class StaticLossScale:
-    """A scale that never changes; an overflow only skips its step. 1.0 is no scaling at all (fp32, bf16)."""
+    """Constant loss scale. An overflow only skips its step. 1.0 means no scaling (fp32, bf16)."""
 
     dynamic = False
 
@@ -36,34 +36,38 @@ class StaticLossScale:
         self.scale = float(scale)
 
     def update(self, overflow: bool, location: str = "") -> None:
-        """Say that a step ended; `where` says what overflowed first."""
+        """Record the end of a step. On overflow, log a warning with `location`, the place of the first non-finite
+        gradient.
+        """
         if overflow:
             logger.warning(
-                f"gradients overflowed at the fixed loss scale {self.scale:g}: step skipped{_format_location(location)}"
+                f"gradients overflowed at the static loss scale {self.scale:g}: step "
+                f"skipped{_format_location(location)}"
             )
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, as a plain number."""
+        """Return the scale as a plain number."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing: the configuration's scale is the one that holds."""
+        """Ignore the saved state: the configured scale applies."""
 
 
 class DynamicLossScale:
-    """Halves the scale on overflow, doubles it after `window` good steps in a row since the last overflow or doubling.
+    """Dynamic loss scale. It halves on overflow, and doubles after `window` good steps in a row since the last overflow
+    or doubling.
 
-    `hysteresis - 1` overflows are forgiven (their steps are skipped, the scale stays) before the scale falls; the
-    stock of them is refilled when the scale doubles, or with `consecutive_hysteresis` after every good step.
+    `hysteresis - 1` overflows are tolerated before the scale is halved: their steps are skipped and the scale stays.
+    This allowance is restored when the scale doubles, or after every good step with `consecutive_hysteresis`.
 
-    Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2; the knobs are DeepSpeed's
-    `fp16`.
+    Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740, section 3.2; the options are those of
+    DeepSpeed's section `fp16`.
 
     Args:
-        scale: the first scale.
+        scale: initial scale.
         window: good steps before the scale doubles.
-        min_scale: the scale never falls below.
-        at_minimum: what an overflow at `min_scale` does: `raise` LossError, or `continue` skipping steps with a
+        min_scale: lower bound of the scale.
+        on_min_scale: behaviour on an overflow at `min_scale`: `raise` a LossError, or `continue` to skip steps with a
             warning.
     """
 
@@ -88,10 +92,11 @@ class DynamicLossScale:
         self.hysteresis_left = hysteresis
 
     def update(self, overflow: bool, location: str = "") -> None:
-        """Say that a step ended; `where` says what overflowed first (parameter, rank, micro-batch).
+        """Record the end of a step. `location` is the place of the first non-finite gradient (parameter, rank,
+        micro-batch).
 
         Raises:
-            LossError: an overflow while the scale is at its minimum, unless `at_minimum` is `continue`.
+            LossError: overflow at the minimum scale, unless `on_min_scale` is `continue`.
         """
         if overflow:
             self.good_steps = 0
@@ -104,18 +109,18 @@ class DynamicLossScale:
             self.grow()
 
     def grow(self) -> None:
-        """Double the scale, and refill the stock of forgiven overflows."""
+        """Double the scale, and restore the allowance of tolerated overflows."""
         self.hysteresis_left = self.hysteresis
         self.scale = min(self.scale * 2, _MAX_SCALE)
 
     def state_dict(self) -> dict[str, float]:
-        """What must go on after a restart, as plain numbers."""
+        """Return the state to save, as plain numbers."""
         return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis_left": self.hysteresis_left}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from `state_dict()`; the knobs stay the configuration's. A fixed scale's state starts the ride anew."""
+        """Restore a `state_dict()`. The options stay as configured. The state of a static scale is ignored."""
         if "good_steps" not in state:
-            logger.info(f"the saved loss scale was fixed; dynamic scaling starts at {self.scale:g}")
+            logger.info(f"the saved loss scale was static; dynamic scaling starts at {self.scale:g}")
             return
         self.scale = max(float(state["scale"]), self.min_scale)
         self.good_steps = int(state["good_steps"])
@@ -126,7 +131,7 @@ class DynamicLossScale:
             self.hysteresis_left -= 1
             logger.info(
                 f"gradients overflowed at loss scale {self.scale:g}: step skipped, scale kept "
-                f"({self.hysteresis_left - 1} more forgiven){_format_location(where)}"
+                f"({self.hysteresis_left - 1} more tolerated){_format_location(where)}"
             )
             return
         if self.scale <= self.min_scale:
@@ -134,7 +139,8 @@ class DynamicLossScale:
             return
         before, self.scale = self.scale, max(self.scale / 2, self.min_scale)
         logger.info(
-            f"gradients overflowed at loss scale {before:g}: step skipped, scale now {self.scale:g}{_format_location(where)}"
+            f"gradients overflowed at loss scale {before:g}: step skipped, scale now "
+            f"{self.scale:g}{_format_location(where)}"
         )
 
     def _handle_min_scale(self, where: str) -> None:
@@ -155,7 +161,7 @@ LossScale = StaticLossScale | DynamicLossScale
 
 
 def make_loss_scale(fp16: Fp16Settings, on_min_scale: Literal["raise", "continue"] = "raise") -> LossScale:
-    """The loss scale that an enabled section `fp16` asks for: `loss_scale` 0 is dynamic, else fixed at that value."""
+    """Build the loss scale for an enabled section `fp16`: dynamic if `loss_scale` is 0, else static at that value."""
     if fp16.loss_scale:
         return StaticLossScale(fp16.loss_scale)
     return DynamicLossScale(
@@ -169,4 +175,4 @@ def make_loss_scale(fp16: Fp16Settings, on_min_scale: Literal["raise", "continue
 
 
 def _format_location(where: str) -> str:
-    return f"; first bad: {where}" if where else ""
+    return f"; first non-finite: {where}" if where else ""

@@ -1,4 +1,4 @@
-"""Schedules that search for a learning rate or cycle it: LRRangeTest and OneCycle."""
+"""Schedules for a learning-rate range test and for one learning-rate cycle: LRRangeTest and OneCycle."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from windlass.optim.lr_schedule import HasParamGroups, LRSchedule, PerGroup, per
 
 
 class LRRangeTest(LRSchedule):
-    """min_lr * (1 + step_rate * n), n = (iteration + 1) / step_size, rounded down with `staircase`.
+    """Linear growth: min_lr * (1 + step_rate * n) with n = (iteration + 1) / step_size, rounded down with `staircase`.
 
     Source: Smith, "A disciplined approach to neural network hyper-parameters: Part 1", arXiv:1803.09820.
 
     Raises:
-        ValueError: `lr_range_test_step_size` is not a positive integer, or a list does not fit the groups.
+        ValueError: `lr_range_test_step_size` is not a positive integer, or a list does not match the parameter groups.
     """
 
     def __init__(
@@ -33,33 +33,34 @@ class LRRangeTest(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each group at `last_batch_iteration`."""
         intervals = (self.last_batch_iteration + 1) / self.step_size
         growth = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
         return [least * growth for least in self.min_lrs]
 
 
 class OneCycle(LRSchedule):
-    """One triangle from min to max and back, then decay; the momentum goes the other way.
+    """One cycle from min to max and back, then decay. The momentum moves in the opposite direction.
 
-    At iteration i, with the position p = i + 1 modulo the length first + second of the triangle:
+    At iteration i, with the position p = i + 1 modulo the cycle length first + second:
 
-        height = p / first on the way up, (first + second - p) / second on the way down, rounded down to stairs if asked
+        height = p / first on the way up, (first + second - p) / second on the way down, rounded down to stairs if set
         lr     = cycle_min_lr + (cycle_max_lr - cycle_min_lr) height
         beta1  = cycle_max_mom - (cycle_max_mom - cycle_min_mom) height
 
-    and after the triangle, with n = (i + 1 - first - second) / decay_step_size, or 0 without a decay step size:
+    and after the cycle, with n = (i + 1 - first - second) / decay_step_size, or 0 without a decay step size:
 
         lr     = cycle_min_lr / (1 + decay_lr_rate n)
         beta1  = cycle_max_mom (1 + decay_mom_rate n)
 
-    As in DeepSpeed, beta2 is 0.99 while the momentum cycles, the first optimizer step uses `cycle_min_mom`, and an
+    As in DeepSpeed, beta2 is 0.99 while the momentum is cycled, the first optimizer step uses `cycle_min_mom`, and an
     optimizer without `betas` keeps its momentum, with a warning.
 
     Source: Smith, "A disciplined approach to neural network hyper-parameters: Part 1", arXiv:1803.09820.
 
     Raises:
-        ValueError: a first half of no length, a second of negative length, or a list that does not fit the groups.
+        ValueError: the first half is not longer than 0, the second has a negative length, or a list does not match the
+            parameter groups.
     """
 
     reports_initial_lr = False
@@ -85,7 +86,8 @@ class OneCycle(LRSchedule):
         self.second_size = self.first_size if cycle_second_step_size is None else float(cycle_second_step_size)
         if self.first_size <= 0 or self.second_size < 0:
             raise ValueError(
-                f"cycle_first_step_size must be positive and cycle_second_step_size at least 0, got {self.first_size:g} "
+                f"cycle_first_step_size must be positive and cycle_second_step_size at least 0, got "
+                f"{self.first_size:g} "
                 f"and {self.second_size:g}"
             )
         self.first_stairs = cycle_first_stair_count
@@ -105,14 +107,14 @@ class OneCycle(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each group at `last_batch_iteration`."""
         if not self._in_cycle():
             return [least / (1 + self.decay_lr_rate * self._decay_intervals()) for least in self.min_lrs]
         height = self._cycle_position()
         return [least + (most - least) * height for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at `last_batch_iteration`; None where the momentum is not cycled."""
+        """Return the betas of each group at `last_batch_iteration`, or None if the momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         if not self._in_cycle():
@@ -124,7 +126,8 @@ class OneCycle(LRSchedule):
 
     def _write_lrs(self) -> list[float]:
         moms = self.get_mom() or []
-        if moms and self.last_batch_iteration < 0:  # the first step's is the least, though the cycle begins at the most
+        # as in DeepSpeed, the first step uses the minimum although the cycle starts at the maximum
+        if moms and self.last_batch_iteration < 0:
             moms = [(least, 0.99) for least in self.min_moms]
         for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
@@ -139,7 +142,7 @@ class OneCycle(LRSchedule):
         rising = position <= self.first_size
         way, size = (position, self.first_size) if rising else (length - position, self.second_size)
         stairs = self.first_stairs if rising else self.second_stairs
-        # Rounded from the position: the quotient may lie a hair below a stair that the position stands on.
+        # Rounds the product, not the quotient: the quotient may lie slightly below the stair of an exact position.
         return math.floor(way * stairs / size) / stairs if stairs > 0 else way / size
 
     def _decay_intervals(self) -> float:

@@ -1,4 +1,4 @@
-"""What every learning-rate schedule does: count iterations, write rates into parameter groups, save its place."""
+"""Base class of learning-rate schedules: counts iterations, writes rates into parameter groups, saves its position."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ PerGroup = float | Sequence[float]
 
 
 class HasParamGroups(Protocol):
-    """What a schedule needs of an optimizer: groups with an `lr`."""
+    """Optimizer with parameter groups that have an `lr`; schedules need nothing else."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 class LRSchedule:
-    """A learning rate as a function of `last_batch_iteration`, written into `param_groups` at every `step()`.
+    """Learning rate as a function of `last_batch_iteration`, written into `param_groups` at every `step()`.
 
-    Groups that are added later keep the rate that they come with.
-
-    Construction at iteration -1 writes the starting rates, which the first optimizer step uses; construction at a later
-    iteration (resuming by hand) writes nothing before the first `step()`.
+    Groups added later keep their own rate. Construction at iteration -1 writes the initial rates, which the first
+    optimizer step uses. Construction at a later iteration (manual resume) writes nothing before the first `step()`.
     """
 
-    reports_initial_lr = True  # whether the starting rates count as written ones: `get_last_lr` gives them
+    reports_initial_lr = True  # True if get_last_lr() returns the initial rates before the first step()
 
     def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
@@ -38,32 +36,32 @@ class LRSchedule:
             self._last_lr = first if self.reports_initial_lr else None
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each group at `last_batch_iteration`."""
         raise NotImplementedError(f"{type(self).__name__} has no formula")
 
     def get_last_lr(self) -> list[float]:
-        """The rates that the last `step()` (or `load_state_dict`, or the construction) wrote.
+        """Return the rates that the last `step()`, `load_state_dict` or the constructor wrote.
 
         Raises:
-            AssertionError: there was none; clients of DeepSpeed look for "need to call step" in its text.
+            AssertionError: no rates were written yet. Clients of DeepSpeed search for "need to call step" in its text.
         """
         if self._last_lr is None:
             raise AssertionError("need to call step() first: no learning rate has been computed yet")
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to the one given, and write its rates."""
+        """Advance to the next iteration, or to the given one, and write its rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
         self._last_lr = self._write_lrs()
 
     def state_dict(self) -> dict[str, int]:
-        """The iteration; everything else is the configuration's."""
+        """Return the iteration. Everything else comes from the configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to the saved iteration and write its rates."""
+        """Restore the saved iteration and write its rates."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
         rates = self._write_lrs()
         self._last_lr = rates if self.last_batch_iteration >= 0 or self.reports_initial_lr else None
@@ -72,17 +70,17 @@ class LRSchedule:
         rates = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # a captured or compiled step holds on to this very tensor
+                group["lr"].fill_(rate)  # a captured or compiled step refers to this very tensor
             else:
                 group["lr"] = rate
         return rates
 
 
 def per_group(optimizer: HasParamGroups, value: PerGroup, name: str) -> list[float]:
-    """`value` as one number for each group.
+    """Expand `value` to one number for each group.
 
     Raises:
-        ValueError: a list of another length than the groups.
+        ValueError: a list whose length differs from the number of groups.
     """
     count = len(optimizer.param_groups)
     if isinstance(value, int | float):
@@ -93,10 +91,10 @@ def per_group(optimizer: HasParamGroups, value: PerGroup, name: str) -> list[flo
 
 
 def positive_integer(value: int, name: str) -> int:
-    """`value`, checked.
+    """Return `value` if it is a positive integer.
 
     Raises:
-        ValueError: it is anything but a positive integer.
+        ValueError: `value` is not a positive integer.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -1,4 +1,4 @@
-"""Schedules that warm up, then stay, fall in a line, or fall as a cosine."""
+"""Schedules that warm up, then stay constant, decay linearly, or decay as a cosine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from windlass.optim.lr_schedule import HasParamGroups, LRSchedule, PerGroup, per
 
 
 class WarmupLR(LRSchedule):
-    """From min to max over `warmup_num_steps`, then constant: lr = min + (max - min) w(iteration).
+    """Warm-up from min to max over `warmup_num_steps`, then constant: lr = min + (max - min) w(iteration).
 
-    w(i) = log(i + 1) / log(steps), or i / steps with `warmup_type` linear, and 1 from i = steps on.
+    w(i) = log(i + 1) / log(steps), or i / steps with `warmup_type` linear; 1 from i = steps on.
 
     Args:
-        warmup_max_lr: None takes each group's rate as the optimizer was built with.
+        warmup_max_lr: None means each group's initial rate.
         warmup_num_steps: 1 counts as 2.
 
     Raises:
-        ValueError: `warmup_num_steps` is not a positive integer, or a list does not fit the groups.
+        ValueError: `warmup_num_steps` is not a positive integer, or a list does not match the parameter groups.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WarmupLR(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each group at `last_batch_iteration`."""
         gamma = self._lr_ratio() if self.last_batch_iteration >= 0 else 0.0
         return [least + (most - least) * gamma for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -49,7 +49,7 @@ class WarmupLR(LRSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """`WarmupLR`, then linearly down to the minimum at `total_num_steps`.
+    """`WarmupLR`, followed by a linear decay to the minimum at `total_num_steps`.
 
     Raises:
         ValueError: as `WarmupLR`.
@@ -77,7 +77,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """The optimizer's own rate times a ratio: warmed up from `warmup_min_ratio` to 1, then a cosine down to
+    """Initial rate times a ratio that warms up from `warmup_min_ratio` to 1, then decays as a cosine to
     `cos_min_ratio`.
 
     From i = warmup on: ratio = c + (1 - c) (1 + cos(pi (i + 1 - warmup) / (total - warmup))) / 2, and c after its end.
@@ -109,12 +109,12 @@ class WarmupCosineLR(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the learning rate of each group at `last_batch_iteration`."""
         ratio = self.get_lr_ratio()
         return [base * ratio for base in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
-        """What the optimizer's own rates are multiplied by at `last_batch_iteration`."""
+        """Return the factor of the initial rates at `last_batch_iteration`."""
         if self.last_batch_iteration < self.warmup_num_steps:
             iteration = max(0, self.last_batch_iteration)
             warmth = _warmup_factor(iteration, self.warmup_num_steps, self.warmup_type)
@@ -143,7 +143,7 @@ def _warn_if_short(total: int, warmup: int) -> None:
 
 
 def _initial_lrs(optimizer: HasParamGroups, last_batch_iteration: int) -> list[float]:
-    """The rates the groups had before any schedule, remembered in them as torch's schedulers do (`initial_lr`)."""
+    """Return the rates of the groups before any schedule, stored in them as `initial_lr` as torch's schedulers do."""
     for group in optimizer.param_groups:
         if last_batch_iteration < 0 or "initial_lr" not in group:
             group["initial_lr"] = float(group["lr"])

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal; what is no hidden matrix gets AdamW."""
+"""Muon: momentum with orthogonalized matrices; AdamW for all parameters that are not hidden matrices."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for hidden matrices, AdamW for everything else, in one optimizer.
+    """Muon for hidden matrices and AdamW for all other parameters, in one optimizer.
 
-    Matrices (two dimensions; more are flattened to [first, rest]) follow `torch.optim.Muon`: B <- mu B + (1 - mu) g,
-    O = `orthogonalize`(Nesterov(B)), w <- (1 - lr wd) w - lr s(shape) O. All others follow `torch.optim.AdamW`.
-    A parameter is a hidden matrix if its group says `use_muon`, else if it has an attribute `use_muon` that says so,
-    else if it has two dimensions or more. Embeddings and output heads are matrices but not hidden: `muon_groups`
-    marks them. Groups are split so that each holds one kind: `group["use_muon"]` is then a bool and `group["lr"]`
-    that kind's own rate, which schedulers may change.
+    Matrices (parameters of more dimensions are flattened to [first, rest]) follow `torch.optim.Muon`: B <- mu B + (1 -
+    mu) g, O = `orthogonalize`(Nesterov(B)), w <- (1 - lr wd) w - lr s(shape) O. All other parameters follow
+    `torch.optim.AdamW`.
+
+    The key `use_muon` of a group decides whether its parameters are hidden matrices; without it, the attribute
+    `use_muon` of a parameter; without that, a parameter of two or more dimensions is one. Embeddings and output heads
+    are matrices but not hidden: `muon_groups` marks them. Groups are split so that each holds one kind.
+    `group["use_muon"]` is then a bool, and `group["lr"]` is the rate of that kind, which schedulers may change.
 
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; `adjust_lr_fn="match_rms_adamw"`: Liu et al.,
-    "Muon is Scalable for LLM Training", arXiv:2502.16982. State: `momentum_buffer`, or `step`, `exp_avg`,
-    `exp_avg_sq`.
+    "Muon is Scalable for LLM Training", arXiv:2502.16982. State: `momentum_buffer`, or `step`, `exp_avg`, `exp_avg_sq`.
 
     Args:
         lr: learning rate of both kinds, unless `muon_lr` or `adam_lr` is given.
-        momentum, nesterov, ns_coefficients, ns_steps, ns_eps, adjust_lr_fn: of the matrices.
-        betas, eps: of the others.
+        momentum, nesterov, ns_coefficients, ns_steps, ns_eps, adjust_lr_fn: options of the matrices.
+        betas, eps: options of the other parameters.
 
     Raises:
-        ConfigError: a value out of range, or `use_muon` on a parameter of fewer than two dimensions.
+        ConfigError: a value is out of range, or `use_muon` is set on a parameter of fewer than two dimensions.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class Muon(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one that does not say `use_muon` becomes up to two groups, matrices first.
+        """Add a group. A group without `use_muon` is split into up to two groups, matrices first.
 
         Raises:
-            ConfigError: the group says `use_muon` and holds a parameter of fewer than two dimensions, or is a set.
+            ConfigError: the group sets `use_muon` and holds a parameter of fewer than two dimensions, or its parameters
+                are a set.
         """
         params = param_group["params"]
         if isinstance(params, set):
@@ -117,10 +119,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; returns what `closure` returns.
+        """Step every parameter that has a gradient. Return the result of `closure`.
 
         Raises:
-            ModelError: a gradient is sparse, or a matrix's gradient has been flattened.
+            ModelError: a gradient is sparse, or a matrix's gradient is flattened.
         """
         loss = None
         if closure is not None:
@@ -136,7 +138,7 @@ class Muon(torch.optim.Optimizer):
             if group["use_muon"]:
                 for parameter in parameters:
                     if not parameter.numel():
-                        continue  # its shape has no ratio, and there is nothing to move
+                        continue  # an empty matrix has no shape ratio, and nothing to update
                     self._update_matrix(parameter, parameter.grad, group)
             else:
                 self._update_with_adamw(parameters, group)
@@ -144,7 +146,9 @@ class Muon(torch.optim.Optimizer):
 
     def _update_matrix(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         if grad.ndim < 2:
-            raise ModelError(f"Muon: a matrix came as a span of shape {tuple(grad.shape)}; it must be stepped whole")
+            raise ModelError(
+                f"Muon: a matrix has a flattened gradient of shape {tuple(grad.shape)}; step the full matrix"
+            )
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
@@ -186,19 +190,20 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float = 1e-7
 ) -> torch.Tensor:
-    """Roughly U V' of `matrix` = U S V', by `steps` of the quintic X <- a X + (b A + c A A) X with A = X X', in bf16.
+    """Approximate U V' of `matrix` = U S V' by `steps` of the quintic X <- a X + (b A + c A A) X with A = X X', in
+    bf16.
 
     Args:
-        matrix: [rows, columns], any floating-point dtype; left as it is.
+        matrix: [rows, columns], any floating-point dtype; not modified.
 
     Returns:
-        [rows, columns] in bf16, its singular values near 1 (between about 0.5 and 1.5 with the default coefficients).
+        [rows, columns] in bf16, with singular values near 1 (between about 0.5 and 1.5 with the default coefficients).
     """
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.bfloat16()
-    x = x.T if tall else x  # the smaller side first: A is then the smaller Gram matrix
-    x = x / x.norm().clamp(min=eps)  # the Frobenius norm bounds the spectral norm, which the quintic needs below 1
+    x = x.T if tall else x  # the smaller side first, so that A is the smaller Gram matrix
+    x = x / x.norm().clamp(min=eps)  # the quintic needs a spectral norm below 1, and the Frobenius norm bounds it
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -206,10 +211,11 @@ def orthogonalize(
 
 
 def is_hidden_matrix(parameter: torch.Tensor) -> bool:
-    """Whether Muon orthogonalises `parameter`: what its attribute `use_muon` says, else two dimensions or more.
+    """Return True if Muon orthogonalizes `parameter`: its attribute `use_muon` if set, else True for two or more
+    dimensions.
 
     Raises:
-        ConfigError: the attribute says so of a parameter of fewer than two dimensions.
+        ConfigError: the attribute is set on a parameter of fewer than two dimensions.
     """
     said = getattr(parameter, "use_muon", None)
     if said and parameter.ndim < 2:
@@ -220,13 +226,14 @@ def is_hidden_matrix(parameter: torch.Tensor) -> bool:
 
 
 def muon_groups(model: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> list[dict[str, Any]]:
-    """Parameter groups for `Muon`: hidden matrices, and all others (embeddings, output heads, their ties among them).
+    """Build parameter groups for `Muon`: hidden matrices, and all other parameters, including embeddings, output heads
+    and weights tied to them.
 
-    An output head is what `model.get_output_embeddings()` returns, else a module called `lm_head`, `head`,
-    `classifier`, ...; a parameter's own attribute `use_muon` is obeyed first.
+    An output head is the result of `model.get_output_embeddings()`, or a module called `lm_head`, `head`, `classifier`,
+    ... A parameter's own attribute `use_muon` takes precedence.
 
     Args:
-        parameters: those to train; by default all of `model` that require a gradient.
+        parameters: parameters to train; by default all of `model` that require a gradient.
     """
     outer = {id(parameter) for module in _embeddings_and_heads(model) for parameter in module.parameters(recurse=False)}
     chosen = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
@@ -256,5 +263,5 @@ def _lr_adjustment(matrix: torch.Tensor, adjust_lr_fn: str | None) -> float:
 
 
 def _entry_parameter(entry: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
-    """The parameter in an entry of a group: named parameters come as (name, parameter)."""
+    """Return the parameter of a group entry. Named parameters are tuples (name, parameter)."""
     return entry[1] if isinstance(entry, tuple) else entry

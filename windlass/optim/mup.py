@@ -1,7 +1,7 @@
-"""Learning rates by parameter for the maximal update parametrization (muP).
+"""Learning rates per parameter for the maximal update parametrization (muP).
 
 Source: Yang & Hu et al., Tensor Programs V, arXiv:2203.03466, table 8. The widths come from `infshape`, the attribute
-that `mup.set_base_shapes(model, base)` puts on each parameter; the package itself is not needed here.
+that `mup.set_base_shapes(model, base)` sets on each parameter. The package `mup` is not required here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEP_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "muadamw": torch.optim.AdamW,
     "musgd": torch.optim.SGD,
 }
-"""The class that steps the groups, by the name of the muP optimizer."""
+"""torch optimizer class of each muP optimizer, by lower-case name."""
 OPTIMIZER_NAMES = ("MuAdam", "MuAdamW", "MuSGD")
 
 
@@ -28,17 +28,17 @@ def mup_groups(
 ) -> list[dict[str, Any]]:
     """Split parameters into groups of one learning rate each, and scale the rates and decays by width.
 
-    `m` is how much wider the model is than its base. Under Adam a matrix with two dimensions that grow has lr / m and
-    decay * m. Under SGD it has lr / r and decay * r, with r the fan-in's m over the fan-out's, and a parameter with one
-    such dimension lr * m and decay / m. All others keep theirs.
+    `m` is the width of the model divided by that of its base. Under Adam, a matrix with two scaling dimensions has lr /
+    m and decay * m. Under SGD, such a matrix has lr / r and decay * r, where r is the fan-in's m over the fan-out's,
+    and a parameter with one scaling dimension has lr * m and decay / m. All other parameters are unchanged.
 
     Args:
-        kind: a key of `RULES`.
-        parameters: as torch takes them; a group's own `lr` and `weight_decay` are those that are scaled.
-        lr, weight_decay: of groups that have none.
+        kind: a key of `STEP_CLASSES`.
+        parameters: parameters or groups, as torch takes them; a group's own `lr` and `weight_decay` are scaled.
+        lr, weight_decay: values for groups without their own.
 
     Raises:
-        ConfigError: a parameter has no base shape, or more than two dimensions that grow.
+        ConfigError: a parameter has no base shape, or more than two scaling dimensions.
     """
     found = []
     for given in _as_param_groups(parameters):
@@ -58,17 +58,18 @@ def _as_param_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _lr_factor(kind: str, parameter: torch.Tensor) -> float:
-    """The factor of a parameter's learning rate."""
+    """Return the factor of a parameter's learning rate."""
     shape: Any = getattr(parameter, "infshape", None)
     if shape is None:
         raise ConfigError(
             f"optimizer.type is a muP optimizer, but a parameter of shape {list(parameter.shape)} has no base shape: "
-            "call mup.set_base_shapes(model, base) before initialize, on a model that is not born sharded"
+            "call mup.set_base_shapes(model, base) before initialize, on a model built without zero.Init"
         )
     growing = shape.ninf()
     if growing > 2:
         raise ConfigError(
-            f"muP knows no rate for a parameter with {growing} dimensions that grow (shape {list(parameter.shape)}): "
+            f"muP defines no learning rate for a parameter with {growing} scaling dimensions (shape "
+            f"{list(parameter.shape)}): "
             "give its group another optimizer, or keep a dimension equal to the base model's"
         )
     if growing == 2:

@@ -1,4 +1,4 @@
-"""The optimizer for host memory that stands in for one of torch's or windlass', where results stay the same."""
+"""Replacement of a torch or windlass optimizer by the host-memory optimizer with the same results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.optim.cpu_sgd import CPUSGD
 from windlass.optim.elementwise_optimizers import get_step_class
 from windlass.optim.lion import Lion
 
-# The exact class counts (`rule_of`): a subclass may do something else.
+# Only the exact class counts (`get_step_class`), since a subclass may compute something else.
 _CPU_CLASSES: dict[type[torch.optim.Optimizer], type[CPUOptimizer]] = {
     torch.optim.Adam: CPUAdam,
     torch.optim.AdamW: CPUAdam,
@@ -26,11 +26,11 @@ _CPU_CLASSES: dict[type[torch.optim.Optimizer], type[CPUOptimizer]] = {
 
 
 def make_native_cpu_equivalent(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """A `CPUAdam`, `CPUSGD`, `CPUAdagrad` or `CPULion` that steps as `optimizer` would; None where there is none.
+    """Return a `CPUAdam`, `CPUSGD`, `CPUAdagrad` or `CPULion` that steps as `optimizer` does, or None if there is none.
 
-    Groups are copied with all their keys, states are shared, and defaults are the original's. There is none for other
-    classes, for `capturable`, `differentiable`, a learning rate or beta that is a tensor, `foreach=True` or
-    `fused=False` (the user chose an implementation), complex parameters, or where the native module is missing.
+    Groups are copied with all their keys, states are shared, and defaults are those of the original. There is no
+    equivalent for other classes, `capturable`, `differentiable`, a tensor learning rate or beta, `foreach=True` or
+    `fused=False` (the user chose an implementation), complex parameters, or if the native module is missing.
     """
     native = _CPU_CLASSES.get(get_step_class(optimizer))
     if (

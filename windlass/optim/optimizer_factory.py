@@ -1,6 +1,6 @@
-"""From `optimizer.type` and `optimizer.params` of a configuration to an optimizer.
+"""Construction of an optimizer from `optimizer.type` and `optimizer.params` of a configuration.
 
-Names, parameters and ranges are those of `windlass.config.optimizer_section`, which `windlass check` reads too.
+Names, parameters and ranges are those of `windlass.config.optimizer_section`, which `windlass check` uses too.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _REFUSED = {name.lower(): reason for name, reason in UNSUPPORTED_OPTIMIZERS.item
 def build_optimizer(
     type: str, params: Mapping[str, Any] | None, param_groups: Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The optimizer that a configuration names.
+    """Build the optimizer that a configuration names.
 
     Args:
         type: Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD or any class of `torch.optim`, in any
             case.
-        params: keyword arguments; torch's defaults hold where nothing is said.
+        params: keyword arguments; torch's defaults apply to missing ones.
         param_groups: parameters, or groups as torch takes them.
 
     Raises:
-        ConfigError: an unknown or refused name, unknown parameters or values out of range (all of them at once), or
-            groups that the class refuses.
+        ConfigError: an unknown or refused name, unknown parameters or values out of range (reported together), or
+            groups that the class rejects.
     """
     wrong = check_optimizer(type, params)
     if wrong:
@@ -64,15 +64,15 @@ def build_optimizer(
         return make(param_groups, **keywords)
     except ConfigError:
         raise
-    except Exception as error:  # a foreign constructor
+    except Exception as error:  # any error of a third-party constructor
         raise ConfigError(f"optimizer {name} with params {keywords} was refused by {cls.__name__}: {error}") from error
 
 
 def resolve_optimizer_class(type: str, params: Mapping[str, Any] | None = None) -> type[torch.optim.Optimizer]:
-    """The class behind a name; `Adam` is AdamW unless `params` says `adam_w_mode: false`, as in DeepSpeed.
+    """Return the class of a name; `Adam` is AdamW unless `params` has `adam_w_mode: false`, as in DeepSpeed.
 
     Raises:
-        ConfigError: the name is unknown (with the nearest one) or refused (with the reason).
+        ConfigError: the name is unknown (the message has the nearest one) or refused (the message has the reason).
     """
     key = str(type).lower()
     if key in _REFUSED:
@@ -88,16 +88,17 @@ def resolve_optimizer_class(type: str, params: Mapping[str, Any] | None = None) 
 
 
 def list_optimizer_names() -> list[str]:
-    """Every name that `build` takes, as its class is spelled."""
+    """Return every name that `build_optimizer` takes, in the spelling of its class."""
     classes = {**_TORCH_CLASSES, **_WINDLASS_CLASSES}
     return sorted([*(cls.__name__ for key, cls in classes.items() if key not in _REFUSED), *mup.OPTIMIZER_NAMES])
 
 
 def accepted_params(type: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The parameters that `type` takes, with the defaults in force; those without effect have the default None.
+    """Return the parameters that `type` takes, with their effective defaults. Parameters without effect have the
+    default None.
 
     Raises:
-        ConfigError: as `resolve_class`.
+        ConfigError: as `resolve_optimizer_class`.
     """
     signature = inspect.signature(resolve_optimizer_class(type, params).__init__)
     own = {name: p.default for name, p in signature.parameters.items() if name not in ("self", "params")}
@@ -105,11 +106,11 @@ def accepted_params(type: str, params: Mapping[str, Any] | None = None) -> dict[
     table = OPTIMIZER_PARAMETERS.get(section.type, {})
     extras = {name: None for name, parameter in table.items() if parameter.status is not KeyStatus.HONOURED}
     if section.type == "Adam":
-        extras["adam_w_mode"] = None  # it chooses the class
+        extras["adam_w_mode"] = None  # it selects the class
     return {**extras, **own, **section.resolve().arguments}
 
 
 def check_optimizer(type: str, params: Mapping[str, Any] | None) -> list[str]:
-    """What is wrong with `optimizer.type` and `optimizer.params`, one sentence each; needs no parameters."""
+    """Return one sentence for each problem in `optimizer.type` and `optimizer.params`. Needs no model parameters."""
     section = OptimizerConfig(type=str(type), params=dict(params or {}))
     return [str(one) for one in (*find_parameter_problems(section), *find_parameter_refusals(section))]

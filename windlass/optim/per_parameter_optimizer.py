@@ -1,4 +1,4 @@
-"""What the optimizers have in common that step one parameter after the other, in plain PyTorch."""
+"""Base class of optimizers in plain PyTorch that step one parameter after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.base.errors import ModelError
 
 
 class PerParameterOptimizer(torch.optim.Optimizer):
-    """Base of `Lion` and `Lamb`: a subclass says how one parameter is updated."""
+    """Base of `Lion` and `Lamb`. A subclass implements the update of one parameter."""
 
     @abstractmethod
     def _update_parameter(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
@@ -20,7 +20,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; returns what `closure` returns.
+        """Step every parameter that has a gradient. Return the result of `closure`.
 
         Raises:
             ModelError: a gradient is sparse.

@@ -1,10 +1,11 @@
-"""States in 8 bits that come to be cut elsewhere: decoded from the old blocks, coded in the new ones.
+"""Resharding of 8-bit optimizer states: decode with the old blocks, encode with the new ones.
 
-[Note: codes that are cut elsewhere] Blocks of 256 elements count from where a span starts, so a checkpoint keeps codes
-by element, and beside them the scales of each span as it was saved. A span that is loaded gets its own codes and
-looks up the scales that they were coded under. Where a block of it is a block that was saved, codes and scale are
-taken as they are, so training goes on bit by bit in the same cut. Elsewhere values are decoded and coded again under
-the new block's scale, a power of two as the old one: the same values, but for those far below the largest of the block.
+[Note: codes that are cut elsewhere] Blocks of 256 elements are counted from the start of a span. A checkpoint therefore
+stores the codes by element, and separately the scales of each span as it was saved. A loaded span reads its own codes
+and looks up the scales with which they were encoded. If one of its blocks is also a block of the saved span, its codes
+and scale are copied unchanged, so training continues bit for bit with the same sharding. Otherwise values are decoded
+and encoded again with the scale of the new block. Both scales are powers of two, so the values are the same, except
+those far below the largest value of the block.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from windlass.base.errors import CheckpointError
 from windlass.kernels import reference
 from windlass.kernels.update_tensors import SCALE_BLOCK, count_scales
 
-_CHUNK_ELEMENTS = 1 << 18  # elements decoded at a time, a whole number of blocks
-_ROUND_TO_NEAREST = 1 << 19  # the noise with which `encode` rounds to nearest
+_CHUNK_ELEMENTS = 1 << 18  # elements decoded at a time; a multiple of the block size
+_ROUND_TO_NEAREST = 1 << 19  # the noise value with which quantize_blockwise rounds to nearest
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class BlockScales:
     """Scales of a span of a state.
 
     Args:
-        start, stop: the elements of the span.
-        first: which of its blocks `values` begins with.
-        values: fp32, one a block; blocks that nobody asks for may be left out at either end.
+        start, stop: elements of the span.
+        first_block: index of the block to which `values[0]` belongs.
+        values: fp32, one a block; unused blocks may be missing at either end.
     """
 
     start: int
@@ -39,13 +40,15 @@ class BlockScales:
 
 
 def blocks_between(start: int, stop: int, begin: int, end: int) -> tuple[int, int]:
-    """Which blocks of the span `[start, stop)` have elements in `[begin, end)`: `[first, last)`, maybe none."""
+    """Return the blocks `[first, last)` of the span `[start, stop)` that have elements in `[begin, end)`; possibly
+    none.
+    """
     begin, end = max(begin, start), min(end, stop)
     return ((begin - start) // SCALE_BLOCK, count_scales(end - start)) if begin < end else (0, 0)
 
 
 def quantize_state(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> None:
-    """Code flat fp32 `values` `[n]` to nearest into `codes` `[n]` and `scales` `[n / 256]`."""
+    """Encode flat fp32 `values` `[n]`, rounded to nearest, into `codes` `[n]` and `scales` `[n / 256]`."""
     for first in range(0, values.numel(), _CHUNK_ELEMENTS):
         part = values[first : first + _CHUNK_ELEMENTS]
         noise = torch.full(part.shape, _ROUND_TO_NEAREST, dtype=torch.int64)
@@ -57,7 +60,7 @@ def quantize_state(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tens
 def dequantize_state(
     codes: torch.Tensor, start: int, saved: list[BlockScales], signed: bool, out: torch.Tensor
 ) -> None:
-    """Decode `codes` `[n]`, elements `[start, start + n)` of a state, into `into` `[n]` of any floating dtype."""
+    """Decode `codes` `[n]`, the elements `[start, start + n)` of a state, into `out` `[n]` of any floating dtype."""
     for first in range(0, codes.numel(), _CHUNK_ELEMENTS):
         part = codes[first : first + _CHUNK_ELEMENTS]
         out[first : first + part.numel()].copy_(_dequantize(part, start + first, saved, signed))
@@ -66,7 +69,9 @@ def dequantize_state(
 def requantize_state(
     codes: torch.Tensor, start: int, saved: list[BlockScales], signed: bool, out: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """As `read`, but code again, into `into` `[n]` and `scales` `[n / 256]`, whose blocks count from `start`."""
+    """Decode as `dequantize_state`, and encode again into `out` `[n]` and `scales` `[n / 256]`, with blocks counted
+    from `start`.
+    """
     stop = start + codes.numel()
     for first in range(0, codes.numel(), _CHUNK_ELEMENTS):
         part = slice(first, min(first + _CHUNK_ELEMENTS, codes.numel()))
@@ -81,8 +86,11 @@ def requantize_state(
 
 
 def check_coverage(spans: Iterable[tuple[int, int]], start: int, stop: int, state_name: str) -> None:
-    """Check that spans, as a checkpoint says them, cover elements `[start, stop)` once. Raises CheckpointError where
-    they do not."""
+    """Check that the spans of a checkpoint cover the elements `[start, stop)` exactly once.
+
+    Raises:
+        CheckpointError: they do not.
+    """
     position = start
     for first, last in sorted(spans):
         if last <= start or first >= stop:
@@ -114,10 +122,12 @@ def _dequantize(codes: torch.Tensor, start: int, saved: list[BlockScales], signe
 
 
 def _aligned_blocks(start: int, stop: int, saved: BlockScales) -> tuple[int, int]:
-    """Which blocks of the span `[start, stop)` are blocks of the saved one: `[first, last)`, maybe none."""
+    """Return the blocks `[first, last)` of the span `[start, stop)` that are also blocks of the saved span; possibly
+    none.
+    """
     begin, end = max(start, saved.start), min(stop, saved.stop)
     if begin >= end or (start - saved.start) % SCALE_BLOCK:
         return 0, 0
-    whole = stop == saved.stop  # the last block of both may be a short one
+    whole = stop == saved.stop  # the last block of both spans may be a short one
     last = count_scales(end - start) if whole else (end - start) // SCALE_BLOCK
     return (begin - start) // SCALE_BLOCK, max(last, (begin - start) // SCALE_BLOCK)

@@ -1,4 +1,4 @@
-"""From `scheduler.type` and `scheduler.params` of a configuration to a learning-rate schedule."""
+"""Construction of a learning-rate schedule from `scheduler.type` and `scheduler.params` of a configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 DEEPSPEED_SCHEDULES: dict[str, type[LRSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""The schedules of DeepSpeed's configuration, by name."""
+"""Schedules of DeepSpeed's configuration, by name."""
 
 _TORCH_CLASSES: dict[str, type[Any]] = {
     name: cls
@@ -47,7 +47,7 @@ _TORCH_CLASSES: dict[str, type[Any]] = {
 
 
 def list_scheduler_names() -> list[str]:
-    """Every name that `build` takes, DeepSpeed's first."""
+    """Return every name that `build_scheduler` takes, DeepSpeed's first."""
     return [
         *DEEPSPEED_SCHEDULES,
         *sorted(
@@ -57,10 +57,10 @@ def list_scheduler_names() -> list[str]:
 
 
 def resolve_scheduler_class(type: str) -> type[Any]:
-    """The class behind `scheduler.type`, in any case.
+    """Return the class of `scheduler.type`, in any case.
 
     Raises:
-        ConfigError: the name is unknown (with the nearest one) or refused (with the reason).
+        ConfigError: the name is unknown (the message has the nearest one) or refused (the message has the reason).
     """
     classes = {**_TORCH_CLASSES, **DEEPSPEED_SCHEDULES}
     name = {known.lower(): known for known in classes}.get(str(type).lower())
@@ -74,20 +74,20 @@ def resolve_scheduler_class(type: str) -> type[Any]:
 
 
 def check_scheduler(type: str, params: Mapping[str, Any] | None) -> list[str]:
-    """What is wrong with `scheduler.type` and `scheduler.params`, one sentence each; needs no optimizer."""
+    """Return one sentence for each problem in `scheduler.type` and `scheduler.params`. Needs no optimizer."""
     section = SchedulerConfig(type=str(type), params=dict(params or {}))
     return [str(one) for one in (*find_parameter_problems(section), *find_parameter_refusals(section))]
 
 
 def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: HasParamGroups) -> Any:
-    """The schedule that a configuration names.
+    """Build the schedule that a configuration names.
 
     Args:
-        type: a name of `VALID_NAMES` or a class of `torch.optim.lr_scheduler`, in any case.
-        optimizer: anything with `param_groups`; torch's own classes insist on a torch optimizer.
+        type: a key of `DEEPSPEED_SCHEDULES` or a class of `torch.optim.lr_scheduler`, in any case.
+        optimizer: any object with `param_groups`; torch's own classes require a torch optimizer.
 
     Raises:
-        ConfigError: an unknown or refused name, missing or unknown parameters (all of them at once), or refused values.
+        ConfigError: an unknown or refused name, missing or unknown parameters (reported together), or rejected values.
     """
     wrong = check_scheduler(type, params)
     if wrong:
@@ -98,7 +98,7 @@ def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: HasP
     make: Callable[..., Any] = cls
     try:
         schedule = make(optimizer, **given)
-    except Exception as error:  # a foreign constructor
+    except Exception as error:  # any error of a third-party constructor
         raise ConfigError(f"scheduler {type} with params {given} was refused by {cls.__name__}: {error}") from error
     if isinstance(schedule, WarmupLR) and schedule.max_lrs != before:
         logger.info(f"scheduler.params.warmup_max_lr {schedule.max_lrs} replaces the optimizer's lr {before}")

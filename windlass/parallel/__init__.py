@@ -1,2 +1,7 @@
-"""Axes beside the data axes, and what a forward keeps for its backward. Reading order: placement, narrowing, exchanges,
-router_loss; geometry, copies, buffer, places, disk, partition, kept, rng, profile, recompute, activations."""
+"""Placement of parameters on the model-parallel axes, and storage of the activations that a forward saves for its
+backward.
+
+Reading order: placement, narrow_to_ranges, full_parameters, autograd_collectives, router_loss; tensor_geometry,
+device_copies, activation_buffer, activation_store, nvme_activation_store, sharded_activation_store,
+saved_tensor_offload, rng_tracker, checkpoint_profiler, recompute, activation_checkpoint_api.
+"""

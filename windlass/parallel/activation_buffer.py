@@ -1,4 +1,4 @@
-"""One buffer for all kept activations, so that they do not cut the memory of the device to pieces."""
+"""One preallocated buffer for all saved activations, which avoids fragmentation of device memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 from windlass.base.log import logger
 
-ALIGNMENT = 512  # bytes; as the CUDA allocator aligns its blocks
+ALIGNMENT = 512  # bytes; block alignment of the CUDA caching allocator
 
 
 class BufferRegion:
-    """A part of a buffer, given back with this object. `memory` is `[nbytes]` uint8."""
+    """Region of a buffer, freed when this object is deleted. `memory` is `[nbytes]` uint8."""
 
     def __init__(self, buffer: ActivationBuffer, start: int, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -21,43 +21,48 @@ class BufferRegion:
 
 
 class ActivationBuffer:
-    """Memory for what `checkpoints` checkpointed calls keep.
+    """Buffer for the saved inputs of `num_checkpoints` checkpointed calls.
 
-    Activations go in the opposite order of their coming, so the buffer is a stack: what is given back below its top
-    waits for what lies above. It is made, or made larger, only while it is empty.
+    Activations are freed in the reverse order of their allocation, so the buffer is a stack: a region freed below the
+    top stays reserved until everything above it is freed. The buffer is allocated, or enlarged, only while it is empty.
 
     Args:
-        device: where the buffer lies; the CPU for one in host memory.
-        checkpoints: how many checkpointed calls are kept at a time.
-        pinned: host memory that a CUDA device copies from and to without a detour.
+        device: device of the buffer; the CPU for a buffer in host memory.
+        num_checkpoints: number of checkpointed calls whose inputs are saved at the same time.
+        pinned: pin the host memory, so that copies to and from a CUDA device are asynchronous.
     """
 
     def __init__(self, device: torch.device, num_checkpoints: int, *, pinned: bool = False) -> None:
         self.num_checkpoints = num_checkpoints
         self._device, self._pinned = device, pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._target_bytes = 0  # bytes that the buffer should have
-        self._requested_bytes = 0  # bytes asked for since it was empty
-        self._calls = 0  # since it was empty
-        self._allocated: list[tuple[int, int]] = []  # start and stop of regions, from the bottom
-        self._freed_starts: set[int] = set()  # starts of regions that were given back below the top
+        self._target_bytes = 0  # size in bytes that the next allocation of the buffer has
+        self._requested_bytes = 0  # bytes requested since the buffer was last empty
+        self._calls = 0  # checkpointed calls since the buffer was last empty
+        self._allocated: list[tuple[int, int]] = []  # start and stop of each region, from the bottom
+        self._freed_starts: set[int] = set()  # starts of freed regions that lie below the top
         self._has_warned = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer; 0 before anything was kept."""
+        """Size of the buffer in bytes; 0 before the first allocation."""
         return self._memory.numel()
 
     @property
     def num_regions(self) -> int:
-        """Regions that are in use."""
+        """Number of regions in use."""
         return len(self._allocated) - len(self._freed_starts)
 
     def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:
-        """A checkpointed call is about to keep `own` bytes, and `shared` ones that other calls keep too."""
+        """Announce that a checkpointed call is about to save inputs.
+
+        Args:
+            unique_bytes: bytes that only this call saves.
+            shared_bytes: bytes that other calls save too, such as an attention mask.
+        """
         if not self._allocated:
             if self._calls <= self.num_checkpoints:
-                self._target_bytes = max(self._target_bytes, self._requested_bytes)  # `shared` was a guess
+                self._target_bytes = max(self._target_bytes, self._requested_bytes)  # `shared_bytes` was an estimate
             self._requested_bytes = self._calls = 0
         self._calls += 1
         self._target_bytes = max(
@@ -66,7 +71,8 @@ class ActivationBuffer:
         )
 
     def allocate(self, nbytes: int) -> BufferRegion | None:
-        """A region of `nbytes` bytes; None where the buffer is full, so that memory of its own is needed."""
+        """Return a region of `nbytes` bytes, or None if the buffer is full. The caller then allocates separate
+        memory."""
         if not self._allocated and self.nbytes < self._target_bytes:
             self._memory = torch.empty(
                 self._target_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned
@@ -81,7 +87,7 @@ class ActivationBuffer:
         return BufferRegion(self, start, self._memory[start : start + nbytes])
 
     def free(self, start: int) -> None:
-        """The region that begins at `start` is no longer used."""
+        """Free the region that begins at `start`."""
         self._freed_starts.add(start)
         while self._allocated and self._allocated[-1][0] in self._freed_starts:
             self._freed_starts.discard(self._allocated.pop()[0])
@@ -91,7 +97,8 @@ class ActivationBuffer:
             return
         self._has_warned = True
         logger.warning(
-            "the buffer for %d checkpoints (%d bytes) is full at checkpoint %d; further ones get memory of their own. "
+            "the buffer for %d checkpoints (%d bytes) is full at checkpoint %d; further checkpoints use separate "
+            "memory. "
             "Set activation_checkpointing.number_checkpoints to the number of checkpoints in a forward",
             self.num_checkpoints,
             self.nbytes,
@@ -100,5 +107,5 @@ class ActivationBuffer:
 
 
 def _aligned(nbytes: int) -> int:
-    nbytes = max(nbytes, 1)  # an empty region too needs a start of its own
+    nbytes = max(nbytes, 1)  # gives an empty region a start of its own
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""What is configured of activations: how checkpointed calls keep their inputs, which regions move what they save."""
+"""Configuration and entry points of activation checkpointing and of saved-tensor offload."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from windlass.parallel.sharded_activation_store import ShardedStore, make_rank_g
 
 @dataclass(frozen=True)
 class ActivationCheckpointOptions:
-    """What `configure` was told, in the words of the section `activation_checkpointing`."""
+    """Options of `configure`, named as the keys of the section `activation_checkpointing`."""
 
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
@@ -40,28 +40,28 @@ class ActivationCheckpointOptions:
 
     @property
     def tier(self) -> ActivationTier:
-        """Where inputs of checkpointed calls are kept."""
+        """Tier that stores the inputs of checkpointed calls."""
         return "nvme" if self.nvme_path else "cpu" if self.cpu_checkpointing else "device"
 
     def check(self) -> None:
-        """Raise a ConfigError where two options cannot both be meant, or one lacks another."""
+        """Raise a ConfigError if two options contradict each other, or if one requires another that is not set."""
         if self.cpu_checkpointing and self.nvme_path:
             raise ConfigError(
-                f"activation_checkpointing.nvme_path {list(self.nvme_path)} and cpu_checkpointing true name two homes; "
+                f"activation_checkpointing.nvme_path {list(self.nvme_path)} and cpu_checkpointing true name two tiers; "
                 "leave one out"
             )
         if self.contiguous_memory_optimization and not self.number_checkpoints:
             raise ConfigError(
-                "activation_checkpointing.contiguous_memory_optimization is true, but nothing says for how many "
-                "checkpoints the buffer is; add number_checkpoints"
+                "activation_checkpointing.contiguous_memory_optimization is true, but the number of checkpoints "
+                "in the buffer is not set; add number_checkpoints"
             )
         if self.contiguous_memory_optimization and self.nvme_path:
             raise ConfigError(
-                "activation_checkpointing.contiguous_memory_optimization is true, but with nvme_path there is nothing "
-                "for a buffer to hold; write false"
+                "activation_checkpointing.contiguous_memory_optimization is true, but inputs are stored in files at "
+                "nvme_path, without a buffer; write false"
             )
         if self.min_offload_bytes < 0:
-            raise ConfigError(f"min_offload_bytes = {self.min_offload_bytes} is no number of bytes; write 0 or more")
+            raise ConfigError(f"min_offload_bytes = {self.min_offload_bytes} is negative; write 0 or more")
 
 
 _options: ActivationCheckpointOptions | None = None
@@ -83,24 +83,24 @@ def configure(
     group: dist.ProcessGroup | None = None,
     min_offload_bytes: int | None = None,
 ) -> None:
-    """Say how `checkpoint` keeps its inputs from now on. Calls already checkpointed end as they began.
+    """Configure how later calls of `checkpoint` store their inputs. Calls that already ran keep their settings.
 
     Args:
-        mpu_: tells the model-parallel group, by `get_model_parallel_group()`.
-        deepspeed_config: a configuration whose section `activation_checkpointing` counts where an argument is None.
-        partition_activations: cut what is kept over the model-parallel group; nothing to cut where that has one rank.
-        contiguous_checkpointing: keep it in one buffer.
-        num_checkpoints: for how many checkpointed calls the buffer is.
-        checkpoint_in_cpu: keep it in host memory.
-        synchronize: wait for the device before and after each checkpointed call.
-        profile: log once a backward how long checkpointed calls and their recomputation took.
-        nvme_path: keep it in files in these folders.
-        group: the model-parallel group itself, in place of `mpu_`.
-        smallest: bytes below which a tensor stays on the device.
+        mpu_: object whose `get_model_parallel_group()` returns the model-parallel group.
+        deepspeed_config: a configuration; its section `activation_checkpointing` applies where an argument is None.
+        partition_activations: shard saved inputs over the model-parallel group. No effect if the group has one rank.
+        contiguous_checkpointing: store saved inputs in one buffer.
+        num_checkpoints: number of checkpointed calls for which the buffer has space.
+        checkpoint_in_cpu: store saved inputs in host memory.
+        synchronize: synchronize the device before and after each checkpointed call.
+        profile: log, once per backward, the time of checkpointed calls and of their recomputation.
+        nvme_path: store saved inputs in files in these folders.
+        group: the model-parallel group itself, instead of `mpu_`.
+        min_offload_bytes: tensors of fewer bytes stay on the device.
 
     Raises:
-        ConfigError: the configuration is wrong, or options contradict each other.
-        StorageError: there can be no files at `nvme_path`.
+        ConfigError: the configuration is invalid, or options contradict each other.
+        StorageError: no files can be created at `nvme_path`.
     """
     given: dict[str, Any] = {
         "partition_activations": partition_activations,
@@ -122,16 +122,16 @@ def configure(
 
 
 def current_options() -> ActivationCheckpointOptions:
-    """Return what was configured; the defaults where nothing was."""
+    """Return the configured options, or the defaults if `configure` was not called."""
     return _options or ActivationCheckpointOptions()
 
 
 def set_options(options: ActivationCheckpointOptions | None) -> None:
-    """Configure all at once; None takes back what was configured.
+    """Set all options at once. None restores the defaults.
 
     Raises:
         ConfigError: options contradict each other.
-        StorageError: there can be no files at `nvme_path`.
+        StorageError: no files can be created at `nvme_path`.
     """
     global _options
     _apply_options(options or ActivationCheckpointOptions())
@@ -139,31 +139,34 @@ def set_options(options: ActivationCheckpointOptions | None) -> None:
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return True if `configure` was called."""
     return _options is not None
 
 
 def reset() -> None:
-    """Give buffers back, and begin to count anew; what was configured stays. What is kept now ends as it began."""
+    """Free the buffers and restart the counters. The options stay as configured; inputs that are already saved are not
+    affected.
+    """
     _offloaders.clear()
     if _options is not None:
         _apply_options(_options)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Turn the cutting of kept inputs over the model-parallel group on or off, and leave the rest as it is."""
+    """Turn the sharding of saved inputs over the model-parallel group on or off. Other options do not change."""
     _apply_options(replace(_options or ActivationCheckpointOptions(), partition_activations=partition_activation))
 
 
 def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, computed again in the backward from its inputs, which alone are kept until then.
+    """Call `function(*args, **kwargs)`, save only its inputs, and recompute it in the backward.
 
-    The random numbers it draws are the same again. It may take and return anything, be nested, and fail; without
-    gradients it is just called. What it saves elsewhere (a cache, a counter) it saves twice.
+    The recomputation draws the same random numbers as the forward. The function may take and return any objects, may
+    contain further checkpointed calls and may raise. Without gradients it is just called. Side effects of the function
+    (a cache, a counter) happen twice.
 
     Raises:
-        StorageError: inputs go to files, and these cannot be written or read.
-        ModelError: an input was changed in place before it had left the device.
+        StorageError: inputs are stored in files, and these cannot be written or read.
+        ModelError: an input was changed in place before its copy off the device was complete.
     """
     global _settings
     if _settings is None:
@@ -174,19 +177,21 @@ def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 def checkpoint_to_tier(
     tier: ActivationTier, *, nvme_path: str | Sequence[str] | None = None, min_offload_bytes: int = MIN_OFFLOAD_BYTES
 ) -> Callable[..., Any]:
-    """A `checkpoint` that keeps inputs at `home`, whatever is configured.
+    """Return a function like `checkpoint` that stores inputs in `tier`, independent of the configuration.
 
     Args:
         nvme_path: folders for `"nvme"`.
-        smallest: bytes below which a tensor stays on the device.
+        min_offload_bytes: tensors of fewer bytes stay on the device.
 
     Raises:
-        ConfigError: `"nvme"` has no path.
-        StorageError: there can be no files there.
+        ConfigError: `"nvme"` without a path, or a path with another tier.
+        StorageError: no files can be created at `nvme_path`.
     """
     paths = () if nvme_path is None else _as_paths(nvme_path)
     if (tier == "nvme") != bool(paths):
-        raise ConfigError(f'inputs of checkpointed calls at "{tier}" with the folders {list(paths)}: "nvme" needs some')
+        raise ConfigError(
+            f'checkpoint_to_tier("{tier}") with nvme_path {list(paths)}: pass nvme_path with "nvme", and only then'
+        )
     manner = _settings_from_options(
         ActivationCheckpointOptions(
             cpu_checkpointing=tier == "cpu", nvme_path=paths, min_offload_bytes=min_offload_bytes
@@ -200,7 +205,7 @@ def checkpoint_to_tier(
 
 
 non_reentrant_checkpoint = checkpoint
-"""The name under which DeepSpeed has the same beside its own reentrant one."""
+"""DeepSpeed's name for its non-reentrant variant; an alias here, since `checkpoint` is not reentrant either."""
 
 
 @contextmanager
@@ -210,21 +215,21 @@ def offload_saved_tensors(
     nvme_path: str | Sequence[str] | None = None,
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
 ) -> Iterator[OffloadCounters]:
-    """Move what autograd saves inside to `home`, and bring it back, ahead of its use, for the backward.
+    """Offload the tensors that autograd saves inside this context to `tier`, and prefetch them in the backward.
 
-    Nothing moves inside a checkpointed call, nor to `"cpu"` where device and host share one memory. Values are those at
-    the time of saving: a later change in place is no error for what has left by then.
+    Nothing is offloaded inside a checkpointed call, nor to `"cpu"` if device and host share one memory. Autograd sees
+    the values at the time of saving: a later in-place change of a tensor that was already copied raises no error.
 
     Args:
-        home: `"cpu"` or `"nvme"`.
+        tier: `"cpu"` or `"nvme"`.
         nvme_path: folders for `"nvme"`; by default the configured ones.
-        smallest: bytes below which a tensor stays. Parameters and views of them always do.
+        min_offload_bytes: tensors of fewer bytes stay on the device, as do parameters and views of parameters.
 
     Yields:
-        Counts of what this home keeps of such regions.
+        Byte counters, shared by all contexts with the same tier, path and minimum.
 
     Raises:
-        ConfigError: `home` is neither, or `"nvme"` has no path.
+        ConfigError: `tier` is neither `"cpu"` nor `"nvme"`, or `"nvme"` has no path.
         StorageError: files cannot be written or read.
     """
     keeper = _offloader_for_tier(tier, () if nvme_path is None else _as_paths(nvme_path), min_offload_bytes)
@@ -236,12 +241,12 @@ def offload_saved_tensors(
 
 
 def get_offload_counters() -> OffloadCounters | None:
-    """What checkpointed calls keep; None where their inputs just stay on the device, and nobody counts."""
+    """Return the byte counters of checkpointed calls, or None if their inputs stay on the device without counting."""
     return _settings.offloader.counters if _settings is not None and _settings.offloader is not None else None
 
 
 def model_parallel_rank() -> int:
-    """This rank's place in the configured model-parallel group; 0 where there is none."""
+    """Return this rank's index in the configured model-parallel group, or 0 without a group."""
     group = _options.group if _options is not None else None
     return 0 if group is None else dist.get_rank(group)
 
@@ -274,7 +279,7 @@ def _settings_from_options(options: ActivationCheckpointOptions) -> RecomputeSet
 
 
 def _make_store(options: ActivationCheckpointOptions) -> ActivationStore | None:
-    """Where inputs go; None where they are left as they are."""
+    """Return the store of checkpointed inputs, or None if the inputs stay where they are."""
     checkpoints = options.number_checkpoints if options.contiguous_memory_optimization else None
     cuts = options.partition_activations and options.group is not None and dist.get_world_size(options.group) > 1
     place: ActivationStore
@@ -294,13 +299,13 @@ def _make_store(options: ActivationCheckpointOptions) -> ActivationStore | None:
 
 def _offloader_for_tier(tier: ActivationTier, paths: tuple[str, ...], min_offload_bytes: int) -> SavedTensorOffloader:
     if tier not in ("cpu", "nvme"):
-        raise ConfigError(
-            f'offloaded(home={tier!r}): there is no such home away from the device; write "cpu" or "nvme"'
-        )
+        raise ConfigError(f'offload_saved_tensors(tier={tier!r}): unknown tier; write "cpu" or "nvme"')
     if tier == "nvme" and not paths:
         paths = _options.nvme_path if _options is not None else ()
         if not paths:
-            raise ConfigError('offloaded("nvme") has no folder; pass nvme_path=..., or configure(nvme_path=...)')
+            raise ConfigError(
+                'offload_saved_tensors("nvme") has no folder; pass nvme_path=..., or configure(nvme_path=...)'
+            )
     key = tier, paths, min_offload_bytes
     if key not in _offloaders:
         _offloaders[key] = SavedTensorOffloader(
@@ -310,9 +315,10 @@ def _offloader_for_tier(tier: ActivationTier, paths: tuple[str, ...], min_offloa
 
 
 def manual_seed(seed: int) -> None:
-    """Seed what all ranks of the model-parallel group draw alike, and what each draws by itself.
+    """Seed torch's generator equally, and the `"model-parallel-rng"` differently, on the ranks of the model-parallel
+    group.
 
-    The first is torch's own generator; the second is `"model-parallel-rng"` of the tracker, begun anew.
+    All generators of the tracker are removed first.
     """
     rng_tracker.reset()
     torch.manual_seed(seed)

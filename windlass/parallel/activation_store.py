@@ -1,4 +1,4 @@
-"""Where activations wait for their backward: in a buffer on the device, in host memory."""
+"""Stores for saved activations: a buffer on the device, and host memory."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from windlass.parallel.device_copies import (
 )
 
 ActivationTier = Literal["device", "cpu", "nvme"]
-"""Memory of the device, memory of the host, files; in the words of the configuration."""
+"""Device memory, host memory or files; values as in the configuration."""
 
 
 class StoredActivation(Pending, Protocol):
-    """A tensor that was put somewhere; finished (`poll`, `wait`) once nothing of the way there is under way."""
+    """Tensor in a store. `poll` and `wait` refer to its transfer to the store."""
 
     @property
     def is_source_free(self) -> bool:
-        """Whether the source is no longer read."""
+        """True if the source tensor is no longer read."""
         ...
 
     def fetch(self) -> PendingCopy:
-        """Bring the tensor `[n]` back to the device it came from; again at each call."""
+        """Copy the tensor `[n]` back to its original device. Every call starts a new copy."""
         ...
 
 
 class ActivationStore(Protocol):
-    """Takes flat tensors and gives them back.
+    """Store for flat tensors.
 
     Attributes:
-        home: the memory that it is.
-        collective: a fetch needs the other ranks, so it happens each time it is asked for, and never earlier.
-        under_way: how many tensors may be on their way here at a time.
+        tier: the tier of the store.
+        is_collective: True if a fetch communicates with other ranks. Such a fetch runs at each request and is never
+            prefetched.
+        max_in_flight: maximum number of tensors whose transfer to the store is not complete.
     """
 
     tier: ActivationTier
@@ -47,20 +48,25 @@ class ActivationStore(Protocol):
     max_in_flight: int
 
     def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:
-        """A checkpointed call is about to put `own` bytes here, and `shared` ones that other calls put too."""
+        """Announce that a checkpointed call is about to store inputs.
+
+        Args:
+            unique_bytes: bytes that only this call stores.
+            shared_bytes: bytes that other calls store too.
+        """
         ...
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Whether putting `tensor` here makes room where it is."""
+        """Return True if storing `tensor` here frees memory on its device."""
         ...
 
     def put(self, flat: torch.Tensor) -> StoredActivation:
-        """Begin to take a contiguous tensor `[n]`."""
+        """Start to store a contiguous tensor `[n]`."""
         ...
 
 
 class DeviceStore:
-    """The device itself; one buffer for `checkpoints` checkpointed calls if that is given."""
+    """Store on the device itself, in one buffer for `num_checkpoints` checkpointed calls if that is given."""
 
     tier: ActivationTier = "device"
     is_collective = False
@@ -70,7 +76,8 @@ class DeviceStore:
         self._num_checkpoints = num_checkpoints
         self._buffers: dict[torch.device, ActivationBuffer] = {}
         self._announced_bytes = (0, 0)
-        self._announced_devices: set[torch.device] = set()  # whose buffers know of the call that runs
+        # devices whose buffer received begin_call for the current call
+        self._announced_devices: set[torch.device] = set()
 
     def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:
         self._announced_bytes = unique_bytes, shared_bytes
@@ -93,11 +100,11 @@ class DeviceStore:
 
 
 class HostStore:
-    """Host memory, pinned where the device is a CUDA one; in one buffer if `checkpoints` is given."""
+    """Store in host memory, pinned if CUDA is available; one buffer if `num_checkpoints` is given."""
 
     tier: ActivationTier = "cpu"
     is_collective = False
-    max_in_flight = 2  # their sources still take memory of the device
+    max_in_flight = 2  # the source of each copy in flight still occupies device memory
 
     def __init__(self, num_checkpoints: int | None = None) -> None:
         pinned = torch.cuda.is_available()
@@ -119,7 +126,7 @@ class HostStore:
 
 
 class _DeviceActivation:
-    """A copy on the device; `region` goes back to its buffer with this object."""
+    """Copy on the device. Deleting this object frees `region`."""
 
     is_source_free = True
 
@@ -133,12 +140,14 @@ class _DeviceActivation:
         return
 
     def fetch(self) -> PendingCopy:
-        """A copy of its own where it lies in a buffer: who keeps it longer must not see what comes there next."""
+        """Return a clone if the value lies in a buffer, whose region may be reused while the caller still holds the
+        result.
+        """
         return CompletedCopy(self._value if self._region is None else self._value.clone())
 
 
 class _HostActivation:
-    """A copy in host memory, maybe still on its way; `region` goes back to its buffer with this object."""
+    """Copy in host memory, possibly still in flight. Deleting this object frees `region`."""
 
     def __init__(self, region: BufferRegion | None, copy: PendingCopy, device: torch.device) -> None:
         self._region, self._copy, self._device = region, copy, device

@@ -1,9 +1,9 @@
-"""Collectives that autograd goes through: each is the transpose of its backward.
+"""Differentiable collectives. The backward of each is the transpose of its forward.
 
-Two conventions meet here. Along an axis whose ranks compute *the same* loss (tp), a gradient that arrives is whole on
-every rank already: `enter` and `leave` bracket what is cut. Along an axis whose ranks compute losses of their own, or
-parts of one (sp, ep), what is descended is the sum of all ranks' losses, and `total`, `gather`, `scatter` and `swap`
-are exact transposes under that.
+There are two conventions. Along an axis whose ranks compute *the same* loss (tp), every rank receives the complete
+gradient: `copy_to_parallel_region` and `reduce_from_parallel_region` enclose the sharded layers. Along an axis whose
+ranks compute different losses, or parts of one loss (sp, ep), training minimizes the sum of all ranks' losses:
+`all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` are exact transposes with respect to that sum.
 """
 
 from __future__ import annotations
@@ -107,27 +107,28 @@ class _AllToAll(torch.autograd.Function):
 
 
 def copy_to_parallel_region(tensor: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
-    """What is the same on all ranks goes into layers that are cut: as it is; gradients are added up (Megatron's f)."""
+    """Pass a replicated tensor into sharded layers: identity in the forward, all-reduce in the backward (Megatron's
+    f)."""
     return tensor if axis.size == 1 else _CopyToRegion.apply(axis, tensor)
 
 
 def reduce_from_parallel_region(tensor: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
-    """Ranks' parts of a sum are added up; each part's gradient is that of the sum (Megatron's g)."""
+    """All-reduce partial sums in the forward; pass the gradient through in the backward (Megatron's g)."""
     return tensor if axis.size == 1 else _ReduceFromRegion.apply(axis, tensor)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
-    """The sum over ranks, of what goes into each rank's own loss: gradients are added up too."""
+    """Sum over ranks whose losses differ: all-reduce in the forward and in the backward."""
     return tensor if axis.size == 1 else _AllReduce.apply(axis, tensor)
 
 
 def all_gather(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """All ranks' parts along `dim`, end to end; gradients from all ranks are added up and cut again."""
+    """All-gather the parts along `dim`; reduce-scatter the gradient."""
     return tensor if axis.size == 1 else _AllGather.apply(axis, tensor, dim, _gather_sizes(tensor, axis, dim, sizes))
 
 
 def reduce_scatter(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """This rank's part along `dim` of the sum over ranks; gradients are gathered."""
+    """Sum over ranks and keep this rank's part along `dim`; all-gather the gradient."""
     return (
         tensor if axis.size == 1 else _ReduceScatter.apply(axis, tensor, dim, _scatter_sizes(tensor, axis, dim, sizes))
     )
@@ -136,7 +137,7 @@ def reduce_scatter(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequen
 def scatter_to_parallel_region(
     tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """This rank's part along `dim` of what is the same on all ranks; the parts' gradients are gathered."""
+    """Keep this rank's part along `dim` of a replicated tensor; all-gather the gradient."""
     return (
         tensor
         if axis.size == 1
@@ -147,8 +148,9 @@ def scatter_to_parallel_region(
 def gather_from_parallel_region(
     tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """All ranks' parts along `dim`, for computing the same of them on every rank: a part's gradient is cut out of the
-    whole's."""
+    """All-gather the parts along `dim` for a computation that is the same on every rank. The backward keeps this rank's
+    part of the gradient, without a reduction.
+    """
     return (
         tensor
         if axis.size == 1
@@ -162,7 +164,9 @@ def all_to_all(
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Rows `[sum(sends), ...]` to other ranks and theirs to here `[sum(receives), ...]`; gradients go back."""
+    """Send rows `[sum(send_sizes), ...]` to the other ranks and return the received rows `[sum(receive_sizes), ...]`.
+    The backward sends the gradients back.
+    """
     if axis.size == 1:
         return tensor
     back = None if send_sizes is None else list(send_sizes)

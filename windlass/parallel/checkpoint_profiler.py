@@ -1,4 +1,4 @@
-"""How long checkpointed calls take, forward and again in the backward; told once a backward."""
+"""Timing of checkpointed calls and of their recomputation, logged once per backward."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from windlass.parallel.saved_tensor_offload import OffloadCounters
 
 
 class CheckpointProfiler:
-    """Times of outermost calls, and what was kept for them.
+    """Timer of the outermost checkpointed calls.
 
     Args:
-        told: log a line at the end of every backward that computed something again.
-        synchronizes: wait for the device at either end of a call; telling times does so anyway.
+        log_times: log a line at the end of every backward that recomputed a call.
+        synchronize: synchronize the device before and after each call. `log_times` implies it.
     """
 
     def __init__(self, *, log_times: bool, synchronize: bool) -> None:
@@ -26,11 +26,11 @@ class CheckpointProfiler:
         self.laps: dict[str, TimerTotal] = {}
         self._running = False
         self._backwards: set[int] = set()
-        self._last_logged = 0, 0  # bytes moved and fetched when the last line was logged
+        self._last_logged = 0, 0  # bytes offloaded and fetched when the last line was logged
 
     @contextmanager
     def call(self, *, recomputing: bool, counters: OffloadCounters | None) -> Iterator[None]:
-        """Around a checkpointed call, or around its recomputation (`again`)."""
+        """Time a checkpointed call, or its recomputation if `recomputing`."""
         if self._running or not self._synchronize:
             yield
             return

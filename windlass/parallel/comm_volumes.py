@@ -1,9 +1,9 @@
-"""How many bytes each axis of the mesh sends in an optimizer step, by formula.
+"""Formulas for the bytes that each mesh axis transfers in an optimizer step.
 
-All are bytes that one rank has to receive, as `comm.axis.Axis.traffic` counts them: of an all-reduce of B bytes over n
-ranks 2 B (n - 1) / n, of an all-gather, a reduce-scatter and an all-to-all of B bytes a rank in all B (n - 1) / n.
-Scalars (a loss, a norm, counts of tokens) and padding are left out. Where a size does not divide, a rank with the
-largest part is meant.
+All values are bytes that one rank receives, as `MeshAxis.traffic` counts them: an all-reduce of B bytes over n ranks is
+2 B (n - 1) / n; an all-gather, a reduce-scatter or an all-to-all whose total is B bytes a rank is B (n - 1) / n.
+Scalars (a loss, a norm, token counts) and padding are left out. If a size does not divide, the value is that of a rank
+with the largest part.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from windlass.parallel.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class StepWorkload:
-    """What a step does.
+    """Workload of one optimizer step.
 
     Attributes:
-        tokens: of one micro-batch of one reader: samples times whole sequences.
-        micro_batches: in a step.
-        stage: of ZeRO.
-        activation_bytes, parameter_bytes: of an element, while it is computed with.
-        gradient_bytes: of an element of a gradient on its way.
-        regather: ranks from which backward gathers stage-3 parameters again; 0: those that cut them.
-        once: a pipeline gathers parameters and reduces gradients once a step, not once a micro-batch.
+        tokens: tokens in one micro-batch of one data-loading rank: samples times full sequence length.
+        micro_batches: micro-batches in a step.
+        zero_stage: ZeRO stage.
+        activation_bytes, parameter_bytes: bytes of an element in the computation.
+        gradient_bytes: bytes of a gradient element in a reduction.
+        backward_gather_ranks: ranks over which backward all-gathers stage-3 parameters again; 0: the ranks that shard
+            them.
+        unshards_once: a pipeline gathers parameters and reduces gradients once a step, not once a micro-batch.
         recompute: a layer's forward runs again before its backward.
-        cut_norms: between tensor-parallel layers activations are cut along the sequence.
-        ulysses: of the ranks along sp, how many exchange heads; 0: all. The others pass keys and values round.
-        chunks: parts of the model on each rank along pp.
+        tp_sequence_norms: activations between tensor-parallel layers are sharded along the sequence.
+        ulysses_degree: number of sp ranks that exchange heads; 0: all of them. The other factor of sp is a ring that
+            passes keys and values.
+        virtual_stages: model chunks on each pp rank.
     """
 
     tokens: int
@@ -50,7 +52,7 @@ class StepWorkload:
 
 @dataclass(frozen=True)
 class CommVolume:
-    """Bytes that a rank receives in a step: along which axis, by which operation, and of what."""
+    """Bytes that a rank receives in a step, with their axis, operation and kind of tensor."""
 
     axis: str
     operation: str
@@ -61,12 +63,15 @@ class CommVolume:
 def compute_step_volumes(
     model: ModelShape, grid: MeshShape, workload: StepWorkload, pipeline_rank: int = 0
 ) -> list[CommVolume]:
-    """What a rank of pipeline stage `pipe` receives in a step, along every axis of several ranks."""
+    """Compute the bytes that a rank of pipeline stage `pipeline_rank` receives in a step, for every axis with several
+    ranks.
+    """
     dense, experts = count_local_parameters(model, grid, pipeline_rank)
     layers, tokens = count_local_layers(model.layers, grid.pp, pipeline_rank), -(-workload.tokens // grid.sp)
-    shared = tokens * model.hidden * workload.activation_bytes  # one activation of a micro-batch between layers
+    # bytes of one activation between layers, for one micro-batch
+    shared = tokens * model.hidden * workload.activation_bytes
     found = list(compute_data_parallel_volumes("data", dense, grid.data, grid.dp_replicate, workload, grid.pp > 1))
-    near = replace(workload, backward_gather_ranks=0)  # which dense parameters alone have
+    near = replace(workload, backward_gather_ranks=0)  # backward_gather_ranks applies to dense parameters only
     found += compute_data_parallel_volumes(
         "experts", experts, grid.data // grid.ep, grid.dp_replicate, near, grid.pp > 1
     )
@@ -82,7 +87,7 @@ def compute_step_volumes(
 
 
 def sum_bytes_by_axis(volumes: Iterable[CommVolume]) -> dict[str, int]:
-    """Bytes along each axis."""
+    """Return the total bytes of each axis."""
     totals: dict[str, int] = {}
     for volume in volumes:
         totals[volume.axis] = totals.get(volume.axis, 0) + volume.nbytes
@@ -90,15 +95,16 @@ def sum_bytes_by_axis(volumes: Iterable[CommVolume]) -> dict[str, int]:
 
 
 def count_local_layers(layers: int, stages: int, pipeline_rank: int) -> int:
-    """Layers of a stage, where the first ones have one more if they don't divide."""
+    """Return the number of layers of a stage. The first stages have one more if the layers do not divide."""
     return layers // stages + (pipeline_rank < layers % stages)
 
 
 def count_local_parameters(model: ModelShape, grid: MeshShape, pipeline_rank: int = 0) -> tuple[int, int]:
-    """Elements on a rank of stage `pipe`, before ZeRO cuts them: of what is no expert, and of experts.
+    """Return the elements on a rank of stage `pipeline_rank`, before ZeRO shards them, as (dense parameters, expert
+    parameters).
 
-    tp cuts matrices, embedding and head; ep spreads experts. A tied head is a copy of the embedding where that lies on
-    another stage.
+    tp shards the matrices, the embedding and the head; ep distributes the experts. A tied head is a copy of the
+    embedding if the embedding is on another stage.
     """
     layers = count_local_layers(model.layers, grid.pp, pipeline_rank)
     first, last = pipeline_rank == 0, pipeline_rank == grid.pp - 1
@@ -115,13 +121,18 @@ def count_local_parameters(model: ModelShape, grid: MeshShape, pipeline_rank: in
 def compute_data_parallel_volumes(
     axis: str, elements: int, ranks: int, replicas: int, workload: StepWorkload, is_pipelined: bool = False
 ) -> Iterable[CommVolume]:
-    """ZeRO's reductions and gathers of `elements` over `ranks`, in `replicas` groups of which each has all state.
+    """Compute ZeRO's reductions and all-gathers of `elements` over `ranks`, which form `replicas` groups with a full
+    copy of the states each.
 
-    Of B bytes each gather and each reduction brings B (n - 1) / n, and a step has, with m micro-batches (Rajbhandari et
-    al. 2020, section 7): stages 0 and 1 one of each; stage 2 m reductions and a gather; stage 3 m reductions and 2 m
-    gathers, forward and backward, less what the default knobs keep between them; with a second copy (hpZ, Wang et al.
-    2023) backward gathers among fewer. A pipeline that gathers once a step has one of each at every stage. Among
-    replicas each rank's part of the gradient is reduced once a step.
+    Each all-gather or reduction of B bytes receives B (n - 1) / n. A step with m micro-batches has (Rajbhandari et al.
+    2020, section 7):
+    - stages 0 and 1: one reduction and one all-gather;
+    - stage 2: m reductions and one all-gather;
+    - stage 3: m reductions and 2 m all-gathers (forward and backward), less the parameters that the default settings
+      keep unsharded between them. With a secondary shard (hpZ, Wang et al. 2023) backward all-gathers over fewer ranks.
+
+    A pipeline that unshards once a step has one of each at every stage. The replicas all-reduce each rank's gradient
+    shard once a step.
     """
     cut = ranks // replicas if workload.zero_stage else ranks
     often = 1 if is_pipelined and workload.unshards_once else workload.micro_batches
@@ -150,15 +161,17 @@ def compute_tensor_parallel_volumes(
     *,
     top_k: int = 0,
 ) -> Iterable[CommVolume]:
-    """What tensor parallelism sends, of activations of `shared` bytes between layers (Shoeybi et al. 2019, section 3).
+    """Compute the traffic of tensor parallelism, given `activation_bytes` between layers (Shoeybi et al. 2019, section
+    3).
 
-    A layer has four all-reduces of `shared`: after attention and after the feed-forward network, forward and backward;
-    six where its forward runs twice (five where that stops at what backward needs, as torch's non-reentrant kind does).
-    With norms cut along the sequence each is a gather and a scatter of as many bytes together (Korthikanti et al. 2022,
-    section 4.2), and a stage gathers twice more: its output, and the gradient of its input. The embedding has one
-    all-reduce forward, the head one backward, and the loss of a cut vocabulary three of a float32 a token: the greatest
-    logit, the sum, and the target's. Where a token goes to `chosen` experts, each layer adds up the gradient of their
-    weights, a float32 each.
+    A layer has four all-reduces of `activation_bytes`: after attention and after the feed-forward network, in forward
+    and in backward. It has six if its forward runs twice, or five if the recomputation stops at the last tensor that
+    backward needs, as torch's non-reentrant checkpointing does. With sequence-sharded norms each all-reduce becomes an
+    all-gather and a reduce-scatter with the same total (Korthikanti et al. 2022, section 4.2), and a stage has two more
+    all-gathers: of its output, and of the gradient of its input. The embedding has one all-reduce in forward, the head
+    one in backward. The loss of a sharded vocabulary has three all-reduces of one float32 a token: maximum logit, sum,
+    and target logit. If a token goes to `top_k` experts, each layer all-reduces the gradients of their weights, one
+    float32 each.
     """
     often, ends = layers * (6 if workload.recompute else 4), int(is_first_stage) + int(is_last_stage)
     one = _bytes_from_others(activation_bytes, ranks) * workload.micro_batches
@@ -177,8 +190,11 @@ def compute_tensor_parallel_volumes(
 def compute_pipeline_volumes(
     activation_bytes: int, ranks: int, workload: StepWorkload, is_first_stage: bool, is_last_stage: bool
 ) -> Iterable[CommVolume]:
-    """What a stage receives: for each of its parts of the model one activation from the part before and one gradient
-    from the part after, a micro-batch (Huang et al. 2019; Narayanan et al. 2021, section 2.2 for several parts)."""
+    """Compute the bytes that a pipeline stage receives.
+
+    Per micro-batch, each model chunk receives one activation from the previous chunk and one gradient from the next
+    (Huang et al. 2019; Narayanan et al. 2021, section 2.2 for several chunks).
+    """
     if ranks > 1:
         before, after = workload.virtual_stages - int(is_first_stage), workload.virtual_stages - int(is_last_stage)
         yield CommVolume("pp", "pass_on", "activations", before * activation_bytes * workload.micro_batches)
@@ -188,11 +204,12 @@ def compute_pipeline_volumes(
 def compute_router_volumes(
     model: ModelShape, bytes_per_expert: int, ranks: int, workload: StepWorkload, pipeline_rank: int
 ) -> Iterable[CommVolume]:
-    """What the loss that balances the routers of all layers adds where these lie on several stages: their logits, one
-    for each expert and token, go along with activations to the last stage.
+    """Compute the traffic of a load-balancing loss over routers on several stages.
+
+    The router logits, one for each expert and token, are sent with the activations to the last stage.
 
     Args:
-        each: bytes of one expert's logits of one layer, for a micro-batch.
+        bytes_per_expert: bytes of one expert's logits in one layer, for one micro-batch.
     """
     parts = ranks * workload.virtual_stages
     before = list(accumulate((count_local_layers(model.layers, parts, part) for part in range(parts)), initial=0))
@@ -206,22 +223,24 @@ def compute_router_volumes(
 def compute_sequence_parallel_volumes(
     model: ModelShape, layers: int, ranks: int, tp_ranks: int, workload: StepWorkload
 ) -> Iterable[CommVolume]:
-    """What attention sends to see whole sequences, of N tokens over P ranks.
+    """Compute the traffic of sequence-parallel attention, for sequences of N tokens over P ranks.
 
-    Ulysses (Jacobs et al. 2023, section 3.2): queries, keys, values and outputs go by all-to-all, forward and backward:
-    each time N / P tokens of all heads a rank, (P - 1) / P of it to others: the paper's 4 N h / P a forward, where keys
-    and values have as many heads as queries. With fewer of them than ranks each goes to several: every rank has one.
+    Ulysses (Jacobs et al. 2023, section 3.2): all-to-alls of queries, keys, values and outputs, in forward and
+    backward. Each handles N / P tokens of all heads a rank, of which (P - 1) / P go to other ranks. That is the paper's
+    4 N h / P a forward if keys and values have as many heads as queries. With fewer key heads than ranks, each key head
+    goes to several ranks, so that every rank has one.
 
-    Ring (Liu et al. 2023): keys and values pass P - 1 times, forward and again backward, and their gradients P times,
-    in float32, until they are home. With both, rings join the groups that exchange heads, and what passes is one rank's
-    heads of the tokens of its group.
+    Ring (Liu et al. 2023): keys and values are passed P - 1 times in forward and again in backward. Their gradients are
+    passed P times in float32, until they reach the owning rank.
+
+    With both, rings connect the groups that exchange heads, and a message is one rank's heads of its group's tokens.
     """
     degree = workload.ulysses_degree or ranks
     rounds = ranks // degree
     forwards = 2 if workload.recompute else 1
     heads, keys = -(-model.heads // tp_ranks), -(-model.resolved_kv_heads // tp_ranks)
     here, kept = -(-heads // degree), max(1, -(-keys // degree))
-    seen = -(-workload.tokens // rounds)  # tokens of a group that exchanges heads
+    seen = -(-workload.tokens // rounds)  # tokens of one group that exchanges heads
     others = (
         (seen - -(-seen // degree))
         * model.resolved_head_dim
@@ -238,8 +257,11 @@ def compute_sequence_parallel_volumes(
 def compute_expert_parallel_volumes(
     layers: int, rows: int, hidden: int, ranks: int, workload: StepWorkload
 ) -> Iterable[CommVolume]:
-    """What goes to experts and back: each of `rows` (tokens times chosen experts) four times, forward and backward
-    (Lepikhin et al. 2020, section 3.2), where routing is even; the rows that stay are left out."""
+    """Compute the traffic to experts and back.
+
+    Each of `rows` (tokens times chosen experts) is sent four times, twice in forward and twice in backward (Lepikhin et
+    al. 2020, section 3.2), if routing is even. Rows for local experts are not counted.
+    """
     often = (6 if workload.recompute else 4) * layers * workload.micro_batches
     yield CommVolume(
         "ep", "all_to_all", "tokens", often * _bytes_from_others(rows * hidden * workload.activation_bytes, ranks)
@@ -247,5 +269,5 @@ def compute_expert_parallel_volumes(
 
 
 def _bytes_from_others(nbytes: int, ranks: int) -> int:
-    """The part of `nbytes`, spread evenly over ranks, that a rank does not have."""
+    """Return the bytes that a rank lacks of `nbytes` spread evenly over `ranks`."""
     return nbytes * (ranks - 1) // ranks

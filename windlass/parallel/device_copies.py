@@ -1,4 +1,4 @@
-"""Copies between the memory of the device and that of the host, made beside the computation."""
+"""Asynchronous copies between device memory and host memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from windlass.base.pending import Pending
 
 
 class PendingCopy(Pending, Protocol):
-    """A copy that was started; `value` is the copied tensor once `wait` returned."""
+    """Copy in flight. `value` is the copied tensor after `wait` returned."""
 
     @property
     def value(self) -> torch.Tensor: ...
 
 
 class CompletedCopy:
-    """A copy that nobody had to make, since both memories are one."""
+    """Placeholder for a copy that is not needed because device and host share one memory."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -31,15 +31,15 @@ class CompletedCopy:
 
 
 class SideStreamCopy:
-    """A copy on a stream of its own, between pinned host memory and a CUDA device.
+    """Copy on a side stream, between pinned host memory and a CUDA device.
 
-    Later work of the stream that was current when `wait` is called sees the copy. One that is dropped before it is
-    done is waited for by that stream too: the memory at both ends may be given away right after.
+    Work submitted after `wait` to the then current stream sees the copy. If this object is deleted before the copy is
+    complete, the current stream waits for it too, so source and destination may be freed right afterwards.
     """
 
     def __init__(self, source: torch.Tensor, value: torch.Tensor, device: torch.device) -> None:
         self.value = value
-        self._source: torch.Tensor | None = source  # not to be given away while it is read
+        self._source: torch.Tensor | None = source  # keeps the source's memory alive during the copy
         self._device, self._done = device, torch.cuda.Event()
         side = _side_stream(device, to_host=source.device == device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -57,7 +57,7 @@ class SideStreamCopy:
             return
         torch.cuda.current_stream(self._device).wait_event(self._done)
         if self.value.device != self._device:
-            self._done.synchronize()  # the host itself reads it next
+            self._done.synchronize()  # the host itself reads the value next
         self._source = None
 
     def __del__(self) -> None:
@@ -75,7 +75,7 @@ def _side_stream(device: torch.device, *, to_host: bool) -> torch.cuda.Stream:
 
 
 class EmulatedCopy:
-    """A copy to or from an emulated device."""
+    """Copy to or from an emulated device."""
 
     def __init__(self, value: torch.Tensor, pending: Pending) -> None:
         self.value, self._pending = value, pending
@@ -88,12 +88,12 @@ class EmulatedCopy:
 
 
 def has_separate_memory(device: torch.device) -> bool:
-    """Whether `device` has a memory of its own, beside the host's."""
+    """Return True if `device` has memory separate from host memory."""
     return device_has_own_memory(device)
 
 
 def start_copy_to_host(tensor: torch.Tensor, out: torch.Tensor | None = None) -> PendingCopy:
-    """Copy a contiguous tensor to host memory: to `into`, or to pinned memory of its own."""
+    """Copy a contiguous tensor to host memory: to `out`, or to newly allocated pinned memory."""
     if not has_separate_memory(tensor.device):
         return CompletedCopy(tensor if out is None else out.copy_(tensor))
     if tensor.device.type != "cuda":
@@ -105,7 +105,7 @@ def start_copy_to_host(tensor: torch.Tensor, out: torch.Tensor | None = None) ->
 
 
 def start_copy_to_device(tensor: torch.Tensor, device: torch.device) -> PendingCopy:
-    """Copy a contiguous tensor of host memory to `device`."""
+    """Copy a contiguous tensor from host memory to `device`."""
     if not has_separate_memory(device):
         return CompletedCopy(tensor)
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Whole parameters from the parts that ranks have, and parts from the whole."""
+"""Conversion between full parameters and the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from windlass.parallel.placement import Placement, ShardBox
 
 
 def select_local_shard(full: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """What of the whole lies here: a new contiguous tensor, or `whole` itself where that is all of it."""
+    """Return this rank's part of the full tensor: a new contiguous tensor, or `full` itself if the part is all of
+    it."""
     if placement.is_full:
         return full
     local = full.new_empty(placement.local_shape)
@@ -22,21 +23,23 @@ def select_local_shard(full: torch.Tensor, placement: Placement) -> torch.Tensor
 
 
 def make_zero_padded_full(local: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """A tensor of the whole's shape with what lies here in its place, and zeros elsewhere."""
+    """Return a tensor of the full shape that holds the local part in its place and zeros elsewhere."""
     whole = local.new_zeros(placement.global_shape)
     write_local_shard(local, whole, placement)
     return whole
 
 
 def write_local_shard(local: torch.Tensor, full: torch.Tensor, placement: Placement) -> None:
-    """Copy what lies here to its place in the whole."""
+    """Copy the local part to its place in the full tensor."""
     for box in placement.shard_boxes():
         full[_global_slices(box)] = local[_local_slices(box)]
 
 
 def gather_full(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
-    """The whole of a tensor that is no part of a graph, on every rank along the axes that cut it, as traffic of a step.
-    Collective over them."""
+    """All-reduce the full tensor from the parts on all ranks along the sharded axes. Collective over these axes.
+
+    The result has no autograd graph. The bytes are counted as traffic of the step.
+    """
     whole = make_zero_padded_full(local, placement)
     for name in sorted(placement.sharded_axes):
         axes[name].all_reduce(whole)
@@ -44,14 +47,14 @@ def gather_full(local: torch.Tensor, placement: Placement, axes: Mapping[str, Me
 
 
 def gather_full_with_grad(local: torch.Tensor, placement: Placement, axes: Mapping[str, MeshAxis]) -> torch.Tensor:
-    """The whole tensor, on every rank along the axes that cut it. Collective over them.
+    """Gather the full tensor on every rank along the sharded axes, differentiably. Collective over these axes.
 
-    Autograd goes through it: along tp every rank's gradient of the whole is the whole one already, along ep those of
-    all ranks are added up.
+    In the backward, every tp rank already has the complete gradient of the full tensor; along ep the ranks' gradients
+    are summed.
 
     Args:
-        local: of `placement.local_shape`.
-        axes: of the mesh, by name.
+        local: this rank's part, of `placement.local_shape`.
+        axes: the mesh axes, by name.
     """
     cuts = [axes[name] for name in sorted(placement.sharded_axes) if axes[name].size > 1]
     if not cuts or placement.is_full:
@@ -79,7 +82,7 @@ class _GatherFull(torch.autograd.Function):
 
 
 def _uncounted_axis(axis: MeshAxis) -> MeshAxis:
-    """The axis with a count of its own: what is looked at is no part of what a step sends."""
+    """Return the axis with a separate byte counter. Inspecting a parameter does not count as traffic of a step."""
     return MeshAxis(axis.name, axis.group)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that a script's own layers cut, by the attributes with which Megatron and its users flag them."""
+"""Placement of parameters that a script shards itself, by the attributes with which Megatron flags them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ _FLAGS = ("tensor_model_parallel", "model_parallel")
 
 
 def has_flagged_parameters(model: nn.Module) -> bool:
-    """Whether a parameter says that it is cut."""
+    """Return True if any parameter is flagged as sharded."""
     return any(_is_flagged(parameter) for parameter in model.parameters())
 
 
 def place_flagged_parameters(model: nn.Module, axis: MeshAxis) -> int:
-    """Say of every parameter with `tensor_model_parallel` or `model_parallel` set that it is a part along `axis`.
+    """Set the placement of every parameter with `tensor_model_parallel` or `model_parallel` set, as sharded along
+    `axis`.
 
-    It was cut along its `partition_dim` (0 where that is missing, or negative as Megatron's is by default), in
-    `partition_stride` blocks of which each rank has a slice (1 by default), as evenly as it is here on every rank.
+    The parameter is sharded along its `partition_dim` (0 if that is missing, or negative, which is Megatron's default),
+    in `partition_stride` blocks (1 by default). Each rank holds an equal slice of each block.
 
     Returns:
-        How many parameters there are of those.
+        Number of flagged parameters.
 
     Raises:
-        ModelError: a stride does not divide a parameter, or there is no such dimension.
+        ModelError: a stride does not divide a parameter, or the dimension does not exist.
     """
     found = 0
     for name, parameter in model.named_parameters():
@@ -59,7 +60,7 @@ def _is_flagged(parameter: nn.Parameter) -> bool:
 
 
 def _strided_ranges(size: int, blocks: int, axis: MeshAxis) -> Ranges:
-    """This rank's slice of each of so many blocks."""
+    """Return this rank's slice of each of `blocks` equal blocks."""
     block = size // blocks
     each = block // axis.size
     return tuple(

@@ -1,4 +1,4 @@
-"""A transformer's sizes, as far as they say how much it computes with and sends: a plain description, no model."""
+"""Sizes of a transformer, as far as they determine its computation and communication."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from windlass.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal layers: attention, and a feed-forward network or experts. Biases and learned positions, which
-    are small, are left out.
+    """Sizes of a decoder of equal layers: attention, and a feed-forward network or experts. Biases and learned position
+    embeddings, which are small, are left out.
 
     Attributes:
         hidden: width of an activation.
-        layers: blocks.
-        heads: of queries.
+        layers: number of layers.
+        heads: query heads.
         vocabulary: rows of the embedding, and of the head.
-        kv_heads: of keys and values; 0: as many as of queries.
-        head: width of a head; 0: hidden / heads.
-        intermediate: width inside the feed-forward network, or inside one expert; 0: 4 x hidden.
-        gated: three matrices in it (gate, up, down), not two.
-        tied: the head is the embedding.
-        experts: of a layer; 0: one feed-forward network.
-        chosen: experts that each token goes to.
-        balanced: there is a loss over the routers of all layers.
+        kv_heads: key and value heads; 0: as many as query heads.
+        head_dim: width of a head; 0: hidden / heads.
+        intermediate: inner width of the feed-forward network, or of one expert; 0: 4 x hidden.
+        gated: the feed-forward network has three matrices (gate, up, down) instead of two.
+        tied: the head shares the weight of the embedding.
+        experts: experts of a layer; 0: one feed-forward network.
+        top_k: experts per token.
+        has_router_loss: True if there is a load-balancing loss over the routers of all layers.
     """
 
     hidden: int
@@ -48,20 +48,22 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "vocabulary"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"a model's {name} is {getattr(self, name)}; it is at least 1")
+                raise ConfigError(f"a model's {name} is {getattr(self, name)}; it must be at least 1")
         if not self.head_dim and self.hidden % self.heads:
-            raise ConfigError(f"hidden {self.hidden} is no multiple of heads {self.heads}; say the width of a head")
+            raise ConfigError(f"hidden {self.hidden} is not a multiple of heads {self.heads}; set head_dim")
         if self.experts and not 0 < self.top_k <= self.experts:
-            raise ConfigError(f"chosen = {self.top_k} of {self.experts} experts; a token goes to at least one of them")
+            raise ConfigError(
+                f"top_k = {self.top_k} of {self.experts} experts; it must be between 1 and the number of experts"
+            )
 
     @property
     def resolved_head_dim(self) -> int:
-        """Of a head."""
+        """Width of a head, with the default applied."""
         return self.head_dim or self.hidden // self.heads
 
     @property
     def resolved_kv_heads(self) -> int:
-        """Heads of keys and of values."""
+        """Number of key and value heads, with the default applied."""
         return self.kv_heads or self.heads
 
     @property
@@ -76,7 +78,7 @@ class ModelShape:
 
     @property
     def replicated_numel(self) -> int:
-        """Elements of a layer that no axis cuts: two norms, and the router where there are experts."""
+        """Elements of a layer that no axis shards: two norms, and the router if there are experts."""
         return 2 * self.hidden + self.experts * self.hidden
 
     @property
@@ -86,12 +88,12 @@ class ModelShape:
 
     @property
     def embedding_numel(self) -> int:
-        """Elements of the embedding; of the head too, unless they are tied."""
+        """Elements of the embedding. The head has as many unless it is tied."""
         return self.vocabulary * self.hidden
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model."""
+        """Elements of the full model."""
         return self.layers * self.layer_numel + self.embedding_numel * (1 if self.tied else 2) + self.hidden
 
 
@@ -104,14 +106,14 @@ PRESETS = {
         hidden=4096, layers=32, heads=32, kv_heads=8, vocabulary=32_000, intermediate=14_336, experts=8, top_k=2
     ),
 }
-"""Shapes of models that many know: Llama 2 7B, Llama 3 70B, Mixtral 8x7B."""
+"""Shapes of well-known models: Llama 2 7B, Llama 3 70B, Mixtral 8x7B."""
 
 
 def parse_model_shape(text: str) -> ModelShape:
-    """A preset by name, a `config.json` of transformers (or the folder that holds it), or `hidden=4096,layers=32,...`.
+    """Parse a preset name, a `config.json` of transformers (or its folder), or `hidden=4096,layers=32,...`.
 
     Raises:
-        ConfigError: it is none of them, or a size is missing.
+        ConfigError: the text is none of these, or a size is missing.
     """
     if text in PRESETS:
         return PRESETS[text]
@@ -124,22 +126,22 @@ def parse_model_shape(text: str) -> ModelShape:
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         names = ", ".join(PRESETS)
         raise ConfigError(
-            f"{text} is no model's shape: write {names}, a config.json of transformers, or hidden=4096,layers=32,"
+            f"{text} is not a model shape: write {names}, a config.json of transformers, or hidden=4096,layers=32,"
             f"heads=32,vocabulary=32000 ({error})"
         ) from None
 
 
 def from_transformers(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a configuration of transformers describes, by the names that its families have for each size.
+    """Read the shape from a configuration of transformers, under any of the key names that its model families use.
 
     Raises:
-        ConfigError: it has no such sizes.
+        ConfigError: the configuration lacks a size.
     """
 
     def first(*names: str, default: int | None = None) -> int:
         found = next((config[name] for name in names if config.get(name)), default)
         if found is None:
-            raise ConfigError(f"the model's configuration has none of {', '.join(names)}, so its shape is not known")
+            raise ConfigError(f"the model's configuration has none of {', '.join(names)}, so its shape is unknown")
         return int(found)
 
     experts = first("num_local_experts", "n_routed_experts", "num_experts", default=0)
@@ -166,9 +168,9 @@ def _from_key_values(text: str) -> ModelShape:
     for word in text.split(","):
         name, _, value = word.partition("=")
         if name not in kinds or (parse_int(value) or -1) < 0 and value != "0":
-            raise ConfigError(f"{word!r} in a model's shape is no NAME=NUMBER; names are {', '.join(kinds)}")
+            raise ConfigError(f"{word!r} in a model shape is not NAME=NUMBER; names are {', '.join(kinds)}")
         found[name] = bool(int(value)) if isinstance(kinds[name].default, bool) else int(value)
     missing = [name for name in ("hidden", "layers", "heads", "vocabulary") if name not in found]
     if missing:
-        raise ConfigError(f"a model's shape lacks {', '.join(missing)}: {text}")
+        raise ConfigError(f"a model shape lacks {', '.join(missing)}: {text}")
     return ModelShape(**found)

@@ -1,4 +1,4 @@
-"""What remains of a tensor of which a rank keeps a part."""
+"""Extraction of a rank's part of a tensor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 
 def narrow_to_ranges(tensor: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Only `ranges` of a tensor along `dim`, contiguous and in memory of its own. A tensor without memory, one element
-    seen many times, which stands for values that come later, stays without."""
+    """Return `ranges` of a tensor along `dim`, contiguous and in new memory.
+
+    A placeholder without memory (one element expanded with stride 0) stays an expanded placeholder.
+    """
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     if tensor.numel() > 1 and not any(tensor.stride()):
         shape = list(tensor.shape)

@@ -1,4 +1,4 @@
-"""Activations in files: written while the forward goes on, read back ahead of their backward."""
+"""Store for activations in files. They are written during the forward and prefetched for the backward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from windlass.base.pending import Pending
 from windlass.parallel.activation_store import ActivationTier, StoredActivation
 from windlass.parallel.device_copies import PendingCopy, has_separate_memory, start_copy_to_device, start_copy_to_host
 
-_SPARE_BUFFERS_PER_SIZE = 2  # of each size: as many as are filled while others are written
-_MAX_SPARE_BUFFERS = 16  # batches of ever other lengths would leave two of each
+_SPARE_BUFFERS_PER_SIZE = 2  # spare buffers per size: two, so that one can be filled while the other is written
+_MAX_SPARE_BUFFERS = 16  # limit over all sizes: batches of ever-changing lengths would leave two of each size
 
 
 class ExtentStorage(Protocol):
-    """What is needed of `windlass.storage.DiskTier`."""
+    """Methods of `windlass.storage.DiskTier` that the store uses."""
 
     def allocate(self, nbytes: int, name: str) -> Any: ...
     def free(self, extent: Any) -> None: ...
@@ -27,9 +27,11 @@ class ExtentStorage(Protocol):
 
 
 class NvmeStore:
-    """Files of a disk tier. Space and buffers are used again: as a rule every step keeps tensors of the same sizes.
+    """Store in the files of a disk tier. Extents and buffers are reused, since every step usually saves tensors of the
+    same sizes.
 
-    Where sizes change, spare space that is more than was ever in use at a time goes back before more is taken.
+    If sizes change, unused extents are freed before a new allocation once they hold at least as many bytes as were ever
+    in use at the same time.
     """
 
     tier: ActivationTier = "nvme"
@@ -39,10 +41,8 @@ class NvmeStore:
     def __init__(self, storage: ExtentStorage) -> None:
         self.storage = storage
         self._extents: defaultdict[int, list[Any]] = defaultdict(list)
-        self._used_bytes = self._peak_bytes = self._spare_bytes = (
-            0  # bytes of extents: in use, in use at most, not in use
-        )
-        self._buffers: list[torch.Tensor] = []  # the oldest first
+        self._used_bytes = self._peak_bytes = self._spare_bytes = 0  # bytes of extents: in use, peak in use, not in use
+        self._buffers: list[torch.Tensor] = []  # oldest first
 
     def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:
         return
@@ -54,7 +54,7 @@ class NvmeStore:
         return _DiskActivation(self, flat)
 
     def allocate_extent(self, nbytes: int) -> Any:
-        """Space on disk that nobody reads any more.
+        """Return an extent that is not in use.
 
         Raises:
             StorageError: the disk is full.
@@ -75,27 +75,27 @@ class NvmeStore:
         return extent
 
     def release_extent(self, nbytes: int, extent: Any) -> None:
-        """What lies there is no longer needed."""
+        """Make an extent available for later tensors."""
         self._extents[nbytes].append(extent)
         self._used_bytes -= nbytes
         self._spare_bytes += nbytes
 
     def acquire_buffer(self, nbytes: int) -> torch.Tensor:
-        """`[nbytes]` uint8 to write from."""
+        """Return a `[nbytes]` uint8 buffer to write from."""
         for index, spare in enumerate(self._buffers):
             if spare.numel() == nbytes:
                 return self._buffers.pop(index)
         return self.storage.allocate_buffer(nbytes)
 
     def release_buffer(self, buffer: torch.Tensor) -> None:
-        """Nobody sees that memory any more."""
+        """Return a buffer to the pool. No other object may refer to it."""
         if sum(spare.numel() == buffer.numel() for spare in self._buffers) < _SPARE_BUFFERS_PER_SIZE:
             self._buffers.append(buffer)
             del self._buffers[:-_MAX_SPARE_BUFFERS]
 
 
 class _DiskActivation:
-    """First a copy to host memory, then a write from there; its space goes back with this object."""
+    """Tensor in a file: copied to host memory, then written from there. Deleting this object frees its space."""
 
     def __init__(self, store: NvmeStore, flat: torch.Tensor) -> None:
         self._store, self._dtype, self._device, self._nbytes = store, flat.dtype, flat.device, flat.nbytes
@@ -108,7 +108,7 @@ class _DiskActivation:
         self._start_write()
 
     def __del__(self) -> None:
-        if hasattr(self, "_extent"):  # there is none where the disk was full
+        if hasattr(self, "_extent"):  # absent if the disk was full
             self._store.release_extent(self._nbytes, self._extent)
 
     @property
@@ -134,7 +134,7 @@ class _DiskActivation:
     def fetch(self) -> PendingCopy:
         if self._copy is not None:  # still in memory
             self._copy.wait()
-            self._buffer = None  # it is seen from outside now, so it cannot be used again
+            self._buffer = None  # the caller now holds a view of it, so it must not be reused
             return start_copy_to_device(self._copy.value, self._device)
         if has_separate_memory(self._device):
             into = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
@@ -153,7 +153,7 @@ class _DiskActivation:
 
 
 class _DiskRead:
-    """A read into host memory, then a copy to the device."""
+    """Read into host memory, followed by a copy to the device."""
 
     def __init__(self, read: Pending, into: torch.Tensor, device: torch.device) -> None:
         self._read, self._into, self._device = read, into, device
@@ -177,10 +177,10 @@ class _DiskRead:
 
 
 def open_nvme_store(paths: Sequence[str]) -> NvmeStore:
-    """A place in folders, over which blocks go round. Its files go with the last activation that lies there.
+    """Create a store in these folders, striped block by block. Its files are deleted with the last activation in them.
 
     Raises:
-        StorageError: a path is no folder, may not be written to, or is full.
+        StorageError: a path is not a folder, is not writable, or is full.
     """
     from windlass.storage import DiskTier  # only who asks for disks needs it
 

@@ -1,4 +1,4 @@
-"""Which part of a parameter of the whole model a rank has: a side table, so that parameters stay plain tensors."""
+"""Part of a full parameter that this rank holds, stored in a side table so that parameters stay plain tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A rectangular part of a local tensor, and where it lies in the whole one; one entry a dimension."""
+    """Rectangular part of a local tensor, and its position in the full tensor. Each tuple has one entry a dimension."""
 
     local_offsets: tuple[int, ...]
     global_offsets: tuple[int, ...]
@@ -25,7 +25,7 @@ class ShardBox:
 
 @dataclass(frozen=True)
 class PlacementKey:
-    """What parameters have in common that are cut, reduced and counted alike; see `Placement`."""
+    """Properties that decide how a parameter is sharded, reduced and counted; see `Placement`."""
 
     sharded_axes: frozenset[str] = frozenset()
     partial_axes: frozenset[str] = frozenset()
@@ -35,21 +35,25 @@ class PlacementKey:
 
 @dataclass(frozen=True)
 class Placement:
-    """What of a whole parameter lies here.
+    """Part of a full parameter that this rank holds.
 
-    The local tensor is what remains of the whole one when along each dimension only the elements in `ranges` are kept,
-    in that order (a fused QKV matrix has three ranges along its rows).
+    The local tensor consists of the elements of the full tensor that lie, along each dimension, in `ranges`, in that
+    order. A fused QKV matrix, for example, has three ranges along its rows.
 
     Attributes:
-        shape: of the whole parameter.
-        ranges: for each dimension, `[start, stop)` of the whole that are kept; they ascend and do not overlap.
-        cut: axes of the mesh whose ranks hold other parts ("tp", "ep"). Along all others ranks hold the same.
-        parts: axes along which ranks hold the same, but each sees only a part of the gradient, to be added up (norms
-            between tensor-parallel layers that are cut along the sequence).
-        expert: it belongs to experts: along "ep" ranks hold other ones, so it is reduced over `EXPERT_DATA`.
-        stages: of a pipeline that hold this same parameter, if several do (tied embeddings): their gradients are added
-            up.
-        name: in the whole model, where it has another one here (an embedding that is only the head on this stage).
+        global_shape: shape of the full parameter.
+        ranges: for each dimension, the ranges `[start, stop)` of the full tensor that are local. They ascend and do not
+            overlap.
+        sharded_axes: mesh axes whose ranks hold different parts ("tp", "ep"). Along all other axes the parameter is
+            replicated.
+        partial_axes: axes along which the parameter is replicated but each rank computes only a part of its gradient;
+            the parts are summed (norms between tensor-parallel layers with a sequence-sharded input).
+        is_expert: the parameter belongs to an expert. Ranks along "ep" hold different experts, so its gradient is
+            reduced over the expert data-parallel group.
+        shared_stages: the pipeline stages that hold this same parameter, if several do (tied embeddings). Their
+            gradients are summed.
+        global_name: name in the full model, if the local name differs (an embedding that serves only as the head on
+            this stage).
     """
 
     global_shape: tuple[int, ...]
@@ -62,7 +66,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if len(self.ranges) != len(self.global_shape):
-            raise ValueError(f"{len(self.ranges)} dimensions of ranges for a parameter of shape {self.global_shape}")
+            raise ValueError(f"{len(self.ranges)} ranges for a parameter of shape {self.global_shape}")
         for size, ranges in zip(self.global_shape, self.ranges, strict=True):
             ends = [0, *(end for span in ranges for end in span), size]
             if ends != sorted(ends):
@@ -70,29 +74,31 @@ class Placement:
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what lies here."""
+        """Shape of the local part."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     @property
     def key(self) -> PlacementKey:
-        """What decides who reduces it."""
+        """Properties that decide over which ranks the parameter is reduced."""
         return PlacementKey(self.sharded_axes, self.partial_axes, self.shared_stages, self.is_expert)
 
     @cached_property
     def is_full(self) -> bool:
-        """All of it lies here."""
+        """True if the local part is the full parameter."""
         return self.local_shape == self.global_shape
 
     @property
     def is_first_shard(self) -> bool:
-        """The first element of the whole is here: of the ranks that have parts, this one speaks for all."""
+        """True if the local part contains the first element of the full parameter. Exactly one of the ranks with
+        different parts has it.
+        """
         return all(
             not size or (ranges and ranges[0][0] == 0)
             for size, ranges in zip(self.global_shape, self.ranges, strict=True)
         )
 
     def shard_boxes(self) -> Iterator[ShardBox]:
-        """What lies here, as boxes."""
+        """Yield the local part as boxes."""
         along = []
         for ranges in self.ranges:
             at, spans = 0, []
@@ -107,27 +113,27 @@ class Placement:
 
 
 def make_full_ranges(shape: Sequence[int]) -> tuple[Ranges, ...]:
-    """Ranges that keep all of a parameter of this shape."""
+    """Return ranges that cover a full parameter of this shape."""
     return tuple(((0, size),) for size in shape)
 
 
 def make_ranges_along(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> tuple[Ranges, ...]:
-    """Ranges that keep only `ranges` along `dim`."""
+    """Return ranges that keep only `ranges` along `dim`, and everything along the other dimensions."""
     found = list(make_full_ranges(shape))
     found[dim] = tuple((start, stop) for start, stop in ranges)
     return tuple(found)
 
 
 def compute_shard_range(size: int, num_shards: int, index: int, *, grain: int = 1) -> tuple[int, int]:
-    """`[start, stop)` of `total` that the `index`-th of `count` has, in whole grains: the first ones have one more
-    where it doesn't divide.
+    """Return the `[start, stop)` of `size` that the `index`-th of `num_shards` holds, in multiples of `grain`. The
+    first shards have one grain more if the grains do not divide.
 
     Raises:
-        ValueError: `total` is no multiple of `grain`.
+        ValueError: `size` is not a multiple of `grain`.
     """
     grains, rest = divmod(size, grain)
     if rest:
-        raise ValueError(f"{size} is no multiple of {grain}")
+        raise ValueError(f"{size} is not a multiple of {grain}")
     each, more = divmod(grains, num_shards)
     start = index * each + min(index, more)
     return start * grain, (start + each + (index < more)) * grain
@@ -137,34 +143,37 @@ _placements: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement) -> None:
-    """Say what of the whole parameter `parameter` is.
+    """Record which part of a full parameter `parameter` is.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: the shape of `parameter` does not match.
     """
     if tuple(parameter.shape) != placement.local_shape:
-        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} can't be a part of {placement.local_shape}")
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} doesn't match the placement's local shape "
+            f"{placement.local_shape}"
+        )
     _placements[parameter] = placement
 
 
 def get_placement(parameter: nn.Parameter) -> Placement:
-    """What of the whole parameter it is: all, where nobody said otherwise."""
+    """Return the placement of a parameter; by default it is a full parameter."""
     found = _placements.get(parameter)
     return found if found is not None else Placement(tuple(parameter.shape), make_full_ranges(parameter.shape))
 
 
 def has_placement(parameter: nn.Parameter) -> bool:
-    """Whether anybody said what of a whole parameter it is."""
+    """Return True if a placement was set for the parameter."""
     return parameter in _placements
 
 
 def get_global_name(parameter: nn.Parameter, local_name: str) -> str:
-    """The name of a parameter in the whole model, which is called `here` in this rank's."""
+    """Return the name in the full model of a parameter that this rank's model calls `local_name`."""
     found = _placements.get(parameter)
     return local_name if found is None or not found.global_name else found.global_name
 
 
 def get_global_numel(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter."""
-    found = _placements.get(parameter)  # no placement is built: this is asked of every parameter several times
+    """Return the number of elements of the full parameter."""
+    found = _placements.get(parameter)  # builds no default Placement: this runs several times for every parameter
     return math.prod(parameter.shape if found is None else found.global_shape)

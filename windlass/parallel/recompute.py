@@ -1,4 +1,4 @@
-"""Computing a part of a forward again in the backward, instead of keeping what it saves."""
+"""Recomputation of a part of the forward in the backward, instead of saving its activations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
+from windlass.attention.active_backend import get_backend_stack, restore_backends
 from windlass.parallel.checkpoint_profiler import CheckpointProfiler
 from windlass.parallel.rng_tracker import rng_tracker
 from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
@@ -20,14 +21,14 @@ from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """How calls are checkpointed. `keeper` None: their inputs stay where they are."""
+    """Settings of checkpointed calls. With `offloader` None, inputs are not moved."""
 
     offloader: SavedTensorOffloader | None
     profiler: CheckpointProfiler
 
 
 class _CheckpointDepth(threading.local):
-    """How many checkpointed calls this thread is inside of."""
+    """Nesting depth of checkpointed calls in this thread."""
 
     value = 0
 
@@ -36,17 +37,19 @@ _depth = _CheckpointDepth()
 
 
 def is_inside_checkpoint() -> bool:
-    """Whether a checkpointed call runs in this thread: what it saves is dropped, and so is not worth moving."""
+    """Return True inside a checkpointed call. Tensors saved there are dropped at once, so offloading them has no
+    use."""
     return _depth.value > 0
 
 
 def recompute(
     settings: RecomputeSettings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`function(*args, **kwargs)`, of which only the inputs are kept for the backward.
+    """Call `function(*args, **kwargs)` and save only its inputs for the backward.
 
-    torch's non-reentrant checkpointing does it. It is handed all tensors, also those inside tuples, lists, dicts and
-    `functools.partial`, since what it does not see stays on the device.
+    torch's non-reentrant checkpointing does the work. It receives all tensors as direct arguments, including those
+    inside tuples, lists, dicts and `functools.partial`, because the saved-tensor hooks see only direct arguments;
+    others would stay on the device.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -64,22 +67,22 @@ def recompute(
         hooks = saved_tensors_hooks(keeper.pack, keeper.unpack)
     inputs = list(tensors.values())
     del args, kwargs, tensors
-    with hooks:  # around the call torch puts hooks of its own, so that these see its inputs only
+    with hooks:  # torch adds hooks of its own around the call, so these hooks see only its inputs
         return torch.utils.checkpoint.checkpoint(call, *inputs, use_reentrant=False)
 
 
 @dataclass(frozen=True)
 class _TensorRef:
-    """Where a tensor stood among the arguments."""
+    """Index of a tensor among the tensor arguments."""
 
     index: int
 
 
 class _ReplayableCall:
-    """The function and its arguments without their tensors, which come as arguments of their own.
+    """Function and its arguments, with the tensors taken out and passed separately.
 
-    The first call gets what the caller passed, containers included, for the function may change them; a later one
-    gets them as they were before it.
+    The first call uses the caller's own argument objects, including containers, because the function may modify them.
+    Later calls use containers rebuilt from their state before the first call.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class _ReplayableCall:
         self._first_arguments: tuple[Any, Any] | None = (args, kwargs)
         self._args, self._kwargs = _map_instances(args, torch.Tensor, take), _map_instances(kwargs, torch.Tensor, take)
         self._rng_states = rng_tracker.get_states()
+        self._attention_backends = get_backend_stack()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         again, given = self._first_arguments is None, self._first_arguments
@@ -108,7 +112,11 @@ class _ReplayableCall:
         winding = rng_tracker.restored_states(self._rng_states) if again else nullcontext()
         _depth.value += 1
         try:
-            with winding, self._settings.profiler.call(recomputing=again, counters=counts):
+            with (
+                winding,
+                restore_backends(self._attention_backends),  # the recomputation runs outside of `use_backend`
+                self._settings.profiler.call(recomputing=again, counters=counts),
+            ):
                 return self._function(*args, **kwargs)
         finally:
             _depth.value -= 1
@@ -119,7 +127,9 @@ class _ReplayableCall:
 
 
 def _map_instances(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """`value` with each object of `kind` changed; containers are made anew, other objects stay what they are."""
+    """Return `value` with `function` applied to each instance of `kind`. Tuples, lists and dicts are rebuilt; other
+    objects are kept.
+    """
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, tuple):

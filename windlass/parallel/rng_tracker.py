@@ -1,4 +1,4 @@
-"""Named states of the random number generator, for layers whose ranks draw different numbers."""
+"""Named random generator states, for layers whose ranks draw different random numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from windlass.base.errors import ModelError
 
 
 class RngTracker:
-    """Generators by name, beside the one that everybody uses.
+    """Named generator states beside torch's default generator.
 
-    A tensor-parallel layer drops different elements on each rank, while what is replicated must drop the same: the
-    first draws inside `with tracker.fork():`, the second outside. States are those of the current CUDA device, or of
-    the CPU where there is none.
+    Dropout in a tensor-parallel layer must differ between ranks, but dropout of replicated activations must be equal.
+    The first runs inside `with tracker.fork():`, the second outside. States are those of the current CUDA device, or of
+    the CPU without CUDA.
     """
 
     def __init__(self) -> None:
@@ -23,27 +23,27 @@ class RngTracker:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all names."""
+        """Remove all generators."""
         self._states.clear()
         self._seeds.clear()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """The state under each name."""
+        """Return the state of each generator."""
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Take these states instead of all there are."""
+        """Replace all generators by these states."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a generator from a seed.
+        """Add a generator with a seed.
 
         Raises:
-            ModelError: the name or the seed is there already; equal seeds draw equal numbers.
+            ModelError: the name or the seed is already in use. Equal seeds would give equal numbers.
         """
         if name in self._states or seed in self._seeds:
             known = f"name {name!r}" if name in self._states else f"seed {seed}"
-            raise ModelError(f"a random generator with {known} is there already; take another, or reset() first")
+            raise ModelError(f"a random generator with {known} exists already; use another, or reset() first")
         before = _get_rng_state()
         torch.manual_seed(seed) if not torch.cuda.is_available() else torch.cuda.manual_seed(seed)
         self._states[name] = _get_rng_state()
@@ -52,15 +52,13 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from the generator `name` inside.
+        """Use the generator `name` inside this context.
 
         Raises:
-            ModelError: there is no such name.
+            ModelError: there is no generator of that name.
         """
         if name not in self._states:
-            raise ModelError(
-                f"no random generator is called {name!r}; there are {sorted(self._states)}; add() it first"
-            )
+            raise ModelError(f"there is no random generator {name!r}, only {sorted(self._states)}; add() it first")
         before = _get_rng_state()
         _set_rng_state(self._states[name])
         try:
@@ -71,7 +69,7 @@ class RngTracker:
 
     @contextmanager
     def restored_states(self, states: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Go back to these states inside, and on from where it was after."""
+        """Use these states inside this context, and restore the current states at its end."""
         now = self.get_states()
         self.set_states(states)
         try:
@@ -81,7 +79,7 @@ class RngTracker:
 
 
 rng_tracker = RngTracker()
-"""The one that `windlass.checkpointing.checkpoint` winds back for a recomputation."""
+"""Tracker whose states `windlass.checkpointing.checkpoint` restores for a recomputation."""
 
 
 def _get_rng_state() -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""The seam at which the loss that balances the routers of a model of transformers is computed.
+"""Hook into the function that computes the load-balancing loss of a transformers model.
 
-Such a model puts the logits of all its routers, `[tokens, experts]` of each, through one function of its module. It is
-replaced, once a module, by an object that asks whoever cut the model what to do with the logits first: a stage of a
-pipeline sends its own on (`pipeline/routers`), a part of a sequence is put together with the others
-(`sequence/routers`). Where nobody says anything it is the function.
+Such a model passes the logits of all its routers, `[tokens, experts]` each, to one function of its module. That
+function is replaced, once per module, by a `RouterLoss`, which first passes the logits to optional callbacks: a
+pipeline stage sends its logits to the next stage, and sequence parallelism gathers the logits of all parts of a
+sequence. Without callbacks the function runs unchanged.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ FUNCTION_NAME = "load_balancing_loss_func"
 RouterLogits = tuple[torch.Tensor, ...]
 
 CollectLogits = Callable[[RouterLogits], RouterLogits | None]
-"""Given the logits that this forward heard, those that the loss is of; None: another stage computes it."""
+"""Map the logits of this forward to the logits of the loss, or to None if another stage computes the loss."""
 
 GatherLogits = Callable[[RouterLogits, torch.Tensor | None], tuple[RouterLogits, torch.Tensor | None]]
-"""Given the logits and the attention mask of a part of the tokens, those of all."""
+"""Map the logits and the attention mask of a part of the tokens to those of all tokens."""
 
 
 class RouterLoss:
-    """Stands for `load_balancing_loss_func`.
+    """Replacement for `load_balancing_loss_func`.
 
     Args:
-        function: of gate_logits first, and attention_mask among the others.
+        function: the original; gate_logits is its first parameter, and attention_mask may be another.
 
     Attributes:
-        collect: set by who cuts models into stages.
-        join: set by who cuts sequences.
+        collect_logits: callback of pipeline parallelism.
+        gather_logits: callback of sequence parallelism.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -45,7 +45,7 @@ class RouterLoss:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the function; 0 where another stage computes it."""
+        """Compute the loss, or return 0 if another stage computes it."""
         bound = self._signature.bind(*args, **kwargs)
         first = next(iter(self._signature.parameters))
         logits = bound.arguments[first]
@@ -62,8 +62,10 @@ class RouterLoss:
 
 
 def install_router_loss(model: Any) -> RouterLoss | None:
-    """What stands for the function in the module that defines `model`, or a class that it is made from; None where
-    there is none."""
+    """Install a `RouterLoss` in the module that defines the class of `model`, or one of its base classes.
+
+    Return the `RouterLoss`, the installed one if there is one already, or None if no module has such a function.
+    """
     for kind in type(model).__mro__:
         module = sys.modules[kind.__module__]
         function = getattr(module, FUNCTION_NAME, None)

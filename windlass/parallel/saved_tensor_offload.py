@@ -1,11 +1,11 @@
-"""Tensors that a forward saves for its backward, moved to another place in between.
+"""Offload of the tensors that a forward saves for its backward.
 
-[Note: kept activations] A saved tensor is known by the elements of the storage it shows (`geometry`), not by the Python
-object: autograd saves views of views, and the same hidden states again and again. What one storage holds there at one
-version moves once, however often and in whichever shape it is saved. Fetches run ahead along the order of saving,
-backwards, by as many bytes as were just asked for; what was saved several times is held until it was asked for as
-often, as long as that takes no more than twice the largest tensor. Parameters and their views never move, nor does
-what is small.
+[Note: kept activations] A saved tensor is identified by its storage elements (`tensor_geometry`), not by the Python
+object, because autograd saves views of views, and the same hidden states many times. The content of one storage at one
+version is offloaded once, independent of how often and in which shape it is saved. Prefetching follows the order of
+saving backwards, by as many bytes as the tensor just requested. A tensor that was saved several times is cached until
+it was requested as many times, as long as the cache holds at most twice the bytes of the largest tensor. Parameters,
+their views and small tensors are never offloaded.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from windlass.parallel.tensor_geometry import (
 )
 
 MIN_OFFLOAD_BYTES = 4096
-"""Bytes below which a tensor stays where it is: moving it costs more than it frees."""
+"""Tensors of fewer bytes stay on the device: a transfer would cost more than the freed memory is worth."""
 
 
 @dataclass
 class OffloadCounters:
-    """What was kept, in bytes: `now` at this moment by home, and since the last `reset` the rest.
+    """Byte counters. `stored_bytes` is the current content of each tier; the others count since the last `reset`.
 
-    `stayed`: left on the device, being small or of a kind that does not move. `again`: saved once more, at no cost.
-    `fetched`: brought back; `ahead`: of those, begun before they were asked for.
+    `kept_bytes`: left on the device, because the tensor is small or of a kind that is not offloaded.
+    `deduplicated_bytes`: saved again at no cost. `fetched_bytes`: copied back. `prefetched_bytes`: the part of these
+    that was started before the request.
     """
 
     stored_bytes: Counter[ActivationTier] = field(default_factory=Counter)
@@ -52,38 +53,41 @@ class OffloadCounters:
     prefetched_bytes: int = 0
 
     def reset(self) -> None:
-        """Begin to count anew; what is kept now stays counted."""
+        """Set all counters except `stored_bytes` to 0."""
         self.offloaded_bytes = self.kept_bytes = self.deduplicated_bytes = self.fetched_bytes = (
             self.prefetched_bytes
         ) = 0
 
 
 class OffloadedTensor:
-    """A flat tensor in its place. The graph holds it; when nothing of the graph needs it any more, it goes."""
+    """Flat tensor in a store. The autograd graph holds it, and it is deleted with the last graph node that refers to
+    it.
+    """
 
     def __init__(
         self, flat: torch.Tensor, storage: StorageWeakRef, store: ActivationStore, counters: OffloadCounters
     ) -> None:
         self.nbytes = flat.nbytes
-        self.previous: ReferenceType[OffloadedTensor] | None = None  # the one that was kept before this
-        self._storage = storage  # its number is ours, so that `key_of` finds nothing else under it
+        self.previous: ReferenceType[OffloadedTensor] | None = None  # the tensor that was offloaded before this one
+        self._storage = storage  # keeps the storage's id reserved, so that no new storage gets the same identity key
         self._version, self._counters, self._store = flat._version, counters, store
         self._stored: StoredActivation = store.put(flat)
         self._source: torch.Tensor | None = None if store.is_collective or self._stored.is_source_free else flat
         self._mutation_error: ModelError | None = None
-        self.save_count = 0  # how often it was saved
-        self._uses_in_backward = -1, 0  # the backward in which it was asked for last, and how often in that one
+        self.save_count = 0  # number of times that autograd saved it
+        # id of the last backward that requested it, and number of requests in that backward
+        self._uses_in_backward = -1, 0
         self._pending_fetch: PendingCopy | None = None
         self._last_fetched: ReferenceType[torch.Tensor] | None = None
         counters.stored_bytes[store.tier] += self.nbytes
         counters.offloaded_bytes += self.nbytes
 
     def __del__(self) -> None:
-        if hasattr(self, "_last_fetched"):  # there is nothing to take off where the place had no room
+        if hasattr(self, "_last_fetched"):  # absent if the store had no space and __init__ raised
             self._counters.stored_bytes[self._store.tier] -= self.nbytes
 
     def finish_transfer(self, *, wait: bool) -> bool:
-        """Whether the way to the place is over; with `wait`, it is."""
+        """Return True if the transfer to the store is complete; with `wait`, wait for it first."""
         if wait:
             self._stored.wait()
         over = self._stored.poll()
@@ -91,7 +95,7 @@ class OffloadedTensor:
         return over
 
     def fetch(self) -> int:
-        """Begin to bring it back, if it is away; the bytes that are on their way."""
+        """Start to copy the tensor back unless it is on the device. Return the bytes of the started transfer."""
         if (
             self._store.is_collective
             or self._pending_fetch is not None
@@ -105,17 +109,17 @@ class OffloadedTensor:
         return self.nbytes
 
     def count_use(self) -> int:
-        """Note that somebody asked for it; how often that happened in the backward that runs."""
+        """Count a request. Return the number of requests in the current backward."""
         number, times = self._uses_in_backward
         self._uses_in_backward = current_backward_id(), times + 1 if number == current_backward_id() else 1
         return self._uses_in_backward[1]
 
     def value(self) -> torch.Tensor:
-        """The flat tensor, on the device.
+        """Return the flat tensor, on the device.
 
         Raises:
-            StorageError: it can't be read back.
-            ModelError: it was changed in place while it was on its way.
+            StorageError: the tensor cannot be read back.
+            ModelError: the tensor was changed in place during its transfer.
         """
         found = self._find_on_device()
         if found is not None:
@@ -123,12 +127,12 @@ class OffloadedTensor:
         coming, self._pending_fetch = self._pending_fetch or self._stored.fetch(), None
         coming.wait()
         self._counters.fetched_bytes += self.nbytes
-        if not self._store.is_collective:  # whether Python still has an object may differ between ranks
+        if not self._store.is_collective:  # the lifetime of a Python object may differ between ranks
             self._last_fetched = ref(coming.value)
         return coming.value
 
     def _find_on_device(self) -> torch.Tensor | None:
-        """It, if it is on the device anyway: not yet gone, or back and in use."""
+        """Return the tensor if it is on the device: not yet transferred, or fetched and still referenced."""
         self._release_source()
         if self._mutation_error is not None:
             raise self._mutation_error
@@ -139,7 +143,7 @@ class OffloadedTensor:
         )
 
     def _release_source(self) -> None:
-        """Let the source go once it has left. One that was changed before can have left in any state."""
+        """Release the source after its transfer. A source that was changed before may have been copied in any state."""
         if self._source is None:
             return
         if self._source._version != self._version:
@@ -149,25 +153,27 @@ class OffloadedTensor:
 
 
 class PackedTensor(NamedTuple):
-    """What autograd holds instead of a tensor that moved."""
+    """Object that autograd holds in place of an offloaded tensor."""
 
     entry: OffloadedTensor
     geometry: TensorGeometry
 
 
 class PassthroughTensor(NamedTuple):
-    """What autograd holds instead of a tensor that does not move: torch checks versions only where no hooks are."""
+    """Object that autograd holds for a tensor that is not offloaded. It records the version, since torch checks
+    versions only without hooks.
+    """
 
     tensor: torch.Tensor
     version: int
 
 
 class SavedTensorOffloader:
-    """The two functions that `torch.autograd.graph.saved_tensors_hooks` takes, for one place.
+    """Pack and unpack hooks of `torch.autograd.graph.saved_tensors_hooks`, for one store.
 
     Args:
-        place: where tensors go.
-        smallest: bytes below which they do not.
+        store: destination of the tensors.
+        min_offload_bytes: tensors of fewer bytes stay on the device.
     """
 
     def __init__(self, store: ActivationStore, min_offload_bytes: int = MIN_OFFLOAD_BYTES) -> None:
@@ -176,12 +182,13 @@ class SavedTensorOffloader:
         self._by_key: WeakValueDictionary[StorageKey, OffloadedTensor] = WeakValueDictionary()
         self._in_flight: deque[ReferenceType[OffloadedTensor]] = deque()
         self._last_saved: ReferenceType[OffloadedTensor] | None = None
-        self._cached: dict[int, torch.Tensor] = {}  # fetched, and wanted again in this backward; oldest first
-        self._largest_bytes = 0  # bytes of the largest tensor that was kept
+        # fetched, with further requests expected in this backward; oldest first
+        self._cached: dict[int, torch.Tensor] = {}
+        self._largest_bytes = 0  # bytes of the largest offloaded tensor
         self._backwards: set[int] = set()
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor | PassthroughTensor:
-        """Take what autograd is about to save."""
+        """Offload a tensor that autograd is about to save."""
         geometry = get_geometry(tensor) if self.is_offloadable(tensor) else None
         if geometry is None or geometry.numel * tensor.element_size() < self.min_offload_bytes:
             if not _is_parameter_or_view(tensor):
@@ -198,11 +205,11 @@ class SavedTensorOffloader:
         return PackedTensor(kept, geometry)
 
     def unpack(self, packed: PackedTensor | PassthroughTensor) -> torch.Tensor:
-        """Give it back.
+        """Return the tensor of a packed object.
 
         Raises:
-            ModelError: it was changed in place in the meantime.
-            StorageError: it can't be read back.
+            ModelError: the tensor was changed in place in the meantime.
+            StorageError: the tensor cannot be read back.
         """
         if isinstance(packed, PassthroughTensor):
             if packed.tensor._version != packed.version:
@@ -215,7 +222,9 @@ class SavedTensorOffloader:
         return geometry.restore(flat)
 
     def begin_call(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A checkpointed call is about to save its inputs `tensors`; those without a gradient are shared by many."""
+        """Announce that a checkpointed call is about to save its inputs `tensors`. Inputs without a gradient count as
+        shared by many calls.
+        """
         sizes = {True: 0, False: 0}
         for tensor in tensors:
             geometry = get_geometry(tensor) if self.is_offloadable(tensor) else None
@@ -224,7 +233,7 @@ class SavedTensorOffloader:
         self.store.begin_call(sizes[True], sizes[False])
 
     def is_offloadable(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is of a kind that goes to the place; its size is not asked."""
+        """Return True if `tensor` is of a kind that is offloaded. Its size is not checked."""
         return (
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
@@ -247,7 +256,8 @@ class SavedTensorOffloader:
         return kept
 
     def _cache_for_reuse(self, entry: OffloadedTensor, flat: torch.Tensor) -> None:
-        """Keep what was saved several times (a mask that all layers share) until the last of them asked for it."""
+        """Cache a tensor that was saved several times (a mask that all layers share) until its last expected
+        request."""
         number, times = current_backward_id(), entry.count_use()
         self._cached.pop(id(entry), None)
         if times >= entry.save_count or self.store.is_collective or number < 0:

@@ -1,4 +1,4 @@
-"""The loss of a language model whose tokens lie on several ranks: of the whole sequence, on every rank."""
+"""Loss of a language model whose tokens are sharded over ranks. Every rank returns the loss of the whole sequence."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from windlass.comm.mesh_axis import MeshAxis, single_rank_axis
 from windlass.parallel.autograd_collectives import all_reduce
 
 IGNORE_INDEX = -100
-"""The label of tokens that have no loss."""
+"""Label of tokens without a loss."""
 
 
 class TokenLossFunction(Protocol):
-    """The loss of each token.
+    """Loss of each token.
 
     Args:
         logits: `[tokens, vocabulary]`, or this rank's part of the vocabulary.
@@ -32,51 +32,54 @@ class TokenLossFunction(Protocol):
 
 
 class VocabParallelLogits(Protocol):
-    """A vocabulary that is cut over ranks, whose logits may come whole or as this rank's part."""
+    """Vocabulary sharded over ranks. Its logits may be full or this rank's part."""
 
     def is_local_shard(self, logits: torch.Tensor) -> bool:
-        """Whether these logits are this rank's part."""
+        """Return True if these logits are this rank's part."""
         ...
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
-        """As `TokenLosses`, of this rank's part."""
+        """Compute the losses as `TokenLossFunction` does, from this rank's part."""
         ...
 
 
 class SupportsSummedLoss(Protocol):
-    """Logits that are computed where their loss is, a part at a time."""
+    """Logits that are computed in parts together with their loss."""
 
     def summed_loss(self, labels: torch.Tensor, loss_function: TokenLossFunction, ignore_index: int) -> torch.Tensor:
-        """The sum of the losses of all tokens."""
+        """Return the sum of the losses of all tokens."""
         ...
 
 
 def cross_entropy_per_token(
     logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = IGNORE_INDEX
 ) -> torch.Tensor:
-    """Cross entropy of each token, of the logits `[tokens, vocabulary]` of the whole vocabulary."""
+    """Return the cross entropy of each token. The logits `[tokens, vocabulary]` cover the full vocabulary."""
     return functional.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")
 
 
 def shift_targets(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
-    """For each token of `[samples, tokens]` the label of the next one; the last has none."""
+    """Shift the labels `[samples, tokens]` so that each token has the label of the next one. The last token has
+    none."""
     return functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 def compute_sequence_mean(
     loss_sum: torch.Tensor, count: torch.Tensor, sp_axis: MeshAxis, num_items: torch.Tensor | float | None = None
 ) -> torch.Tensor:
-    """The loss of the whole sequence from the sum over this rank's tokens; the same on all ranks of sp. Collective.
+    """Compute the mean loss of the whole sequence from the sum over this rank's tokens; equal on all sp ranks.
+    Collective.
 
-    Its backward adds up what all ranks of sp descend, so that the mean of gradients over them is that of this loss.
+    The backward sums the gradients over the sp ranks, so that the mean of the ranks' gradients is the gradient of this
+    loss.
 
     Args:
-        summed: of the losses of the tokens of this rank.
-        count: how many of them have one. Ranks may have unequal counts, or none.
-        items: divide by this number instead of the count of all ranks (several micro-batches have one mean).
+        loss_sum: sum of the losses of this rank's tokens.
+        count: number of this rank's tokens with a label. Ranks may have unequal counts, or 0.
+        num_items: divisor instead of the count of all ranks (several micro-batches with one mean).
 
     Returns:
-        A scalar; nan where no token of any rank has a loss, as of torch's mean.
+        A scalar; nan if no token of any rank has a loss, as torch's mean.
     """
     if num_items is None:
         both = all_reduce(torch.stack([loss_sum.float(), count.to(loss_sum.device, torch.float32)]), sp_axis)
@@ -86,10 +89,11 @@ def compute_sequence_mean(
 
 
 class ModelLoss:
-    """What `model.loss_function` is set to: the mean loss over all tokens of all ranks of sp.
+    """Replacement for `model.loss_function`: the mean loss over the tokens of all sp ranks.
 
-    Takes what transformers passes. Parts of it are given by who cuts the model: `sp`, the axis over which sequences are
-    cut; `vocabulary`, where logits may be a rank's part of it; `shifts`, whether a token's label is that of the next.
+    Takes the arguments that transformers passes. The code that shards the model sets `sp_axis`, the axis over which
+    sequences are sharded, `vocabulary`, if logits may be a rank's part of it, and `shifts_labels`, True if a token's
+    label is that of the next token.
     """
 
     def __init__(self, *, shifts_labels: bool = True, unsupported_reason: str | None = None) -> None:
@@ -101,11 +105,13 @@ class ModelLoss:
         self._labels: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelLoss:
-        return self  # as are the hooks that tell it labels; process groups can't be copied
+        return self  # hooks that set its labels refer to this object, and process groups cannot be copied
 
     @contextmanager
     def with_labels(self, labels: torch.Tensor | None) -> Iterator[None]:
-        """Inside, the labels of this rank's tokens are these, shifted where they have to be; None: as passed."""
+        """Use `labels`, already shifted where necessary, for this rank's tokens inside this context. None: use the
+        labels of the call.
+        """
         before, self._labels = self._labels, labels
         try:
             yield
@@ -122,12 +128,12 @@ class ModelLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The loss of `logits` `[samples, tokens, vocabulary]`.
+        """Compute the loss of `logits` `[samples, tokens, vocabulary]`.
 
         Args:
-            labels: `[samples, tokens]`; the label of each token, which is shifted here where the model does that.
-            shift_labels: the same, shifted already; goes before `labels`.
-            num_items_in_batch: divide by this instead of the count of labels; of all ranks of sp together.
+            labels: `[samples, tokens]`; shifted here if the model type requires it.
+            shift_labels: labels that are already shifted; they take precedence over `labels`.
+            num_items_in_batch: divisor instead of the number of labels; counts all sp ranks together.
 
         Raises:
             ModelError: there are no labels.
@@ -156,18 +162,19 @@ class ModelLoss:
 
 
 def install_loss(model: Any, vocabulary: VocabParallelLogits | None = None) -> ModelLoss:
-    """Make the loss function of a transformers model a `ModelLoss`, or find the one that it is.
+    """Set the loss function of a transformers model to a `ModelLoss`, or return the one that is already set.
 
     Args:
-        vocabulary: where logits may be this rank's part of it; takes the place of any loss function that knew of it.
+        vocabulary: set if logits may be this rank's part of it. Replaces any custom loss function.
 
     Raises:
-        ModelError: the model has a loss function that somebody set.
+        ModelError: the model has a custom loss function.
     """
     found = getattr(model, "_loss_function", None)
     if found is not None and not isinstance(found, ModelLoss) and vocabulary is None:
         raise ModelError(
-            f"{type(model).__name__} has a loss function of its own ({_function_name(found)}), which would see a part of the "
+            f"{type(model).__name__} has a loss function of its own ({_function_name(found)}), which would see a "
+            f"part of the "
             "tokens alone; delete model.loss_function, or compute the loss from the logits that the model returns "
             "without labels"
         )
@@ -183,7 +190,8 @@ def _build_loss(model: Any) -> ModelLoss:
     if kind in shifts:
         return ModelLoss(shifts_labels=shifts[kind])
     return ModelLoss(
-        unsupported_reason=f"the loss of {name} ({kind}) is not one of tokens and can't be added up over ranks; call the model "
+        unsupported_reason=f"the loss of {name} ({kind}) is not one of tokens and can't be added up over ranks; "
+        f"call the model "
         "without labels and compute it from what comes back"
     )
 

@@ -1,4 +1,4 @@
-"""Activations cut over the ranks of a model-parallel group, all of which have the whole of them."""
+"""Store that shards replicated activations over the ranks of a model-parallel group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from windlass.parallel.device_copies import PendingCopy
 
 
 class ShardedStore:
-    """Keeps this rank's cut in another place, and collects the others' for the backward.
+    """Store that puts this rank's shard in another store and all-gathers the shards in the backward.
 
-    The ranks of the group run the same calls in the same order, on equal values: true of a model whose layers are cut
-    over them, not of data-parallel ranks.
+    The ranks of the group must run the same calls in the same order on equal values. Ranks of a tensor-parallel model
+    do; data-parallel ranks do not.
     """
 
     is_collective = True
@@ -41,7 +41,7 @@ class ShardedStore:
 
 
 class _ShardedActivation:
-    """This rank's cut of a tensor."""
+    """This rank's shard of a tensor."""
 
     is_source_free = True
 
@@ -61,7 +61,7 @@ class _ShardedActivation:
 
 
 class _GatheredActivation:
-    """The cuts of all ranks, sent when it is waited for: the order of transfers is that of the backward."""
+    """All-gather of the shards. It runs inside `wait`, so that all ranks communicate in the order of the backward."""
 
     def __init__(self, group: RankGroup, local: PendingCopy, bounds: list[int], full: torch.Tensor) -> None:
         self._group, self._local, self._bounds, self.value = group, local, bounds, full
@@ -83,18 +83,18 @@ class _GatheredActivation:
 
 
 def _shard_bounds(numel: int, size: int) -> list[int]:
-    """Where the cuts of `numel` elements over `size` ranks begin and end; the last ones may be empty."""
+    """Return the bounds of the shards of `numel` elements over `size` ranks. The last shards may be empty."""
     step = -(-numel // size)
     return [min(rank * step, numel) for rank in range(size + 1)]
 
 
 def make_rank_group(process_group: dist.ProcessGroup) -> RankGroup:
-    """A process group that somebody else made, as the transfers here take it."""
+    """Wrap an existing process group as a `RankGroup`."""
     return RankGroup(process_group, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
 
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """The process group that a model-parallel unit in Megatron's manner speaks of; None where it has none."""
+    """Return the process group of a Megatron-style model-parallel unit, or None if it has none."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         found = getattr(mpu, name, None)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Which elements of its storage a tensor is made of: taken out as a flat tensor, put together with equal strides."""
+"""Memory layout of a tensor: extract its storage elements as a flat tensor, and restore it with equal strides."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ StorageKey = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class TensorGeometry:
-    """How a tensor lies in memory.
+    """Layout of a tensor in its storage.
 
-    `dense`: its elements, each counted once, are one run without gaps. Then that run is kept, and every other view of
-    it is kept with it. In `core` and `core_stride` the dims that only repeat elements (stride 0) have size 1.
+    `is_dense`: the elements, each counted once, are one run without gaps. That run is saved, and every other view of it
+    is saved with it. In `unique_size` and `unique_stride`, dimensions that only repeat elements (stride 0) have size 1.
     """
 
     size: tuple[int, ...]
@@ -29,11 +29,11 @@ class TensorGeometry:
 
     @property
     def numel(self) -> int:
-        """Elements that have a place of their own in memory."""
+        """Number of distinct elements in memory."""
         return prod(self.unique_size)
 
     def restore(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor again, from its elements `[numel]`: a view of them if dense, else a copy with equal strides."""
+        """Restore the tensor from its elements `[numel]`: a view of them if dense, else a copy with equal strides."""
         if self.is_dense:
             return flat.as_strided(self.size, self.stride, flat.storage_offset())
         core = torch.empty_strided(self.unique_size, self.unique_stride, dtype=self.dtype, device=flat.device)
@@ -42,7 +42,7 @@ class TensorGeometry:
 
 
 def get_geometry(tensor: torch.Tensor) -> TensorGeometry | None:
-    """How `tensor` lies in memory; None where its elements overlap in any way but by repetition."""
+    """Return the layout of `tensor`, or None if its elements overlap other than by repetition (stride 0)."""
     size, stride = tuple(tensor.size()), tuple(tensor.stride())
     core = tuple(1 if step == 0 else extent for extent, step in zip(size, stride, strict=True))
     core_stride = tuple(step or 1 for step in stride)
@@ -57,7 +57,7 @@ def get_geometry(tensor: torch.Tensor) -> TensorGeometry | None:
 
 
 def flatten_elements(tensor: torch.Tensor, geometry: TensorGeometry) -> torch.Tensor:
-    """The elements of `tensor` as `[numel]`, without a graph: a view of its storage if dense, else a copy."""
+    """Return the elements of `tensor` as `[numel]`, detached: a view of its storage if dense, else a copy."""
     bare, start = tensor.detach(), tensor.storage_offset()
     if geometry.is_dense:
         return bare.as_strided((geometry.numel,), (1,), start)
@@ -65,7 +65,9 @@ def flatten_elements(tensor: torch.Tensor, geometry: TensorGeometry) -> torch.Te
 
 
 def make_identity_key(tensor: torch.Tensor, geometry: TensorGeometry, storage: StorageWeakRef) -> StorageKey:
-    """What tells these elements, as they are now, from all others, for as long as `storage` is held: the number of a
-    storage is given away again once it is gone and nobody holds a weak reference to it."""
+    """Return a key that identifies these elements in their current version, for as long as `storage` is held.
+
+    The address of a storage is not reused while a weak reference to the storage exists.
+    """
     place = (storage.cdata, tensor.storage_offset(), geometry.numel, geometry.dtype, tensor._version)
     return place if geometry.is_dense else (*place, geometry.unique_size, geometry.unique_stride)

@@ -1,7 +1,9 @@
-"""ZeRO 0-3 on one path. Reading order: policy, layout, partition, access, unit, foresight, order, runtime, hooks, ring,
-gradients, norm, health, turn, update, whole, registry, born, born_units, alike, sharded, generation, differentiable,
-values, growing, carried, average, gathered, born_site,
-born_homes, born_deferred, born_files, born_models, init_sharded."""
+"""ZeRO 0-3 in one implementation.
+
+Reading order: core (sharding_policy, unit_layout, unit_partition, sharded_parameter, unit, prefetcher,
+collective_scheduler, unshard_runtime, module_hooks, buffer_ring, gradient_reducer, gradient_norm, disk_health),
+update, sharded_model, access, sharded_init.
+"""
 
 from windlass.zero.access.full_values import full_grad as full_grad
 from windlass.zero.access.full_values import full_param as full_param

@@ -1,4 +1,4 @@
-"""`generate` of a model whose parameters are spread over ranks: gathered once where memory allows."""
+"""`generate` of a model with sharded parameters, which are unsharded once if memory allows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ShardedGenerate:
         return self._own(model, *args, **kwargs)
 
     def remove(self) -> None:
-        """Give the model its own method back."""
+        """Restore the model's own method."""
         model = self._model()
         if model is not None and vars(model).get("generate") is self:
             del vars(model)["generate"]
@@ -82,7 +82,7 @@ def attach_generation(model: nn.Module, sharded: ShardedModel) -> list[ShardedGe
 
 
 def _fits(sharded: ShardedModel) -> bool:
-    """Whether all that is released may be present at once, on every rank. Collective."""
+    """Return True if all sharded parameters can be unsharded at once on every rank. Collective."""
     missing = sum(unit.nbytes for unit in sharded.units if unit.frees_memory)
     fits = torch.tensor([float(missing <= _SHARE * _free_bytes(sharded.device))], device=sharded.device)
     if sharded.mesh.world.size > 1:
@@ -91,7 +91,7 @@ def _fits(sharded: ShardedModel) -> bool:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of the device's memory, for this rank alone."""
+    """Return the free bytes of the device's memory that this rank may use."""
     place = emulated_device_memory()
     if place is not None:
         return place.budget - place.used

@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and optimizer state are kept as one policy says: built, stepped, undone."""
+"""Model whose parameters, gradients and optimizer states are sharded by one policy: construction, step and release."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class ShardedModel:
                 self.slots, self.masters, self.units, device, homes.gradient, make, dtype
             )
         self._handles: list[RemovableHandle | ShardedGenerate] = []
-        self._hooked_parameters: set[int] = set()  # ids of parameters whose gradients are taken
+        self._hooked_parameters: set[int] = set()  # ids of parameters with gradient hooks
         self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
         self.disk_health.check("initialize could not put the model on disk", loses=True)
@@ -192,9 +192,9 @@ class ShardedModel:
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
         )
-        self.next_is_step: Callable[[], bool] = lambda: False  # whether a step follows the backward that runs
-        self.loss_scale: Callable[[], float] = lambda: 1.0  # what is in the gradients now
-        # told the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks
+        self.next_is_step: Callable[[], bool] = lambda: False  # True if a step follows the running backward
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # the scale of the current gradients
+        # Called with the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks.
         self.before_update: Callable[[float, float], None] = lambda norm, clip: None
         self.masters.remember_versions(self.units)
         self.script_gradients = ScriptGradients(self.reducer)
@@ -275,7 +275,9 @@ class ShardedModel:
         self.scheduler.share_failures()
 
     def _discard_reads(self) -> None:
-        """What was brought from disk, or is on its way from there, may be NaN: whoever needs it reads it anew."""
+        """Discard data read from disk, or in flight from it, because it may contain NaN. It is read again at its
+        next use.
+        """
         self.runtime.reshard_all()
         for unit in self.units:
             if unit.shard_slot is not None:
@@ -285,7 +287,7 @@ class ShardedModel:
 
     @property
     def transport(self) -> Transport:
-        """That of dense parameters."""
+        """Data-parallel group of dense parameters."""
         return self.dp_groups[0].transport
 
     @property
@@ -452,14 +454,14 @@ class ShardedModel:
         self._finish_result(trouble, failed.item())
 
     def unhooked_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients nobody takes, by name: those that were frozen when the model was laid out."""
+        """Yield the named parameters without gradient hooks: those that were frozen when the model was initialized."""
         for unit in self.units:
             for name, parameter in zip(unit.names, unit.parameters, strict=True):
                 if id(parameter) not in self._hooked_parameters:
                     yield name, parameter
 
     def all_trained(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether all of `parameters` that need a gradient have memory for it."""
+        """Return True if all of `parameters` that require a gradient have memory for it."""
         return all(id(p) in self._hooked_parameters or not p.requires_grad for p in parameters)
 
     def recapture_parameters(self) -> None:
@@ -470,11 +472,11 @@ class ShardedModel:
                 unit.recapture_parameters()
 
     def track_data_edits(self, place: parameter_registry.ParameterLocation) -> None:
-        """A script reads `.data` of a parameter, through which it may change values."""
+        """Record that a script reads `.data` of a parameter, through which it may change values."""
         self.masters.track_data_edits(place.unit, place.index, late=self._update_in_progress())
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of this step, and whatever is gathered for graphs that are gone."""
+        """Drop the gradients of this step, and reshard units kept for graphs that no longer exist."""
         self.reducer.reset()
         self.agreement.forget()
         self.runtime.reshard_all()
@@ -498,7 +500,7 @@ class ShardedModel:
 
     @contextmanager
     def replacing_parameters(self, units: list[Unit], *, experts_only: bool = False) -> Iterator[None]:
-        """As `editing`, but whoever is inside brings to hand what it sets, and writes it back itself. Collective."""
+        """Context as `editing`, but the caller itself loads and writes back the values that it sets. Collective."""
         self.scheduler.sync("a change of parameters or states", experts_only=experts_only)
         self.finish_update()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
@@ -559,12 +561,14 @@ class ShardedModel:
             self._closer()
 
     def _groups_of(self, units: list[Unit]) -> list[RankGroup]:
-        """The groups of more than one rank that any of these units is cut over, in one order on all ranks."""
+        """Return the groups of more than one rank over which any of these units is sharded, in one order on all
+        ranks.
+        """
         wanted = {id(unit.dp_group) for unit in units}
         return [family.group for family in self.dp_groups if id(family) in wanted and family.group.size > 1]
 
     def _log_lost_state(self) -> None:
-        """The model is given back, and not all of its parameters are what they should be: nobody shall miss that."""
+        """Log that the model is released although some of its parameters are lost."""
         if self.tiers.staging is not None:
             self.tiers.staging.wait_all()
         lost = self.disk_health.loss_reason
@@ -598,7 +602,7 @@ class ShardedModel:
         self._handles += register_model_hooks(self.model, self.runtime)
 
     def hook_gradients(self) -> None:
-        """Take the gradients of all parameters that are to be trained, from now on."""
+        """Hook the gradients of all trainable parameters from now on."""
         places, parameters = [], []
         for number, slot in enumerate(self.slots):
             for index, parameter in enumerate(slot.unit.parameters):
@@ -620,12 +624,14 @@ class ShardedModel:
         self._handles += register_gradient_hooks(parameters, arrived)
 
     def _on_reduced(self, slot: GradientSlot) -> None:
-        """A reduced gradient is on its way home: what its step needs from disk sets out too."""
+        """Start to read the records of a unit's step from disk, once its reduced gradient is in flight to its tier."""
         if self.next_is_step() and not self._update_in_progress():
             self.masters.read_ahead(slot.unit)
 
     def _max_live_numel(self) -> int:
-        """Elements that may be present at once: what the settings say, or half of what is left of a budget."""
+        """Return the maximum number of unsharded elements: the configured number, or half of the remaining memory
+        budget.
+        """
         place, largest = emulated_device_memory(), max((unit.dtype.itemsize for unit in self.units), default=4)
         if place is None or self.tiers.param is Tier.DEVICE:
             return self.settings.max_live_numel
@@ -674,7 +680,7 @@ class ShardedModel:
         )
 
     def _publish_update(self, batches: Iterable[list[UpdateChunk]]) -> None:
-        """Bring the new parameters of updated chunks to where they are used. Collective."""
+        """Make the new parameters of updated chunks available to all ranks. Collective."""
         updated: dict[int, Unit] = {}
         written: list[Pending] = []
         failed: Exception | None = None
@@ -691,9 +697,9 @@ class ShardedModel:
                 self.policy.state or self.mesh.world.size == 1
             )
             updated = {slot.unit.index: slot.unit for slot in self.slots if slot.has_reduced}
-        finally:  # where a step fails half-way, too, what was updated arrives
+        finally:  # also if a step fails half-way, so that completed updates become visible
             _wait(written)
-        try:  # of its last writes, which go on in the next forward, the next check hears
+        try:  # failures of writes still in flight surface at the next check
             self.disk_health.check("this step was made in part", loses=True)
         except (StorageError, UpdateError):
             self.drop_gradients()
@@ -709,7 +715,7 @@ class ShardedModel:
             raise failed
 
     def _gather_updated(self, units: list[Unit]) -> None:
-        """Offer the updated cuts; parameters that are never released are whole again when this returns."""
+        """Publish the updated shards. Parameters that are never resharded are complete again when this returns."""
         pending = []
         for unit in units:
             if unit.reshards:
@@ -727,7 +733,7 @@ class ShardedModel:
 
 
 def _stepped(batches: Iterable[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]]:
-    """Of each batch the chunks that had a gradient, as long as it is at hand."""
+    """Yield from each batch the chunks that have a gradient, while the batch is resident."""
     for batch in batches:
         yield [chunk for chunk in batch if chunk.gradient is not None]
 
@@ -739,7 +745,7 @@ def _raised(error: Exception) -> Iterator[list[UpdateChunk]]:
 
 
 def _mark_updated(units: list[Unit]) -> None:
-    """What is whole of `units` has old values: let it go, and gather it again where somebody uses it."""
+    """Reshard `units`, whose unsharded values are outdated. Their next use all-gathers them again."""
     for unit in units:
         if unit.frees_memory and unit.shard_state is not ShardState.SHARDED:
             unit.reshard(stale=True)
@@ -754,7 +760,7 @@ def _wait(written: list[Pending]) -> None:
 
 
 def _close(mesh: Mesh | None, ledger: DeviceMemoryLedger, disk: DiskTier | None) -> None:
-    """What does not go away with the memory of a model."""
+    """Free resources that do not end with the model's memory: process groups, ledger and disk."""
     if disk is not None:
         disk.close()
     ledger.release_all()

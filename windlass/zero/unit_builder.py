@@ -1,4 +1,4 @@
-"""From a plan to units with values: homes chosen, buffers allocated, rank 0's parameters spread."""
+"""Construction of units with values from a plan: tiers, buffers, and distribution of rank 0's parameters."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def make_units(
         compute = settings.param_dtype if settings.param_dtype is not None and floating else plan.dtype
         family = families[-1] if plan.kind.is_expert else families[0]
         layout = UnitLayout(tuple(p.numel() for p in plan.parameters), family.mesh.data.size)
-        alone = (
-            family.group.size == 1 < families[0].group.size and homes.param is Tier.DEVICE
-        )  # nobody to share it with
+        alone = family.group.size == 1 < families[0].group.size and homes.param is Tier.DEVICE  # no rank shares it
         released = policy.param and not plan.persistent and not alone
         home = homes.param if released else Tier.DEVICE
         unit = Unit(number, plan, layout, compute, family, reshards=released, tier=home)
@@ -100,7 +98,7 @@ class UnitBuilder:
         self._device, self._ledger = device, ledger
 
     def make_slot(self, name: str, numel: int, dtype: torch.dtype, home: Tier) -> Slot:
-        """A slot of this model."""
+        """Return a slot of this model."""
         if home is Tier.DEVICE:
             self._ledger.set_held_bytes(name, numel * dtype.itemsize)
         homes = self._tiers
@@ -148,8 +146,9 @@ class UnitBuilder:
         gradients.bind_buffers()
 
     def _place(self, unit: Unit, plan: UnitPlan) -> torch.Tensor:
-        """Put a unit's values where they belong; returns this rank's state span of them. Those of parameters that were
-        born sharded come piece by piece, those of others from rank 0."""
+        """Store a unit's initial values, and return this rank's state span of them. Shards of parameters
+        constructed under `zero.Init` are exchanged between ranks; other values come from rank 0.
+        """
         group, data = unit.dp_group.group, unit.dp_group.mesh.data
         if unit.reshards and group.size == data.size and unit.secondary_shard is None:
             own = local_shard_values(unit.parameters, unit.layout, plan.dtype, self._device)

@@ -95,7 +95,7 @@ def test_what_saves_left_behind_is_listed(root: Path, capsys: pytest.CaptureFixt
     shutil.move(root / "best", root / ".best.replaced")
     assert run(str(root)) == 0, "the former one loads"
     said = capsys.readouterr().out
-    assert "left over: .next.writing (4 B): a save of 'next' goes on, or was killed" in said
+    assert "left over: .next.writing (4 B): a save of 'next' is running, or was killed" in said
     assert "left over: .best.replaced" in said and "which loads as that tag" in said
 
 
@@ -186,5 +186,5 @@ def test_a_save_is_written_whatever_becomes_of_what_follows(tmp_path: Path, capl
     with caplog.at_level("WARNING", logger="windlass"):
         ranks = CheckpointRanks.of_group(None)
         CheckpointSave(tmp_path, "t", SavedState(), ranks, True, failing).finish(ranks)
-    assert "what was to follow failed: [Errno 13] not yours" in caplog.text
+    assert "the clean-up after it failed: [Errno 13] not yours" in caplog.text
     assert read_latest(tmp_path) == "t" and list_tags(tmp_path) == ["t"]

@@ -255,7 +255,7 @@ def test_files_that_do_not_fit_are_told(tmp_path: Path) -> None:
     (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     assert "the file of rank 0 is missing" in said()
     (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(good)
-    assert "does not fit what the other files say" in said()
+    assert "does not match the other files" in said()
     path = write(tmp_path, "u", trained(), stage=0, ranks=1)
     whole = (path / MODEL).read_bytes()
     (path / MODEL).write_bytes(whole[:-100])

@@ -125,7 +125,7 @@ def test_a_place_that_does_not_have_what_was_said_is_told(tmp_path: Path) -> Non
     shard = resting(shelf, "x", (4,), 0)
     shelf.away["x"] = torch.zeros(4, dtype=torch.float64)
     with pytest.raises(
-        CheckpointError, match=r"'x' was said to have 4 elements of torch.float32, and has 4 of torch.f"
+        CheckpointError, match=r"'x' was declared with 4 elements of torch.float32, and has 4 of torch.f"
     ):
         save(tmp_path, "t", SavedState(shards=[shard]))
     _open.clear()

@@ -123,7 +123,7 @@ def test_a_checkpoint_of_trained_parameters_alone_says_what_is_absent(
     plain = {"trainable_only": True, "absent": ["base.weight", "base.bias"]}
     save(tmp_path / "run", "t", SavedState(tensors={"param/up.weight": torch.ones(2)}, plain=plain))
     assert run("export", str(tmp_path / "run"), str(tmp_path / "out")) == 1
-    assert "2 of the model are absent: base.weight, base.bias" in capsys.readouterr().err
+    assert "2 of the model are missing: base.weight, base.bias" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert run("export", str(tmp_path / "run"), str(tmp_path / "out"), "--partial") == 0
     assert "absent, not trained (2): base.weight, base.bias" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def test_a_draft_that_another_run_removes_before_it_is_locked_is_made_again(
     made = StagingCheckpoint(tmp_path, "t")
     assert len(seen) == 2 and made.path == seen[1] != seen[0] and made.path.is_dir()
     monkeypatch.setattr(staging_checkpoint, "_try_lock", lambda path: shutil.rmtree(path) or lock(path))
-    with pytest.raises(CheckpointError, match="other runs keep removing the draft of 'u'"):
+    with pytest.raises(CheckpointError, match="other runs keep removing the staging directory of 'u'"):
         StagingCheckpoint(tmp_path, "u")
 
 
@@ -94,7 +94,7 @@ def test_a_former_checkpoint_that_cannot_be_removed_is_told_and_no_error(
     monkeypatch.setattr(shutil, "rmtree", refused)
     with caplog.at_level("WARNING", logger="windlass"):
         save(tmp_path, "t", SavedState(tensors={"x": torch.zeros(3)}))
-    assert ".t.replaced, which is of no use any more, could not be removed" in caplog.text
+    assert ".t.replaced is no longer needed, but could not be removed" in caplog.text
     assert (tmp_path / "latest").read_text() == "t" and not dict(read_full(tmp_path))["x"].any()
 
 

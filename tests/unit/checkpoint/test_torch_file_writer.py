@@ -65,7 +65,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ({"x": {1, 2}}, "a builtins.set cannot be written"),
         ([torch.zeros(1, dtype=torch.complex64)], "dtype torch.complex64"),
         ([1 << 3000], "an integer of"),
-        ([PlannedTensor(torch.float32, (3,), lambda: [torch.ones(2)])], "was to have 12 bytes, and has 8"),
+        ([PlannedTensor(torch.float32, (3,), lambda: [torch.ones(2)])], "should have 12 bytes, and has 8"),
     ):
         with pytest.raises(CheckpointError, match=said):
             write_torch_file(path, value)

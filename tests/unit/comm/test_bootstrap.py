@@ -59,7 +59,7 @@ def test_ranks_that_cannot_meet_are_one_message(monkeypatch: pytest.MonkeyPatch)
         port = str(free.getsockname()[1])
     for name, value in zip(NAMES, ("1", "2", "1", "127.0.0.1", port), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(CommunicationError, match=f"rank 1 of 2 could not meet the others at 127.0.0.1:{port}"):
+    with pytest.raises(CommunicationError, match=f"rank 1 of 2 could not connect to the others at 127.0.0.1:{port}"):
         init_distributed(timeout=timedelta(milliseconds=100))
 
 
@@ -84,12 +84,12 @@ def test_mpi_tells_where_the_master_is(monkeypatch: pytest.MonkeyPatch) -> None:
     several_hosts(monkeypatch)
     world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, bcast=lambda value, root: "127.0.0.1")
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
-    with pytest.raises(CommunicationError, match="rank 1 of 2 could not meet the others at 127.0.0.1:1:"):
+    with pytest.raises(CommunicationError, match="rank 1 of 2 could not connect to the others at 127.0.0.1:1:"):
         init_distributed(timeout=timedelta(milliseconds=100), port=1)
     world.Get_size = lambda: 1
     for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"):  # as the start set them; monkeypatch would bring them back
         del os.environ[name]
-    with pytest.raises(CommunicationError, match="mpi4py says 1 of 1: mpi4py was built for another MPI"):
+    with pytest.raises(CommunicationError, match="mpi4py reports 1 of 1: mpi4py was built for another MPI"):
         init_distributed(timeout=timedelta(milliseconds=100))
 
 

@@ -98,7 +98,7 @@ def test_sizes_and_places_lie_inside() -> None:
         MeshShape(sp=0)
     grid = MeshShape(pp=2, tp=2)
     for rank in (-1, 4):
-        with pytest.raises(ValueError, match=f"rank {rank} does not lie in a world of 4"):
+        with pytest.raises(ValueError, match=f"rank {rank} is not in a world of 4"):
             grid.coordinates(rank)
     for places in ({"tp": 2}, {"tp": -1}, {"dp": 0}):
         with pytest.raises(ValueError, match="the axes are pp 2"):

@@ -123,8 +123,8 @@ def test_other_launchers_are_looked_for_only_where_wanted() -> None:
     ("environ", "words"),
     [
         ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x' is no whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "this is rank 2 of 2; ranks go from 0 to 1"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x' is not a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "sets rank 2 of 2; ranks go from 0 to 1"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is missing"),
     ],
 )

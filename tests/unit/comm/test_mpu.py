@@ -76,7 +76,7 @@ def test_sizes_multiply_to_the_world() -> None:
     mpu = unit(MeshShape(pp=2, dp_shard=2, tp=2), 0)
     with pytest.raises(ConfigError, match=r"pp 2 x sp 1 x tp 2 x ep 1 do not divide the world of 6"):
         sizes_of_mpu(mpu, 6)
-    with pytest.raises(ConfigError, match=r"leave 4 data ranks of a world of 16, and it says 2; sizes multiply"):
+    with pytest.raises(ConfigError, match=r"leave 4 data ranks of a world of 16, but it has 2; the product"):
         sizes_of_mpu(mpu, 16)
 
 
@@ -96,7 +96,7 @@ def test_a_unit_that_was_never_set_up_is_told() -> None:
         raise AssertionError("tensor model parallel group is not initialized")
 
     mpu = SimpleNamespace(get_tensor_model_parallel_world_size=unset)
-    with pytest.raises(ConfigError, match="rank 0: the mpu does not answer: AssertionError: tensor model parallel"):
+    with pytest.raises(ConfigError, match="rank 0: the mpu failed: AssertionError: tensor model parallel"):
         sizes_of_mpu(mpu, 4)
 
 
@@ -109,6 +109,6 @@ def test_ranks_that_hear_different_sizes_are_told() -> None:
         patch.object(module.dist, "get_rank", lambda: 0),
         patch.object(module.dist, "get_world_size", lambda: 2),
         patch.object(module.dist, "all_gather_object", gathered),
-        pytest.raises(ConfigError, match=r"'tp': 2\} to rank 0 and .*'tp': 1\} to rank 1"),
+        pytest.raises(ConfigError, match=r"'tp': 2\} on rank 0 and .*'tp': 1\} on rank 1"),
     ):
         sizes_of_mpu(unit(MeshShape(tp=2), 0), 2)

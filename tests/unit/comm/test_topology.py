@@ -73,7 +73,7 @@ def test_the_words_of_deepspeed() -> None:
 
 def test_a_place_is_named_whole_and_lies_inside() -> None:
     box = PipeDataParallelTopology(num_pp=2, num_dp=2)
-    with pytest.raises(ValueError, match="filter_match takes a part"):
+    with pytest.raises(ValueError, match="filter_match accepts a subset"):
         box.get_rank(pipe=0)
     with pytest.raises(ValueError, match="data = 2 lies outside of pipe 2 x data 2"):
         box.get_rank(pipe=0, data=2)

@@ -115,7 +115,7 @@ def test_without_cuda_ranks_talk_over_gloo(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_meeting_that_cannot_be_is_one_message() -> None:
-    with pytest.raises(CommunicationError, match="could not meet at init_method = 'nowhere://'"):
+    with pytest.raises(CommunicationError, match="could not connect at init_method = 'nowhere://'"):
         comm.init_distributed("gloo", init_method="nowhere://", rank=0, world_size=1)
 
 

@@ -39,7 +39,8 @@ def test_a_good_configuration_prints_the_resolved_table(tmp_path: Path) -> None:
         "batch       32 = micro 8 x accumulation 1 x 4 ranks",
         "axes        pp 1 x dp_replicate 2 x dp_shard 2 x ep 1 x sp 1 x tp 1",
         "stage       3",
-        "param_dtype bf16, compute_dtype bf16, accumulation_dtype fp32, reduce_dtype fp32, master_dtype fp32, state_dtype fp32",
+        "param_dtype bf16, compute_dtype bf16, accumulation_dtype fp32, reduce_dtype fp32, "
+        "master_dtype fp32, state_dtype fp32",
         "parameters device, optimizer states device",
         "reduce 500,000,000",
         "AdamW weight_decay=0.0, lr=0.1",

@@ -183,7 +183,8 @@ def test_reading_needs_no_torch() -> None:
 
     code = (
         "import sys, windlass.config as c\n"
-        "c.load_config({'optimizer': {'type': 'AdamW', 'params': {'lr': 1}}, 'scheduler': {'type': 'WarmupLR'}}).refusals()\n"
+        "c.load_config({'optimizer': {'type': 'AdamW', 'params': {'lr': 1}}, "
+        "'scheduler': {'type': 'WarmupLR'}}).refusals()\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

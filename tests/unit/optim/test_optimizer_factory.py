@@ -56,7 +56,7 @@ def test_mup_scales_rates_and_decays_by_width() -> None:
     assert type(optimizer_factory.build_optimizer("MuAdam", {}, [matrix])) is torch.optim.Adam
     with pytest.raises(ConfigError, match="set_base_shapes"):
         optimizer_factory.build_optimizer("MuAdam", {}, [torch.zeros(2, 2, requires_grad=True)])
-    with pytest.raises(ConfigError, match="3 dimensions that grow"):
+    with pytest.raises(ConfigError, match="3 scaling dimensions"):
         optimizer_factory.build_optimizer(
             "MuSGD", {}, [_sized(torch.zeros(1, 1, 1, requires_grad=True), 2.0, 2.0, 2.0)]
         )

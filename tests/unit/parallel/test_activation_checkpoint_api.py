@@ -78,7 +78,7 @@ def test_a_path_may_be_one_or_many(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"checkpoint_in_cpu": True, "nvme_path": "x"}, "name two homes"),
+        ({"checkpoint_in_cpu": True, "nvme_path": "x"}, "name two tiers"),
         ({"contiguous_checkpointing": True}, "add number_checkpoints"),
         ({"contiguous_checkpointing": True, "num_checkpoints": 2, "nvme_path": "x"}, "write false"),
         ({"min_offload_bytes": -1}, "0 or more"),

@@ -81,9 +81,9 @@ def test_a_shape_is_written_in_words_or_read_from_a_file(tmp_path: Any) -> None:
         ("nothing", "write 7b, 70b, 8x7b, a config.json"),
         ("hidden=64", "lacks layers, heads, vocabulary"),
         ("hidden=64,depth=3", "'depth=3'"),
-        ("hidden=64,layers=1,heads=5,vocabulary=9", "64 is no multiple of heads 5"),
+        ("hidden=64,layers=1,heads=5,vocabulary=9", "64 is not a multiple of heads 5"),
         ("hidden=64,layers=0,heads=4,vocabulary=9", "layers is 0"),
-        ("hidden=64,layers=1,heads=4,vocabulary=9,experts=2", "chosen = 0 of 2 experts"),
+        ("hidden=64,layers=1,heads=4,vocabulary=9,experts=2", "top_k = 0 of 2 experts"),
     ):
         with pytest.raises(ConfigError, match=said):
             parse_model_shape(text)

@@ -16,7 +16,7 @@ def held_out_bits_per_byte(engine: Any, held_out: HeldOutSet, micro_batch: int) 
 
     The figure is comparable between tokenizers, unlike a loss or a perplexity per token.
     """
-    device, (readers, reader) = engine.device, engine.readers
+    device, (readers, reader) = engine.device, engine.data_loading_ranks
     nats = torch.zeros((), dtype=torch.float64)
     training = engine.module.training
     engine.eval()

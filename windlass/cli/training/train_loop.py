@@ -98,7 +98,7 @@ class TrainLoop:
         """Run one optimizer step. Return True if some rank received a stop request."""
         started = time.monotonic()
         # Seeding by the step makes dropout repeat itself after a resume without random state in the checkpoint.
-        _, reader = self.engine.readers
+        _, reader = self.engine.data_loading_ranks
         torch.manual_seed(((self.plan.seed * _SEED_FACTOR + self.step) * _SEED_FACTOR + reader) % _SEED_MODULUS)
         if self.engine.mesh.pp.size > 1:
             loss = self.engine.train_batch(self._micro_batches())

@@ -1,5 +1,9 @@
-"""Mixture of experts, over ranks or not. Reading order: choice, order, capacity, losses, balance, gate; grouped,
-dispatch, volume; families, mlp, copied, separate, layer; stacked, apply."""
+"""Mixture of experts, on one rank or sharded over the ranks of the expert axis.
+
+Reading order: expert_routing, token_permutation, expert_capacity, router_losses, router_bias, top_k_gate;
+grouped_linear, expert_dispatch, dispatch_volume; expert_modules, stacked_mlp, deepcopy_on_axis, expert_list,
+mixture_of_experts; stacked_experts, apply_expert_parallel.
+"""
 
 from windlass.parallel.experts.apply_expert_parallel import (
     ExpertLayerShard,

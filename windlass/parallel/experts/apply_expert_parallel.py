@@ -1,4 +1,4 @@
-"""The experts of a model are spread over the ranks of an axis."""
+"""Distribution of a model's experts over the ranks of a mesh axis."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from windlass.parallel.experts.stacked_experts import (
 
 @dataclass(frozen=True)
 class ExpertLayerShard:
-    """One layer's experts.
+    """Experts of one layer.
 
     Attributes:
-        name: of the module that holds them.
-        kind: its class.
-        experts: how many there are.
-        here: `[first, end)` of those on this rank.
+        name: name of the module that holds the experts.
+        class_name: class of that module.
+        num_experts: number of experts on all ranks.
+        local_experts: `[first, end)` of the experts on this rank.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ExpertLayerShard:
 
 @dataclass(frozen=True)
 class ExpertParallelPlan:
-    """What was spread over how many ranks."""
+    """Result of `apply_expert_parallel`: the number of ranks and the expert layers."""
 
     ranks: int
     layers: tuple[ExpertLayerShard, ...]
@@ -48,7 +48,8 @@ class ExpertParallelPlan:
         lines = [f"experts over {self.ranks} ranks:"]
         for layer in self.layers:
             lines.append(
-                f"  {layer.name} ({layer.class_name}): {layer.local_experts[0]} to {layer.local_experts[1] - 1} of {layer.num_experts} here"
+                f"  {layer.name} ({layer.class_name}): {layer.local_experts[0]} to {layer.local_experts[1] - 1} of "
+                f"{layer.num_experts} here"
             )
         return "\n".join(lines)
 
@@ -56,21 +57,21 @@ class ExpertParallelPlan:
 def apply_expert_parallel(
     model: nn.Module, axis: MeshAxis, *, replicated: Collection[str] = (), required: bool = True
 ) -> ExpertParallelPlan:
-    """Leave this rank its own experts of every layer, and have layers send tokens to where their experts are.
+    """Keep only this rank's experts in every layer, and make the layers dispatch tokens to the ranks of their experts.
 
-    Changes `model` in place: layers of `MoE` lose other ranks' experts; modules of transformers (and what
-    `register_experts` knows) keep some rows of their tensors, which `placement_of` tells, and get a forward of their
-    own. Routers stay as they are. Not collective; works on the meta device. On an axis of one rank nothing changes.
-    Tensor parallelism may cut other dimensions before or after.
+    Changes `model` in place. Layers of `MoE` drop the experts of other ranks. Expert modules of transformers, and
+    classes registered with `register_experts`, keep some rows of their tensors, recorded by `set_placement`, and get a
+    new forward. Routers do not change. Not collective; works on the meta device. Nothing changes on an axis of one
+    rank. Tensor parallelism may shard other dimensions before or after.
 
     Args:
-        axis: along which experts are spread.
-        dense: names of classes, or regular expressions of modules' names, whose experts stay whole on every rank.
-        required: False: a model without experts is none to complain about (a stage of a pipeline).
+        axis: mesh axis over which the experts are distributed.
+        replicated: class names, or regular expressions of module names, whose experts are replicated on every rank.
+        required: raise if the model has no experts. False for a stage of a pipeline.
 
     Raises:
-        ModelError: there are no experts, or some that nobody knows how to cut.
-        ConfigError: fewer experts than ranks, or a `MoE` that asks for another number of ranks.
+        ModelError: there are no experts, or experts of an unknown class.
+        ConfigError: fewer experts than ranks, or a `MoE` layer with a different `ep_size`.
     """
     layers = list(_expert_modules(model, replicated))
     unknown = list(_unknown_expert_modules(model, replicated)) if axis.size > 1 else []
@@ -78,7 +79,7 @@ def apply_expert_parallel(
         raise ModelError(_unknown_experts_text(unknown[0], axis.size))
     if not layers and required and axis.size > 1:
         raise ModelError(
-            f"{type(model).__name__} has no experts that could be spread over parallel.ep = {axis.size} ranks; "
+            f"{type(model).__name__} has no experts to distribute over parallel.ep = {axis.size} ranks; "
             "set parallel.ep to 1"
         )
     _check_expert_counts(model, layers, axis)
@@ -101,22 +102,22 @@ def apply_expert_parallel(
 
 
 def get_requested_ep_size(model: nn.Module) -> int:
-    """Over how many ranks the model's layers of `MoE` ask to be spread (`ep_size`); 1 if they don't.
+    """Return the `ep_size` that the model's `MoE` layers request; 1 if none does.
 
     Raises:
-        ConfigError: they ask for different numbers.
+        ConfigError: layers request different sizes.
     """
     asked = {module.ep_size for module in model.modules() if isinstance(module, MixtureOfExperts)}
     if len(asked - {1}) > 1:
         raise ConfigError(
             f"layers of MoE ask for ep_size = {' and '.join(map(str, sorted(asked)))}; there is one axis of experts: "
-            "write the same in all of them"
+            "write the same value in all of them"
         )
     return max(asked, default=1)
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of experts that are, or could be, spread: their names and themselves."""
+    """Yield the name and the parameter of every expert parameter that is, or can be, sharded along ep."""
     for name, module, family, _ in _expert_modules(model, ()):
         if family is None:
             yield from ((f"{name}.{inner}", parameter) for inner, parameter in module.named_parameters())
@@ -127,7 +128,7 @@ def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _expert_modules(
     model: nn.Module, replicated: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, ExpertModuleSpec | None, int]]:
-    """Modules that hold experts: name, module, how (None: modules of their own), and how many there are in all."""
+    """Yield each module that holds experts: name, module, spec (None for `Experts`), and total number of experts."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in inside) or _is_replicated(name, module, replicated):
@@ -149,7 +150,9 @@ def _expert_modules(
 
 
 def _unknown_expert_modules(model: nn.Module, replicated: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that go by the name of experts, have parameters, and are none of `_layers` nor shared by all tokens."""
+    """Yield modules that are named like experts and have parameters, but match no known class and are not shared
+    experts.
+    """
     known = [name for name, _, _, _ in _expert_modules(model, ())]
     for name, module in model.named_modules():
         named = name.rpartition(".")[2] == "experts" or re.search(r"Experts?([A-Z0-9]|$)", type(module).__name__)
@@ -177,7 +180,7 @@ def _check_expert_counts(
             isinstance(module, Experts) and module.axis.size > 1
         )
         if axis.size > 1 and spread_already:
-            raise ModelError(f"{name} is spread already: apply_expert_parallel is called once")
+            raise ModelError(f"{name} is spread already; call apply_expert_parallel once")
     asked = get_requested_ep_size(model)
     if asked not in (1, axis.size):
         raise ConfigError(
@@ -189,8 +192,10 @@ def _unknown_experts_text(found: tuple[str, nn.Module], ranks: int) -> str:
     name, module = found
     kind = type(module).__name__
     return (
-        f"nobody knows how to spread {name} ({kind}) over parallel.ep = {ranks} ranks. Known are windlass.MoE, modules "
+        f"cannot distribute {name} ({kind}) over parallel.ep = {ranks} ranks: unknown class. Known are "
+        f"windlass.MoE, modules "
         "of transformers' experts interface, modules with num_experts and tensors [num_experts, ...] whose forward "
-        f"takes (hidden_states, top_k_index, top_k_weights), and {', '.join(list_registered_classes())}. Say how with "
-        f"register_experts({kind!r}, ...), leave it whole with dense=[{kind!r}], or set parallel.ep to 1"
+        f"takes (hidden_states, top_k_index, top_k_weights), and {', '.join(list_registered_classes())}. Describe "
+        f"it with "
+        f"register_experts({kind!r}, ...), replicate it with replicated=[{kind!r}], or set parallel.ep to 1"
     )

@@ -1,4 +1,4 @@
-"""A copy of what is spread over ranks is spread over the same ones: process groups can't be copied."""
+"""Deep copy of an object that holds a mesh axis, whose process group cannot be copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def deepcopy_on_axis(original: T, axis: MeshAxis, memo: dict[int, Any]) -> T:
-    """A deep copy but for the axis, for `__deepcopy__`."""
+    """Deep-copy `original` for its `__deepcopy__`. The copy shares the mesh axis."""
     memo[id(axis)] = axis
     copied: T = object.__new__(type(original))
     memo[id(original)] = copied

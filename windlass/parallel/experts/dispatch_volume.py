@@ -1,10 +1,10 @@
-"""What a layer of experts sends along its axis: arithmetic alone."""
+"""Formula for the bytes that an expert layer receives along its axis."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-COUNT_BYTES = 8  # of how many rows come, one int64 an expert
+COUNT_BYTES = 8  # row counts are sent as one int64 an expert
 
 
 def count_dispatch_bytes(
@@ -16,18 +16,18 @@ def count_dispatch_bytes(
     itemsize: int,
     backward: bool = True,
 ) -> int:
-    """What one rank receives from others for one layer, exactly.
+    """Compute the exact bytes that one rank receives from other ranks for one layer.
 
-    Rows come in for the experts here, and the experts elsewhere return those of the tokens here; the gradients of both
-    go the other way, which is as many.
+    In the forward, local experts receive rows of other ranks, and remote experts return the outputs of local tokens. In
+    the backward, the gradients of both take the opposite way, with the same number of bytes.
 
     Args:
-        chosen: for each rank, how many of its slots each expert takes.
+        tokens_per_expert: for each rank, the number of its slots that each expert takes.
         spans: `[first, end)` of each rank's experts.
-        rank: which.
+        rank: the receiving rank.
         hidden: elements of a row.
-        itemsize: bytes of one.
-        backward: with the backward's.
+        itemsize: bytes of an element.
+        backward: include the backward.
     """
     first, end = spans[rank]
     inward = sum(sum(counts[first:end]) for other, counts in enumerate(tokens_per_expert) if other != rank)

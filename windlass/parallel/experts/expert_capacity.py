@@ -1,4 +1,4 @@
-"""Experts that take no more than so many tokens, and which ones they leave out."""
+"""Limit on the number of tokens per expert, and the choice of tokens that are dropped."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ CapacityPriority = Literal["position", "random", "score"]
 
 
 def compute_expert_capacity(tokens: int, num_experts: int, k: int, capacity_factor: float, min_capacity: int) -> int:
-    """How many tokens an expert takes: `factor` times its even share of `tokens x k`, rounded up, or `minimum`.
+    """Return the maximum number of tokens per expert: `capacity_factor` times the even share of `tokens x k`, rounded
+    up, but at least `min_capacity`.
 
-    GShard (arXiv:2006.16668, 2.2), Switch Transformer (arXiv:2101.03961, eq. 3).
+    Source: GShard (arXiv:2006.16668, 2.2), Switch Transformer (arXiv:2101.03961, eq. 3).
     """
     return max(
         math.ceil(round(tokens / num_experts * capacity_factor * k, 6)), min_capacity
-    )  # 10 x 1.1 is 11, whatever floats say
+    )  # round(): 10 x 1.1 is 11, despite floating-point error
 
 
 def drop_over_capacity(
     index: torch.Tensor, num_experts: int, capacity: int, priority: CapacityPriority, scores: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`index` with `experts`, for nobody, in slots for which their expert has no room.
+    """Return `index` with `num_experts`, which means "no expert", in each slot that exceeds its expert's capacity.
 
     Args:
-        index: `[tokens, k]`, the expert of each slot, or `experts` for nobody.
-        capacity: how many tokens an expert takes.
-        priority: who is taken first. "position": all tokens' first choices, then their second ones, earlier tokens
-            first (GShard); "random": any (random token selection, arXiv:2109.10465); "score": the highest `scores`
-            (batch prioritized routing, arXiv:2106.05974).
-        scores: `[tokens, k]`, of the slots.
+        index: `[tokens, k]`, the expert of each slot, or `num_experts` for an unused slot.
+        capacity: maximum number of tokens per expert.
+        priority: order in which slots are accepted. "position": first choices of all tokens, then second choices,
+            earlier tokens first (GShard); "random": random order (random token selection, arXiv:2109.10465); "score":
+            highest `scores` first (batch prioritized routing, arXiv:2106.05974).
+        scores: `[tokens, k]`, scores of the slots.
     """
     tokens, k = index.shape
     if priority == "position":
@@ -46,7 +47,7 @@ def drop_over_capacity(
     order = sort_by_expert(index.reshape(-1)[before][:, None], num_experts)
     first = torch.cat(
         [order.tokens_per_expert.cumsum(0) - order.tokens_per_expert, order.tokens_per_expert.new_zeros(1)]
-    )  # nobody's: whatever
+    )  # the last entry serves unused slots, whose value is not used
     asked = index.reshape(-1)[before]
     taken = order.slot_positions[:, 0] - first[asked.clamp(max=num_experts)] < capacity
     kept = torch.empty_like(asked)

@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts, through these, and back."""
+"""Dispatch of tokens to the ranks of their experts, and combination of the outputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from windlass.parallel.experts.token_permutation import (
 from windlass.parallel.placement import compute_shard_range
 
 RunLocalExperts = Callable[[torch.Tensor, RowGroups], torch.Tensor]
-"""Rows `[rows, hidden]` sorted by expert and how many belong to each expert here, to rows `[rows, hidden]`."""
+"""Run the local experts: rows `[rows, hidden]` sorted by expert, and the number of rows of each local expert, to output
+rows `[rows, hidden]`.
+"""
 
 
 def compute_expert_spans(num_experts: int, axis: MeshAxis) -> list[tuple[int, int]]:
-    """`[first, end)` of the experts that each rank of the axis has."""
+    """Return the `[first, end)` of the experts on each rank of the axis."""
     return [compute_shard_range(num_experts, axis.size, rank) for rank in range(axis.size)]
 
 
@@ -37,22 +39,23 @@ def dispatch_and_combine(
     run_local_experts: RunLocalExperts,
     dropless: bool = False,
 ) -> torch.Tensor:
-    """Each token through its experts, wherever they are; their outputs are added up by weight.
+    """Send each token to its experts, and sum the expert outputs by weight.
 
-    Collective along `axis`, forward and backward, whatever the ranks' tokens chose: a rank whose experts get no row
-    runs them on none. What comes here is sorted by expert, then by the rank it came from, then as it was there. Waits
-    for the device once, for the counts; not at all on an axis of one rank if no slot is unused and `local` doesn't.
+    Collective along `axis` in forward and backward, independent of the routing: a rank whose experts receive no rows
+    runs them on zero rows. Received rows are sorted by expert, then by source rank, then by their order there.
+    Synchronizes with the device once, to read the counts; on an axis of one rank not at all if `dropless` is set and
+    `run_local_experts` does not.
 
     Args:
-        hidden: `[tokens, hidden]`, this rank's.
-        index: `[tokens, k]`, integers: each slot's expert, counted over all ranks; `experts` or more: nobody.
-        weights: `[tokens, k]`, of the experts' outputs.
-        experts: how many there are on all ranks together.
-        local: this rank's experts.
+        hidden: `[tokens, hidden]`, this rank's tokens.
+        index: `[tokens, k]`, integers: the global expert number of each slot; `num_experts` or more for an unused slot.
+        weights: `[tokens, k]`, weights of the expert outputs.
+        num_experts: number of experts on all ranks.
+        run_local_experts: computes this rank's experts.
         dropless: every slot has an expert.
 
     Returns:
-        `[tokens, hidden]` in the dtype of `hidden`; zeros for a token of no expert.
+        `[tokens, hidden]` in the dtype of `hidden`; zeros for a token without an expert.
     """
     order = sort_by_expert(index, num_experts)
     if axis.size == 1:
@@ -71,17 +74,18 @@ def _dispatch_remote(
     axis: MeshAxis,
     run_local_experts: RunLocalExperts,
 ) -> torch.Tensor:
-    """Rows by slot order, as the experts of all ranks made them."""
+    """Return the output rows of the experts of all ranks, in the order of the sorted slots."""
     spans = compute_expert_spans(num_experts, axis)
     here = spans[axis.index][1] - spans[axis.index][0]
     arriving = axis.all_to_all(permutation.tokens_per_expert, [end - first for first, end in spans], [here] * axis.size)
-    told: list[int] = torch.cat([permutation.tokens_per_expert, arriving]).tolist()  # the one wait for the device
+    # the only synchronization with the device
+    told: list[int] = torch.cat([permutation.tokens_per_expert, arriving]).tolist()
     sends = [sum(told[first:end]) for first, end in spans]
     heard = [told[num_experts + rank * here : num_experts + (rank + 1) * here] for rank in range(axis.size)]
     receives = [sum(counts) for counts in heard]
     groups = RowGroups(arriving.view(axis.size, here).sum(0), [sum(counts) for counts in zip(*heard, strict=True)])
     rows = all_to_all(permute_tokens(hidden, permutation, sum(sends)), axis, sends, receives)
-    if here == 1:  # what comes from different ranks is for the same expert
+    if here == 1:  # all received rows are for the same expert
         return all_to_all(run_local_experts(rows, groups), axis, receives, sends)
     numbers = torch.arange(here, device=rows.device).repeat(axis.size)
     by_expert = torch.sort(numbers.repeat_interleave(arriving, output_size=rows.shape[0]), stable=True).indices

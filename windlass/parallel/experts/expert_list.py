@@ -1,4 +1,4 @@
-"""Experts that are modules of their own, of which a rank may have only some."""
+"""Experts that are separate modules. A rank may hold only some of them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from windlass.parallel.placement import get_placement, set_placement
 
 
 class ExpertList(nn.ModuleList):
-    """Experts by their number among those of all ranks, which their names keep, so that checkpoints have all."""
+    """List of experts indexed by their global number. Parameter names keep that number, so that checkpoints contain all
+    experts.
+    """
 
     def __getitem__(self, number: int | slice) -> nn.Module:  # type: ignore[override]
         if isinstance(number, slice):
-            raise TypeError("take experts one by one: a rank may not have all of them")
+            raise TypeError("index experts one by one: a rank may not hold all of them")
         found = self._modules.get(str(number))
         if found is None:
             raise IndexError(f"expert {number} is not on this rank, which has {', '.join(self._modules)}")
         return found
 
     def keep_only(self, expert_ids: Sequence[int]) -> None:
-        """Let go of all others."""
+        """Drop all other experts."""
         kept = {str(number) for number in expert_ids}
         for name in [name for name in self._modules if name not in kept]:
             del self._modules[name]
@@ -38,14 +40,14 @@ class ExpertList(nn.ModuleList):
 class Experts(nn.Module):
     """Copies of one module.
 
-    All of them are here until `cut`. An expert that gets no token runs on no row: its parameters get zeros for a
-    gradient, as in DeepSpeed, where plain PyTorch would leave None and an optimizer would pass them over; so momentum
-    and weight decay of an expert do not depend on which tokens a batch happened to have, and each rank runs the same
-    modules in the same order. An expert must therefore take `[0, hidden]`.
+    All copies are on this rank until `shard`. An expert without tokens runs on zero rows, so its parameters get zero
+    gradients, as in DeepSpeed. Plain PyTorch would leave the gradients None and an optimizer would skip them. Thus
+    momentum and weight decay of an expert do not depend on the routing of a batch, and each rank runs the same modules
+    in the same order. An expert must therefore accept `[0, hidden]`.
 
     Args:
-        expert: the module; it maps `[rows, hidden]` to the same, or to a tuple that begins with that.
-        count: how many.
+        expert: the module; it maps `[rows, hidden]` to the same shape, or to a tuple whose first element has it.
+        num_experts: number of copies.
     """
 
     def __init__(self, expert: nn.Module, num_experts: int) -> None:
@@ -55,7 +57,7 @@ class Experts(nn.Module):
         self.axis: MeshAxis = single_rank_axis("ep")
 
     def shard(self, axis: MeshAxis) -> tuple[int, int]:
-        """Keep this rank's experts alone; returns `[first, end)`."""
+        """Keep only this rank's experts. Return their `[first, end)`."""
         first, end = compute_expert_spans(self.num_experts, axis)[axis.index]
         self.deepspeed_experts.keep_only(range(first, end))
         for parameter in self.parameters():
@@ -65,13 +67,15 @@ class Experts(nn.Module):
         return first, end
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
-        """A copy is spread over the same axis."""
+        """Deep-copy the experts. The copy shares the mesh axis."""
         return deepcopy_on_axis(self, self.axis, memo)
 
     def forward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *, dropless: bool = False
     ) -> torch.Tensor:
-        """Tokens `[tokens, hidden]` through their experts (`dispatch`). Collective along the axis of experts."""
+        """Run tokens `[tokens, hidden]` through their experts (`dispatch_and_combine`). Collective along the expert
+        axis.
+        """
         return dispatch_and_combine(
             hidden,
             index,
@@ -83,7 +87,7 @@ class Experts(nn.Module):
         )
 
     def run_local_experts(self, rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        """Rows `[rows, hidden]`, sorted by expert, through the experts of this rank."""
+        """Run rows `[rows, hidden]`, sorted by expert, through this rank's experts."""
         found = []
         for expert, part in zip(self.deepspeed_experts, rows.split(groups.sizes()), strict=True):
             out = expert(part)

@@ -1,4 +1,4 @@
-"""Which modules hold experts as tensors with one matrix each along the first dimension, and how they are run."""
+"""Specifications of modules that hold experts as tensors with one matrix per expert along the first dimension."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ TokenRouting = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ExpertModuleSpec:
-    """How the modules of a class hold experts, and how their forward is to be taken apart.
+    """Description of the experts of a module class, and of how to run them on sorted rows.
 
     Attributes:
-        number: the attribute that says how many there are; it is set to how many are here.
-        tensors: names of parameters, as seen from the module, whose first dimension is cut: so many equal parts as
-            there are experts. None: all of its own, none of its children's.
-        rows: the module, rows `[rows, hidden]` sorted by expert, and whose they are, to rows. None: its own forward,
-            which is given `(rows, expert of each row [rows, 1], ones [rows, 1])`, and is not called if there is no row.
-        routing: how many experts there are in all, and the forward's arguments, to `(hidden [tokens, hidden],
-            experts [tokens, k], weights [tokens, k])`. None: the arguments are these.
+        count_attribute: attribute with the number of experts. It is set to the local number after sharding.
+        parameter_names: names of parameters, relative to the module, whose first dimension is sharded in as many equal
+            parts as there are experts. None: all parameters of the module itself, none of its children's.
+        run_rows: maps the module, rows `[rows, hidden]` sorted by expert, and their `RowGroups` to output rows. None:
+            use the module's own forward with `(rows, expert of each row [rows, 1], ones [rows, 1])`; it is not called
+            with zero rows.
+        read_routing: maps the total number of experts and the forward's arguments to `(hidden [tokens, hidden], experts
+            [tokens, k], weights [tokens, k])`. None: the forward's arguments are these three.
     """
 
     count_attribute: str = "num_experts"
@@ -36,7 +37,7 @@ class ExpertModuleSpec:
     read_routing: Callable[..., TokenRouting] | None = None
 
     def sharded_parameters(self, module: nn.Module) -> list[str]:
-        """The parameters that are cut."""
+        """Return the names of the parameters that are sharded."""
         if self.parameter_names is not None:
             return list(self.parameter_names)
         return [name for name, _ in module.named_parameters(recurse=False)]
@@ -50,22 +51,22 @@ def register_experts(
     run_rows: RunRows | None = None,
     read_routing: Callable[..., TokenRouting] | None = None,
 ) -> None:
-    """Say how modules of a class hold experts, so that `apply_expert_parallel` can spread them.
+    """Register how modules of a class hold experts, so that `apply_expert_parallel` can distribute them.
 
     Args:
-        class_name: of the module that holds the tensors of all experts of a layer.
-        number, tensors, rows, routing: see `Family`.
+        class_name: class of the module that holds the tensors of all experts of a layer.
+        count_attribute, parameter_names, run_rows, read_routing: see `ExpertModuleSpec`.
     """
     _registry[class_name] = ExpertModuleSpec(count_attribute, parameter_names, run_rows, read_routing)
 
 
 def list_registered_classes() -> list[str]:
-    """The classes that are known by name."""
+    """Return the class names that have a registered spec."""
     return sorted(_registry)
 
 
 def find_expert_spec(module: nn.Module) -> ExpertModuleSpec | None:
-    """How a module holds experts as tensors, by its class or by its structure; None if it doesn't, or nobody knows."""
+    """Return the spec of a module, by its class or by its structure, or None if it holds no experts or is unknown."""
     for kind in type(module).__mro__:
         if kind.__name__ in _registry:
             return _registry[kind.__name__]
@@ -79,7 +80,7 @@ def find_expert_spec(module: nn.Module) -> ExpertModuleSpec | None:
 
 
 def run_interface_rows(module: nn.Module, rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """What transformers' experts interface says of a module (`use_experts_implementation`), on rows that are sorted."""
+    """Run sorted rows through a module of transformers' experts interface (`use_experts_implementation`)."""
     said: Any = module
     up = "gate_up_proj" if said.has_gate else "up_proj"
 
@@ -95,7 +96,7 @@ def run_interface_rows(module: nn.Module, rows: torch.Tensor, groups: RowGroups)
 
 
 def _accepts_routing(module: nn.Module) -> bool:
-    """Whether its forward takes tokens, the experts of each, and their weights, going by names."""
+    """Return True if the parameter names of its forward are those of tokens, expert indices and expert weights."""
     names = [name.lower() for name in inspect.signature(module.forward).parameters]
     if len(names) != 3:
         return False
@@ -110,8 +111,10 @@ def _run_llama4_rows(module: nn.Module, rows: torch.Tensor, groups: RowGroups) -
 
 
 def _read_llama4_routing(num_experts: int, hidden: torch.Tensor) -> TokenRouting:
-    """Llama 4 gives each expert every token times its score, which is 0 for the tokens of others: those rows come out
-    as 0, and so do their gradients, so they need not go anywhere.
+    """Reconstruct the routing from the input of Llama 4's expert module.
+
+    Llama 4 passes every token, times its score, to each expert. The score is 0 for tokens of other experts. Such rows
+    have zero outputs and zero gradients, so they are not dispatched.
 
     Args:
         hidden: `[experts x tokens, hidden]`, the first expert's rows first.

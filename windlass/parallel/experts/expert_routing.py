@@ -1,4 +1,4 @@
-"""Which experts a router chooses for each token, and how much each of them counts."""
+"""Choice of the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from windlass.base.errors import ConfigError
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 GateNoise = Literal["RSample", "Jitter"]
-JITTER = 1e-2  # as Switch Transformer (arXiv:2101.03961, 2.2)
+JITTER = 1e-2  # as in Switch Transformer (arXiv:2101.03961, 2.2)
 
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How experts are chosen.
+    """Rule by which experts are chosen.
 
     Attributes:
-        experts: how many there are.
-        k: how many a token gets.
-        score: of an expert, from its logit: a softmax over the experts, or each logit's sigmoid (DeepSeek-V3,
-            arXiv:2412.19437, eq. 15).
-        noise: "RSample" adds Gumbel noise to the logits that are compared, so that experts are drawn by their
-            probability, "Jitter" multiplies the router's input by 1 +- 0.01 (Switch Transformer); in training only.
-        sample_second: of two experts, draw the second by its probability among the others (GShard,
-            arXiv:2006.16668, 2.2), in training only.
-        groups, groups_kept: experts lie in so many equal groups, and a token's are chosen among those of its
-            `groups_kept` best: by their best expert (DeepSeek-V2, arXiv:2405.04434, 2.2.2), with sigmoid scores by
-            the sum of their two best (DeepSeek-V3).
-        normalize: the weights of a token's experts add up to 1. None: if it has several.
-        scale: weights are multiplied by it.
+        num_experts: number of experts.
+        k: experts per token.
+        score_function: score of an expert from its logit: a softmax over the experts, or each logit's sigmoid
+            (DeepSeek-V3, arXiv:2412.19437, eq. 15).
+        noise: "RSample" adds Gumbel noise to the logits before the comparison, so that experts are sampled by their
+            probability; "Jitter" multiplies the router's input by a factor in 1 +- 0.01 (Switch Transformer). In
+            training only.
+        sample_second_expert: with k = 2, sample the second expert by its probability among the others (GShard,
+            arXiv:2006.16668, 2.2). In training only.
+        num_expert_groups, num_limited_groups: experts form `num_expert_groups` equal groups, and a token's experts are
+            chosen from its `num_limited_groups` best groups. A group ranks by its best expert (DeepSeek-V2,
+            arXiv:2405.04434, 2.2.2), with sigmoid scores by the sum of its two best (DeepSeek-V3).
+        normalize_weights: the weights of a token's experts sum to 1. None: True if k > 1.
+        routed_scaling_factor: factor of the weights.
 
     Raises:
-        ConfigError: numbers that don't go together.
+        ConfigError: the values are inconsistent.
     """
 
     num_experts: int
@@ -63,7 +64,8 @@ class RoutingRule:
             or not 1 <= self.num_limited_groups <= self.num_expert_groups
         ):
             raise ConfigError(
-                f"{self.num_experts} experts can't lie in {self.num_expert_groups} equal groups of which {self.num_limited_groups} are kept"
+                f"{self.num_experts} experts can't lie in {self.num_expert_groups} equal groups of which "
+                f"{self.num_limited_groups} are kept"
             )
         if self.k > self.num_experts // self.num_expert_groups * self.num_limited_groups:
             raise ConfigError(
@@ -73,12 +75,12 @@ class RoutingRule:
 
     @property
     def normalizes_weights(self) -> bool:
-        """Whether the weights of a token's experts add up to 1."""
+        """True if the weights of a token's experts sum to 1."""
         return self.k > 1 if self.normalize_weights is None else self.normalize_weights
 
 
 def compute_router_scores(logits: torch.Tensor, routing_rule: RoutingRule) -> torch.Tensor:
-    """`[tokens, experts]`, between 0 and 1."""
+    """Compute the scores `[tokens, experts]`, between 0 and 1."""
     return logits.sigmoid() if routing_rule.score_function == "sigmoid" else functional.softmax(logits, dim=-1)
 
 
@@ -90,12 +92,12 @@ def choose_experts(
     bias: torch.Tensor | None = None,
     training: bool = True,
 ) -> torch.Tensor:
-    """`[tokens, k]`, the experts of each token, the best first.
+    """Choose the experts `[tokens, k]` of each token, the best first.
 
     Args:
         logits: `[tokens, experts]`.
-        scores: of these.
-        bias: `[experts]`, added to the scores that are compared, and to nothing else (arXiv:2408.15664).
+        scores: `[tokens, experts]`, computed from `logits`.
+        bias: `[experts]`, added to the scores for the comparison only (arXiv:2408.15664).
     """
     with torch.no_grad():
         compared = scores if bias is None else scores + bias
@@ -110,11 +112,12 @@ def choose_experts(
 
 
 def compute_expert_weights(scores: torch.Tensor, index: torch.Tensor, routing_rule: RoutingRule) -> torch.Tensor:
-    """`[tokens, k]`, what each chosen expert's output is multiplied by: its score, 0 where a slot is not used.
+    """Compute the weights `[tokens, k]` of the chosen experts' outputs: the scores, and 0 for an unused slot.
 
     Args:
         scores: `[tokens, experts]`.
-        index: `[tokens, k]`; `experts` in a slot that is not used. The others share what a dropped one leaves.
+        index: `[tokens, k]`; `num_experts` in an unused slot. Normalization distributes its weight over the other
+            slots.
     """
     used = index < routing_rule.num_experts
     weights = scores.gather(1, index.clamp(max=routing_rule.num_experts - 1)) * used
@@ -124,18 +127,18 @@ def compute_expert_weights(scores: torch.Tensor, index: torch.Tensor, routing_ru
 
 
 def jitter_input(tokens: torch.Tensor) -> torch.Tensor:
-    """A router's input, each element times a random number between 0.99 and 1.01."""
+    """Multiply each element of a router's input by a random factor between 0.99 and 1.01."""
     return tokens * torch.empty_like(tokens).uniform_(1.0 - JITTER, 1.0 + JITTER)
 
 
 def gumbel_like(logits: torch.Tensor) -> torch.Tensor:
-    """Noise that turns the largest logit into a draw from their softmax."""
+    """Return Gumbel noise. The argmax of logits plus noise is a sample from their softmax."""
     return -torch.empty_like(logits).exponential_().log()
 
 
 def _mask_dropped_groups(compared: torch.Tensor, routing_rule: RoutingRule) -> torch.Tensor:
-    """`compared`, and -inf for the experts of groups that a token does not keep."""
-    each = compared.view(compared.shape[0], routing_rule.num_expert_groups, -1)  # [tokens, groups, experts of one]
+    """Set the entries of groups outside a token's best groups to -inf."""
+    each = compared.view(compared.shape[0], routing_rule.num_expert_groups, -1)  # [tokens, groups, experts of a group]
     best = min(2, each.shape[-1]) if routing_rule.score_function == "sigmoid" else 1
     kept = each.topk(best, dim=-1).values.sum(-1).topk(routing_rule.num_limited_groups, dim=-1).indices
     lost = torch.ones_like(each[..., 0], dtype=torch.bool).scatter(1, kept, False)

@@ -1,4 +1,4 @@
-"""Matrix products of rows that lie sorted by expert, each with its expert's matrix."""
+"""Products of rows, sorted by expert, with the matrix of their expert."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from torch.nn import functional
 
 _GROUPED_MM: Any = getattr(functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-_ALIGNMENT = 16  # bytes, which its kernels ask of addresses and strides
+_ALIGNMENT = 16  # bytes; alignment of addresses and strides that the kernels require
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Which rows belong to which expert: the first `counts[0]` rows to the first one, and so on.
+    """Assignment of sorted rows to experts: the first `counts[0]` rows belong to the first expert, and so on.
 
     Attributes:
-        counts: `[experts]`, rows of each, on the device of the rows.
-        known: the same on the host, where somebody had to know them already.
+        counts: `[experts]`, rows of each expert, on the device of the rows.
+        host_counts: the same on the host, if they were already read there.
     """
 
     counts: torch.Tensor
     host_counts: Sequence[int] | None = None
 
     def sizes(self) -> list[int]:
-        """Rows of each expert, on the host: waits for the device if nobody knows them."""
+        """Return the rows of each expert, on the host. Synchronizes with the device unless `host_counts` is set."""
         return self.counts.tolist() if self.host_counts is None else list(self.host_counts)
 
     def expert_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[rows]`, the number of each row's expert among those here."""
+        """Return `[rows]`, the local number of each row's expert."""
         numbers = torch.arange(self.counts.shape[0], device=self.counts.device)
         return numbers.repeat_interleave(self.counts, output_size=rows.shape[0])
 
@@ -43,9 +43,9 @@ def grouped_linear(
     *,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """Each row through its expert's linear layer; one kernel for all experts where torch has one.
+    """Apply each row's expert's linear layer, in one kernel for all experts if torch has one.
 
-    Every expert's weight gets a gradient, zeros where it had no row.
+    Every expert's weight gets a gradient, which is zero if the expert had no rows.
 
     Args:
         rows: `[rows, in]`, sorted by expert.
@@ -68,22 +68,26 @@ def grouped_linear(
 
 
 def grouped_linear_loop(rows: torch.Tensor, matrices: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    """What `grouped_linear` means: one product for each expert that has rows.
+    """Compute the products one expert at a time: the reference for `grouped_linear`.
 
     Args:
         rows: `[rows, in]`.
         matrices: `[experts, in, out]`.
     """
     sizes = groups.sizes()
-    filled = [expert for expert, size in enumerate(sizes) if size] or [0]  # none at all: still a part of the graph
+    # without rows, expert 0 keeps the result in the autograd graph
+    filled = [expert for expert, size in enumerate(sizes) if size] or [0]
     parts = rows.split(sizes)
     each = matrices.unbind(0)
     return torch.cat([parts[expert] @ each[expert] for expert in filled])
 
 
 def has_grouped_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch has one kernel for all experts: 16 bits on CUDA (compute capability 8.0 on), also fp32 on the CPU;
-    addresses and strides of whole 16 bytes."""
+    """Return True if torch has one kernel for all experts.
+
+    It exists for bf16 on CUDA (compute capability 8.0 or later), and for bf16 and fp32 on the CPU. Addresses and
+    strides must be multiples of 16 bytes.
+    """
     if _GROUPED_MM is None or rows.dtype != weight.dtype or not weight.is_contiguous() or not rows.is_contiguous():
         return False
     if any(tensor.data_ptr() % _ALIGNMENT for tensor in (rows, weight)):
@@ -96,8 +100,10 @@ def has_grouped_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _ZeroUnusedGradients(torch.autograd.Function):
-    """The weights; in their gradient, experts without a row get zeros: a kernel that has nothing to add up for a matrix
-    may leave it as the memory was."""
+    """Identity of the weights that zeroes the gradient of experts without rows.
+
+    A kernel with nothing to sum for a matrix may leave that part of the gradient uninitialized.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -113,7 +119,7 @@ class _ZeroUnusedGradients(torch.autograd.Function):
 def _autocast_operands(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What autocast makes of the operands of a linear layer: torch does not do so for grouped products."""
+    """Cast the operands as autocast does for a linear layer. torch does not do this for grouped products."""
     device = rows.device.type
     if not torch.is_autocast_enabled(device) or not rows.is_floating_point():
         return rows, weight, bias

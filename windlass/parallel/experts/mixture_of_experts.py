@@ -1,4 +1,4 @@
-"""A mixture of experts for users' own models."""
+"""Mixture-of-experts layer for users' own models."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ from windlass.parallel.experts.top_k_gate import CapacityLimit, TopKGate
 
 
 class MixtureOfExperts(nn.Module):
-    """Several copies of a module, of which each token goes through `k`. The signature is `deepspeed.moe.layer.MoE`'s.
+    """Mixture of copies of a module, `k` of which process each token. The signature is that of
+    `deepspeed.moe.layer.MoE`.
 
-    It is built with all experts; `apply_expert_parallel` leaves each rank its own. Names in the state dict are
+    The layer is built with all experts; `apply_expert_parallel` keeps each rank's own. Names in the state dict are
     DeepSpeed's.
 
     Args:
-        hidden_size: of tokens, in and out.
-        expert: the module to be copied; it maps `[rows, hidden_size]` to the same (`Experts`). A `StackedMLP`, which
-            is all experts at once, is taken as it is.
-        num_experts: how many copies.
-        ep_size: over how many ranks they are to be spread; 1: over as many as there are along ep.
-        k: experts of a token.
-        capacity_factor, eval_capacity_factor, min_capacity: how many tokens an expert takes of each rank
-            (`capacity.capacity_of`).
-        use_residual: `expert` itself runs on every token too, and a learned softmax weighs both (PR-MoE,
+        hidden_size: width of a token, in and out.
+        expert: the module to copy; it maps `[rows, hidden_size]` to the same shape (`Experts`). A `StackedMLP`, which
+            contains all experts, is used as it is.
+        num_experts: number of experts.
+        ep_size: number of ranks over which to distribute them; 1: the size of the ep axis.
+        k: experts per token.
+        capacity_factor, eval_capacity_factor, min_capacity: limit of tokens per expert and rank
+            (`compute_expert_capacity`).
+        use_residual: also run `expert` itself on every token, and weigh both outputs by a learned softmax (PR-MoE,
             arXiv:2201.05596).
-        noisy_gate_policy: None, "RSample" or "Jitter" (`choice.Rule`).
-        drop_tokens: False: experts take all tokens that choose them.
-        use_rts: of one expert's tokens, those are left out whom a draw says; False: the last ones. With `k` = 2 the
-            last ones are, second choices first; with more, those of least probability: as DeepSpeed does it.
-        use_tutel: nothing; rows are sorted here without it.
-        enable_expert_tensor_parallelism: whether tensor parallelism cuts the experts too.
-        top2_2nd_expert_sampling: with `k` = 2, the second expert is drawn (in training only, not in evaluation as
-            DeepSpeed does); without effect where a bias balances.
-        score, groups, groups_kept, normalize, scale: as `choice.Rule` has them.
-        z_loss: weight of the z-loss in the loss that is returned, beside a balance loss of weight 1.
-        balance_rate: how far `update_balance` moves each expert's bias in a step, against its load; 0: no bias.
-        shared_expert: a module that every token goes through; its output is added.
-        priority: whom experts take first if not as `use_rts` says.
+        noisy_gate_policy: None, "RSample" or "Jitter" (`RoutingRule.noise`).
+        drop_tokens: drop tokens over capacity. False: experts take all tokens that chose them.
+        use_rts: with `k` = 1, drop a random subset of an expert's tokens when it is over capacity; False: drop the last
+            ones. With `k` = 2 the last ones are dropped, second choices first; with larger `k`, those of lowest score.
+            This is DeepSpeed's behaviour.
+        use_tutel: no effect; rows are sorted here without it.
+        enable_expert_tensor_parallelism: tensor parallelism also shards the experts.
+        top2_2nd_expert_sampling: with `k` = 2, sample the second expert, in training only (DeepSpeed also samples in
+            evaluation). No effect if a bias balances the router.
+        score_function, num_expert_groups, num_limited_groups, normalize_weights, routed_scaling_factor: see
+            `RoutingRule`.
+        z_loss_weight: weight of the z-loss in the returned loss, where the balance loss has weight 1.
+        expert_bias_update_rate: step by which `update_router_biases` moves each expert's bias against its load; 0: no
+            bias.
+        shared_expert: a module that processes every token; its output is added.
+        capacity_priority: order in which tokens are accepted up to capacity, instead of the one that `use_rts` implies.
 
     Raises:
-        ConfigError: numbers that don't go together.
+        ConfigError: the values are inconsistent.
     """
 
     def __init__(
@@ -124,15 +128,16 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens through their experts. Collective along the axis of experts.
+        """Run tokens through their experts. Collective along the expert axis.
 
         Args:
             hidden_states: `[..., hidden_size]`.
-            used_token: `[...]`, 0 for tokens that go to no expert, whose output is 0 (but for shared ones).
+            used_token: `[...]`, 0 for tokens without an expert, whose output is 0 (except from shared experts).
 
         Returns:
-            the output, as large; the loss that keeps this rank's tokens balanced, to be added to the model's with a
-            weight of about 0.01; `[num_experts]`, how many of this rank's tokens chose each expert.
+            The output, of the shape of `hidden_states`; the load-balancing loss of this rank's tokens, to be added to
+            the model's loss with a weight of about 0.01; and `[num_experts]`, the number of this rank's tokens that
+            chose each expert.
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         gate: Any = self.deepspeed_moe["gate"]

@@ -1,4 +1,4 @@
-"""Balancing without a loss: a bias on each expert's score that moves against its load (arXiv:2408.15664)."""
+"""Load balancing without a loss, by a bias on each expert's score that moves against its load (arXiv:2408.15664)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
 
 BIAS_BUFFERS = ("e_score_correction_bias",)
-"""What transformers calls the bias: buffers of routers that return the chosen experts among their outputs."""
+"""Buffer names of the bias in transformers, in routers whose outputs include the chosen experts."""
 
 
 class RouterBias:
-    """One router's bias and what its experts were asked for since the bias last moved.
+    """Bias of one router, and the number of tokens that chose each expert since the last update.
 
-    The counts are no buffer: each rank has its own, and nobody is to make them equal.
+    The counts are not a buffer, because they differ between ranks and must not be synchronized as buffers are.
 
     Args:
-        router: its module.
-        name: of the buffer that is the bias, `[experts]`.
-        rate: how far it moves at once.
+        router: the router module.
+        name: name of the bias buffer, `[experts]`.
+        expert_bias_update_rate: step size of an update.
     """
 
     def __init__(self, router: nn.Module, name: str, expert_bias_update_rate: float) -> None:
@@ -32,7 +32,7 @@ class RouterBias:
 
     @property
     def bias(self) -> torch.Tensor:
-        """As it is now: buffers may be moved."""
+        """Current bias tensor, looked up at each access because buffers may be replaced."""
         found: torch.Tensor = getattr(self._router, self.name)
         return found
 
@@ -42,43 +42,45 @@ class RouterBias:
 
     @torch.no_grad()
     def count_tokens(self, index: torch.Tensor) -> None:
-        """Add what tokens chose; numbers that are no expert count for nothing."""
+        """Add the chosen experts to the counts. Values that are not an expert number are ignored."""
         chosen = count_tokens_per_expert(index, self.num_experts)
         self._token_counts = chosen if self._token_counts is None else self._token_counts + chosen
 
     def pop_counts(self) -> torch.Tensor:
-        """`[experts]`, the counts, which start again from zero."""
+        """Return the counts `[experts]` and reset them to zero."""
         asked, self._token_counts = self._token_counts, None
         return torch.zeros(self.num_experts, dtype=torch.int64, device=self.bias.device) if asked is None else asked
 
     @torch.no_grad()
     def update(self, token_counts: torch.Tensor) -> None:
-        """Move the bias of experts that were asked less than the mean up, of others down."""
+        """Raise the bias of experts with fewer tokens than the mean, and lower the bias of the others."""
         bias = self.bias
         mean = token_counts.sum().to(torch.float64) / token_counts.numel()
         bias += self.expert_bias_update_rate * torch.sign(mean - token_counts).to(bias.dtype).view_as(bias)
 
 
 def count_tokens_per_expert(index: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """`[experts]`, how often each is in `index`; other numbers are left out."""
+    """Return `[experts]`, the number of occurrences of each expert in `index`. Other values are ignored."""
     flat = index.reshape(-1).clamp(max=num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=index.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
 def enable_router_bias_updates(model: nn.Module, expert_bias_update_rate: float, *, required: bool = True) -> list[str]:
-    """Have `update_balance` move the biases of transformers' routers (`e_score_correction_bias`), which it keeps as
-    they are. They are fp32 from now on: 16 bits would round small steps away.
+    """Let `update_router_biases` move the biases of transformers' routers (`e_score_correction_bias`), which are
+    otherwise constant.
+
+    The biases become fp32: 16 bits would round small steps away.
 
     Args:
-        rate: how far a bias moves in a step; DeepSeek-V3 took 0.001 (arXiv:2412.19437, 4.2).
-        required: False: a model without such a bias is none to complain about (a stage of a pipeline).
+        expert_bias_update_rate: step size of an update; DeepSeek-V3 used 0.001 (arXiv:2412.19437, 4.2).
+        required: raise if no router has such a bias. False for a stage of a pipeline.
 
     Returns:
-        the names of the routers.
+        Names of the routers.
 
     Raises:
-        ModelError: none has such a bias.
+        ModelError: no router has such a bias.
     """
     found = []
     for name, module in model.named_modules():
@@ -93,22 +95,24 @@ def enable_router_bias_updates(model: nn.Module, expert_bias_update_rate: float,
             module._balance = RouterBias(module, owner, expert_bias_update_rate)
             module.register_forward_hook(_count_tokens)
         else:
-            module._balance.rate = expert_bias_update_rate
+            module._balance.expert_bias_update_rate = expert_bias_update_rate
     if not found and required:
         raise ModelError(
-            f"{type(model).__name__} has no router with a buffer {' or '.join(BIAS_BUFFERS)} that could be balanced; "
-            "leave the rate of balancing out, or balance by a loss"
+            f"{type(model).__name__} has no router with a buffer {' or '.join(BIAS_BUFFERS)} to update; "
+            "leave out the bias update rate, or use a load-balancing loss"
         )
     return found
 
 
 def update_router_biases(model: nn.Module, axes: Sequence[MeshAxis]) -> int:
-    """Move each balanced router's bias by what all ranks' tokens chose since the last time. Collective along `axes`.
+    """Update each balanced router's bias by the choices of all ranks' tokens since the last update. Collective along
+    `axes`.
 
-    To be called once after each optimizer step, with axes that together make the data ranks of dense parameters.
+    Call it once after each optimizer step, with the axes that together form the data-parallel group of dense
+    parameters.
 
     Returns:
-        how many routers there are.
+        Number of updated routers.
     """
     balances = find_router_biases(model)
     update_biases(balances, axes)
@@ -116,7 +120,7 @@ def update_router_biases(model: nn.Module, axes: Sequence[MeshAxis]) -> int:
 
 
 def update_biases(biases: Sequence[RouterBias], axes: Sequence[MeshAxis]) -> None:
-    """As `update_balance`, of routers that were found before."""
+    """Update the given biases, as `update_router_biases` does for a model."""
     if not biases:
         return
     asked = torch.cat([balance.pop_counts() for balance in biases])
@@ -127,13 +131,13 @@ def update_biases(biases: Sequence[RouterBias], axes: Sequence[MeshAxis]) -> Non
 
 
 def find_router_biases(model: nn.Module) -> list[RouterBias]:
-    """Of every router whose bias moves."""
+    """Return the bias of every router with bias updates."""
     found = (getattr(module, "_balance", None) for module in model.modules())
     return [one for one in found if isinstance(one, RouterBias)]
 
 
 def is_router_bias(module: nn.Module, name: str) -> bool:
-    """Whether a buffer is a bias that moves: such a one stays fp32 whatever the model computes in."""
+    """Return True if a buffer is a router bias that is updated. It stays fp32 whatever the model's dtype is."""
     balance = getattr(module, "_balance", None)
     return isinstance(balance, RouterBias) and balance.name == name
 
@@ -147,6 +151,5 @@ def _count_tokens(module: nn.Module, args: Any, output: Any) -> None:
             module._balance.count_tokens(one)  # type: ignore[union-attr, operator]
             return
     raise ModelError(
-        f"the router {type(module).__name__} returns no integers that say which experts it chose; "
-        "its bias can't be balanced"
+        f"the router {type(module).__name__} returns no integer tensor of chosen experts, so its bias can't be updated"
     )

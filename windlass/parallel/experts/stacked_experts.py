@@ -1,4 +1,4 @@
-"""A module that holds experts as tensors is left its own, and its forward sends tokens to where their experts are."""
+"""Sharding of modules that hold experts as stacked tensors, and their forward with token dispatch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from windlass.parallel.placement import get_placement, make_ranges_along, set_pl
 
 
 class ExpertParallelForward:
-    """The forward of one module of experts of which a rank has some: it stands in for the class's own.
+    """Replacement for the forward of an expert module of which a rank holds only some experts.
 
     Args:
-        module: of whose tensors only this rank's experts are left.
-        family: how it holds them.
-        experts: how many there are on all ranks together.
-        axis: along which they are spread.
+        module: the module; its tensors contain only this rank's experts.
+        spec: description of its experts.
+        num_experts: number of experts on all ranks.
+        axis: mesh axis over which they are distributed.
     """
 
     def __init__(self, module: nn.Module, spec: ExpertModuleSpec, num_experts: int, axis: MeshAxis) -> None:
@@ -64,18 +64,18 @@ class ExpertParallelForward:
         return found + _zero_dependency(rows, self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallelForward:
-        """A copy of the module runs its own tensors, over the same axis."""
+        """Deep-copy the forward. The copy runs the copied module's tensors over the same mesh axis."""
         return deepcopy_on_axis(self, self.axis, memo)
 
 
 def shard_stacked_experts(module: nn.Module, name: str, spec: ExpertModuleSpec, axis: MeshAxis) -> tuple[int, int]:
-    """Keep this rank's experts of a module alone; returns `[first, end)`.
+    """Keep only this rank's experts of a module. Return their `[first, end)`.
 
     Args:
-        name: of the module, for errors.
+        name: name of the module, for errors.
 
     Raises:
-        ModelError: a tensor that can't be cut into as many equal parts as there are experts.
+        ModelError: a tensor cannot be divided into as many equal parts as there are experts.
     """
     experts = int(getattr(module, spec.count_attribute))
     first, end = compute_expert_spans(experts, axis)[axis.index]
@@ -94,10 +94,10 @@ def shard_stacked_experts(module: nn.Module, name: str, spec: ExpertModuleSpec, 
 
 
 def find_shardable_parameters(module: nn.Module, name: str, spec: ExpertModuleSpec) -> list[tuple[nn.Parameter, int]]:
-    """The parameters that are cut, and how many rows of each belong to one expert.
+    """Return the parameters to shard, each with its number of rows per expert.
 
     Raises:
-        ModelError: as `cut_stacked`.
+        ModelError: as `shard_stacked_experts`.
     """
     experts = int(getattr(module, spec.count_attribute))
     found = []
@@ -107,17 +107,21 @@ def find_shardable_parameters(module: nn.Module, name: str, spec: ExpertModuleSp
         before = get_placement(parameter)
         if rest or not grain or before.ranges[0] != ((0, before.global_shape[0]),):
             raise ModelError(
-                f"{name}.{tensor} of shape {tuple(before.global_shape)}, of which {parameter.shape[0]} rows are here, can't "
+                f"{name}.{tensor} of shape {tuple(before.global_shape)}, of which {parameter.shape[0]} rows are "
+                f"here, can't "
                 f"be cut into {experts} experts ({spec.count_attribute}); register_experts({type(module).__name__!r}, "
-                "tensors=...) names those that can"
+                "parameter_names=...) names the parameters to shard"
             )
         found.append((parameter, grain))
     return found
 
 
 def _zero_dependency(rows: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """A zero that rows and parameters have a part in. Where no expert has a row, nothing else would take this rank into
-    the exchanges of the backward, or give its parameters a gradient."""
+    """Return a zero that depends on the rows and on all parameters in the autograd graph.
+
+    It matters if no local expert has a row: without it, this rank would not take part in the backward's collectives,
+    and its parameters would get no gradient.
+    """
     zero = rows[:, :0].sum()
     for parameter in module.parameters():
         if parameter.requires_grad:

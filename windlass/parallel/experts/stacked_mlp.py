@@ -1,4 +1,4 @@
-"""All experts of a layer as a few tensors: one grouped product for each of their matrices."""
+"""Feed-forward experts of a layer as stacked tensors, with one grouped product for each of their matrices."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from windlass.parallel.experts.expert_modules import run_interface_rows
 
 
 class StackedMLP(nn.Module):
-    """Feed-forward experts, to be given to `MoE` in the place of one module: many small experts run as fast as a large
-    one. It answers transformers' experts interface, so that it is spread as their modules are.
+    """Stack of feed-forward experts, passed to `MoE` instead of one module. Many small experts run as fast as one large
+    network.
+
+    It implements transformers' experts interface, so it is sharded like the expert modules of transformers.
 
     Args:
-        hidden_size: of tokens.
-        intermediate_size: of each expert.
-        num_experts: how many.
-        activation: between the matrices; SiLU by default.
-        gated: `down(activation(gate(x)) * up(x))` (arXiv:2002.05202); else `down(activation(up(x)))`.
-        bias: with biases.
+        hidden_size: width of a token.
+        intermediate_size: inner width of each expert.
+        num_experts: number of experts.
+        activation: activation between the matrices; SiLU by default.
+        gated: compute `down(activation(gate(x)) * up(x))` (arXiv:2002.05202) instead of `down(activation(up(x)))`.
+        bias: add biases.
     """
 
     has_post_expert_norm = False
@@ -52,7 +54,7 @@ class StackedMLP(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each expert's matrices and biases as `nn.Linear` begins."""
+        """Initialize each expert's matrices and biases as `nn.Linear` does."""
         for name, parameter in self.named_parameters(recurse=False):
             matrix = self.get_parameter(name.removesuffix("_bias"))
             bound = 1 / math.sqrt(matrix.shape[-1])
@@ -61,7 +63,8 @@ class StackedMLP(nn.Module):
     def forward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *, dropless: bool = False
     ) -> torch.Tensor:
-        """Tokens `[tokens, hidden]` through their experts (`dispatch`), all of which are here."""
+        """Run tokens `[tokens, hidden]` through their experts (`dispatch_and_combine`), all of which are on this
+        rank."""
         return dispatch_and_combine(
             hidden,
             index,

@@ -1,4 +1,4 @@
-"""Tokens copied to one row for each of their experts, sorted by expert, and rows added up to tokens again."""
+"""Permutation of tokens to one row per chosen expert, sorted by expert, and the weighted sum back to tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class TokenPermutation:
-    """Where each slot (one of the `k` experts of a token) lies when slots are sorted by expert.
+    """Order of the slots (a slot is one of the `k` experts of a token) sorted by expert.
 
     Attributes:
-        slots: `[tokens x k]`, the numbers of the slots in sorted order; unused ones last.
-        place: `[tokens, k]`, the place of each slot in that order.
-        counts: `[experts]`, used slots of each expert.
+        sorted_slots: `[tokens x k]`, slot numbers in sorted order; unused slots last.
+        slot_positions: `[tokens, k]`, position of each slot in that order.
+        tokens_per_expert: `[experts]`, used slots of each expert.
     """
 
     sorted_slots: torch.Tensor
@@ -25,10 +25,11 @@ class TokenPermutation:
 
 
 def sort_by_expert(index: torch.Tensor, num_experts: int) -> TokenPermutation:
-    """Sort slots by expert; those of one expert stay in the order of tokens. Nothing here waits for the device.
+    """Sort the slots by expert; slots of one expert keep the order of their tokens. Does not synchronize with the
+    device.
 
     Args:
-        index: `[tokens, k]`, the expert of each slot; `experts` or more: the slot is not used.
+        index: `[tokens, k]`, the expert of each slot; `num_experts` or more for an unused slot.
     """
     sorted_experts, slots = torch.sort(index.reshape(-1), stable=True)
     edges = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=index.device, dtype=index.dtype))
@@ -38,22 +39,21 @@ def sort_by_expert(index: torch.Tensor, num_experts: int) -> TokenPermutation:
 
 
 def permute_tokens(tokens: torch.Tensor, permutation: TokenPermutation, used_slots: int) -> torch.Tensor:
-    """`[used, hidden]`, each used slot's token, sorted by expert.
+    """Return `[used_slots, hidden]`, the token of each used slot, sorted by expert.
 
     Args:
         tokens: `[tokens, hidden]`.
-        used: how many slots are used.
+        used_slots: number of used slots.
     """
     rows: torch.Tensor = _PermuteTokens.apply(tokens, permutation.sorted_slots[:used_slots], permutation.slot_positions)
     return rows
 
 
 def unpermute_tokens(rows: torch.Tensor, weights: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:
-    """`[tokens, hidden]`, for each token the weighted sum of the rows of its slots, in fp32 at least; a slot that is
-    not used counts as zeros.
+    """Return `[tokens, hidden]`, the weighted sum of the rows of each token's slots, accumulated in fp32 or wider.
 
     Args:
-        rows: `[used, hidden]`, sorted by expert.
+        rows: `[used_slots, hidden]`, sorted by expert. Unused slots count as zeros.
         weights: `[tokens, k]`.
     """
     tokens: torch.Tensor = _UnpermuteTokens.apply(
@@ -63,13 +63,13 @@ def unpermute_tokens(rows: torch.Tensor, weights: torch.Tensor, permutation: Tok
 
 
 def reorder_rows(rows: torch.Tensor, permutation: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """`rows[order]`; `back` is the inverse permutation."""
+    """Return `rows[permutation]`. The backward uses `inverse`, the inverse permutation."""
     permuted: torch.Tensor = _ReorderRows.apply(rows, permutation, inverse)
     return permuted
 
 
 class _PermuteTokens(torch.autograd.Function):
-    """A gather whose backward gathers too: no atomic additions, the same sums every time."""
+    """Gather whose backward gathers too. Without atomic additions the sums are deterministic."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, slots: torch.Tensor, slot_positions: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ class _PermuteTokens(torch.autograd.Function):
         (place,) = ctx.saved_tensors
         wide = torch.promote_types(gradient.dtype, torch.float32)
         found = gradient.new_zeros((place.shape[0], gradient.shape[1]), dtype=wide)
-        for choice in place.unbind(1):  # one after the other: [tokens, k, hidden] at once would take much memory
+        for choice in place.unbind(1):  # one choice at a time: a [tokens, k, hidden] tensor would need much memory
             found += _rows_of_slots(gradient, choice)
         return found.to(gradient.dtype), None, None
 
@@ -127,7 +127,7 @@ class _ReorderRows(torch.autograd.Function):
 
 
 def _rows_of_slots(rows: torch.Tensor, slot_positions: torch.Tensor) -> torch.Tensor:
-    """`[tokens, hidden]`, the row of one slot of each token; zeros where it has none."""
+    """Return `[tokens, hidden]`, the row of one slot of each token; zeros for an unused slot."""
     used = rows.shape[0]
     if used == 0:
         return rows.new_zeros((slot_positions.shape[0], rows.shape[1]))

@@ -1,4 +1,4 @@
-"""The router of `MoE`: from tokens to experts, weights, and the loss that keeps it balanced."""
+"""Router of the `MoE` layer: experts and weights of each token, and the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from windlass.parallel.experts.router_losses import load_balancing_loss, normali
 
 @dataclass(frozen=True)
 class CapacityLimit:
-    """How many tokens an expert takes.
+    """Limit on the tokens per expert.
 
     Attributes:
-        factor, eval_factor: times its even share, in training and out of it.
-        minimum: at least so many.
-        priority: whom it takes first (`capacity.leave_out`).
+        capacity_factor, eval_capacity_factor: multiple of the even share, in training and in evaluation.
+        min_capacity: lower bound of the limit.
+        capacity_priority: order in which tokens are accepted (`drop_over_capacity`).
     """
 
     capacity_factor: float = 1.0
@@ -40,13 +40,13 @@ class CapacityLimit:
 
 @dataclass(frozen=True)
 class RoutingResult:
-    """Where tokens go.
+    """Routing of a rank's tokens.
 
     Attributes:
-        index: `[tokens, k]`, experts; one more than the last for nobody.
-        weights: `[tokens, k]`, fp32.
-        loss: what balancing costs, a scalar.
-        counts: `[experts]`, how many of these tokens chose each one, before any was left out.
+        expert_index: `[tokens, k]`, expert numbers; the number of experts marks an unused slot.
+        expert_weights: `[tokens, k]`, fp32.
+        loss: the load-balancing loss, a scalar.
+        tokens_per_expert: `[experts]`, number of these tokens that chose each expert, before any was dropped.
     """
 
     expert_index: torch.Tensor
@@ -56,14 +56,14 @@ class RoutingResult:
 
 
 class TopKGate(nn.Module):
-    """A linear router, computed in fp32.
+    """Linear router, computed in fp32.
 
     Args:
-        hidden_size: of tokens.
-        rule: how experts are chosen.
-        limit: how many tokens an expert takes; None: all that choose it.
-        z_weight: of the z-loss beside the balance loss.
-        balance_rate: how far `update_balance` moves the bias of scores in a step; 0: there is none.
+        hidden_size: width of a token.
+        routing_rule: rule by which experts are chosen.
+        capacity_limit: limit on the tokens per expert; None: no limit.
+        z_loss_weight: weight of the z-loss, where the balance loss has weight 1.
+        expert_bias_update_rate: step by which `update_router_biases` moves the score bias; 0: no bias.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TopKGate(nn.Module):
             self._balance = RouterBias(self, "balance_bias", expert_bias_update_rate)
 
     def forward(self, tokens: torch.Tensor, used_token: torch.Tensor | None = None) -> RoutingResult:
-        """Route `[tokens, hidden]`; those whose `used_token` `[tokens]` is 0 go nowhere."""
+        """Route tokens `[tokens, hidden]`. Tokens with 0 in `used_token` `[tokens]` get no expert."""
         rule = self.routing_rule
         with torch.autocast(tokens.device.type, enabled=False):
             tokens = tokens.float()
@@ -107,7 +107,7 @@ class TopKGate(nn.Module):
     def _balancing_loss(
         self, logits: torch.Tensor, scores: torch.Tensor, index: torch.Tensor, tokens_per_expert: torch.Tensor
     ) -> torch.Tensor:
-        if self.routing_rule.k == 2:  # first choices alone, as GShard and DeepSpeed count them
+        if self.routing_rule.k == 2:  # first choices only, as GShard and DeepSpeed count them
             index = index[:, :1]
             tokens_per_expert = count_tokens_per_expert(index, self.routing_rule.num_experts)
         loss = load_balancing_loss(normalize_scores(scores), tokens_per_expert, index.numel())
@@ -121,7 +121,7 @@ class TopKGate(nn.Module):
         return drop_over_capacity(index, experts, room, limit.capacity_priority, chosen)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As any module's; the bias stays fp32, since 16 bits would round its steps away."""
+        """Apply `fn` as any module does, but keep the bias in fp32: 16 bits would round its steps away."""
         before = self._buffers.get("balance_bias")
         module = super()._apply(fn, recurse)
         after = self._buffers.get("balance_bias")

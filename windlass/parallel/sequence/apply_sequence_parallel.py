@@ -1,5 +1,7 @@
-"""Sequence parallelism of an unmodified model of transformers: its inputs are cut before its forward, and its attention
-and its loss are those of whole sequences."""
+"""Sequence parallelism for an unmodified transformers model.
+
+Hooks shard the inputs before the forward. Attention and loss are those of whole sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from windlass.attention.transformers_dispatch import install_attention
 from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
-from windlass.parallel.sequence.attention_dispatch import ATTENTION_NAME, number_layers, register_attention, unwrap_peft
 from windlass.parallel.sequence.attention_dropout import combine_seeds, has_attention_dropout
 from windlass.parallel.sequence.batch_sharding import SHARD_KEY, mark_sharded_batch, shard_batch
 from windlass.parallel.sequence.position_ids import DerivePositions, find_position_derivation
+from windlass.parallel.sequence.sequence_backend import number_layers, use_shard
 from windlass.parallel.sequence.sequence_router_loss import install_sequence_router_loss
-from windlass.parallel.sequence.sequence_shard import SequenceShard, use_shard
+from windlass.parallel.sequence.sequence_shard import SequenceShard
 from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern
-from windlass.parallel.sequence.sequence_support import check_sequence_support, resolve_ulysses_degree
+from windlass.parallel.sequence.sequence_support import check_sequence_support, resolve_ulysses_degree, unwrap_peft
 from windlass.parallel.sequence_loss import ModelLoss, install_loss
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
 GATHERED_OUTPUTS = ("logits", "last_hidden_state")
-"""Outputs `[samples, tokens, ...]` that come whole where a batch came whole and without labels."""
+"""Outputs `[samples, tokens, ...]` that are all-gathered if the batch came whole and without labels."""
 
 
 @dataclass
 class _ForwardCall:
-    """A forward that runs: its share, and what ends with it."""
+    """State of a running forward: its shard, and the contexts that end with it."""
 
     shard: SequenceShard
     has_labels: bool
@@ -41,14 +44,15 @@ class _ForwardCall:
 
 
 class SequenceParallel:
-    """Cuts the inputs of one model, and puts its outputs together.
+    """Forward hooks that shard the inputs of one model and all-gather its outputs.
 
     Attributes:
-        axis: sp.
-        given: batches come as this rank's part.
-        only_training: in eval mode the model runs whole on every rank.
-        pattern: how sequences are cut.
-        derive: how the model derives positions; None where it counts from 0.
+        axis: the mesh axis sp.
+        pattern: distribution of the tokens over the ranks.
+        loss: loss function of the model, over the tokens of all ranks.
+        pre_sharded: batches contain this rank's tokens only.
+        only_training: in eval mode every rank computes whole sequences.
+        derive: derivation of the model's positions from ids or masks; None if the model counts tokens from 0.
     """
 
     def __init__(
@@ -72,15 +76,16 @@ class SequenceParallel:
         self._has_dropout = has_attention_dropout(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
-        return self  # process groups are not copied; what runs now is empty between forwards
+        return self  # process groups cannot be copied; between forwards there is no other state
 
     def shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch, marked with its `Share`; as it is if it was marked before.
+        """Return this rank's part of a batch, with its `SequenceShard` under `SHARD_KEY`.
 
-        For a forward that is not the model's own (a stage of a pipeline): run it inside `sharing(batch.pop(MARK))`.
+        A batch that has the key already is returned unchanged. A forward that is not the model's own (a pipeline stage)
+        runs inside `use_shard(batch.pop(SHARD_KEY))`.
 
         Raises:
-            ModelError: it can't be cut.
+            ModelError: the batch cannot be sharded.
         """
         if SHARD_KEY in batch:
             return batch
@@ -91,20 +96,20 @@ class SequenceParallel:
         )
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Cut the inputs (a forward pre-hook)."""
+        """Shard the inputs. Registered as a forward pre-hook."""
         self._active_calls.append(None)
         if len(args) > len(self._argument_names):
             takes = len(self._argument_names)
             raise ModelError(f"{type(module).__name__} got {len(args)} positional arguments and takes {takes}")
         batch = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
         if _is_generating(batch) or (self.only_training and not module.training):
-            return None  # whole sequences, on every rank alike
+            return None  # every rank computes whole sequences
         _check_requested_outputs(module, batch)
         batch = self.shard_batch(batch)
         share: SequenceShard = batch.pop(SHARD_KEY)
         if module.training and self._has_dropout and share.dropout_seed is None:
             share.dropout_seed = self._shared_seed(batch)
-        if batch.get("attention_mask") is None:  # else transformers would look for documents in a part of the positions
+        if batch.get("attention_mask") is None:  # without one, transformers would detect packing in the local positions
             ids = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
             batch["attention_mask"] = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
         if "use_cache" in self._argument_names:
@@ -113,30 +118,30 @@ class SequenceParallel:
         given = batch.get("shift_labels") if batch.get("shift_labels") is not None else batch.get("labels")
         if not self._accepts_kwargs:
             batch.pop("shift_labels", None)
+        self._active_calls[-1] = call  # before its contexts are entered: post_forward leaves them, also after an error
         call.exit_stack.enter_context(use_shard(share))
         call.exit_stack.enter_context(self.loss.with_labels(given))
-        self._active_calls[-1] = call
         return (), batch
 
     def _shared_seed(self, batch: dict[str, Any]) -> int:
-        """A seed that ranks along sp have in common, of this rank's state of random numbers. Collective."""
+        """Draw a seed from the RNG of the first rank along sp, for all of its ranks. Collective."""
         device = next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
         own = torch.randint(2**31 - 1, (1,)).to(device)
         return combine_seeds(int(self.axis.all_gather(own)[0]), self._rng_stream)
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Put outputs together (a forward hook that is always called)."""
+        """All-gather the outputs. Registered as a forward hook with `always_call`, so it runs after an error too."""
         call = self._active_calls.pop() if self._active_calls else None
         if call is None:
             return None
         call.exit_stack.close()
-        if output is None:  # it failed
+        if output is None:  # the forward raised
             return None
         if call.has_labels:
             if self.loss.calls == call.loss_calls and _output_loss(output) is not None:
                 raise ModelError(
                     f"{type(module).__name__} computes its loss without model.loss_function, so it is that of this "
-                    "rank's tokens alone; call it without labels and compute the loss from what comes back"
+                    "rank's tokens alone; call it without labels and compute the loss from its outputs"
                 )
             return None
         return self._gather_outputs(call.shard, output) if call.shard.gathers_outputs else None
@@ -168,34 +173,39 @@ def apply_sequence_parallel(
     only_training: bool = False,
     rng_stream: int = 0,
 ) -> None:
-    """Cut the sequences that a causal (or bidirectional) model of transformers computes over the ranks of `axis`.
+    """Shard the sequences of a causal or bidirectional transformers model over the ranks of `axis`, in place.
 
-    Model and collator stay as they are: every rank along `axis` calls the model with the same whole batch, of any
-    length, padded or packed. With labels the loss is that of whole sequences, the same on all ranks, and `logits` are
-    those of this rank's tokens; gradients of parameters are then parts whose mean over the axis is that of the loss.
-    Without labels `logits` and `last_hidden_state` are whole, and a loss computed of them counts in the same way. Other
-    outputs (`hidden_states`) are of this rank's tokens. Generation (`past_key_values`, or `logits_to_keep` without
-    labels) runs whole on every rank. On an axis of one rank nothing changes. A model may be cut over tp before, but
-    not after.
+    Model and collator need no change: every rank along `axis` calls the model with the same whole batch of any length,
+    padded or packed.
+
+    - With labels, the loss is that of whole sequences, equal on all ranks; `logits` are those of this rank's tokens.
+      The mean over the axis of the parameters' gradients is the gradient of the loss.
+    - Without labels, `logits` and `last_hidden_state` are those of whole sequences. Gradients of a loss computed from
+      them follow the same rule. Other outputs (`hidden_states`) are those of this rank's tokens.
+    - Generation (`past_key_values`, or `logits_to_keep` without labels) computes whole sequences on every rank.
+
+    An axis of one rank changes nothing. Apply tensor parallelism before, not after.
 
     Args:
-        axis: sp.
-        kind: "ulysses" swaps tokens for heads, "ring" passes keys and values round, "ulysses+ring" does the first among
-            `ulysses_degree` neighbours and the second between them.
-        ulysses_degree: divides the ranks of the axis; by default as many as keys' heads can be dealt out to.
-        balanced: on a ring, whether each rank has a part from either end of the sequence; by default yes.
-        given: batches come as this rank's part already (marked ones may always do).
-        only_training: in eval mode the model runs whole on every rank.
-        stream: of random numbers: ranks that compute other heads of the same tokens (tp) have another one each.
+        axis: the mesh axis sp.
+        sp_mode: "ulysses" swaps tokens for heads by all-to-all; "ring" passes keys and values round a ring;
+            "ulysses+ring" does the former among `ulysses_degree` neighbours and the latter between such groups.
+        ulysses_degree: a divisor of the number of ranks; by default the largest one that divides the key heads.
+        zigzag: on a ring, give each rank a part from either end of the sequence, to balance causal attention. Default:
+            True.
+        pre_sharded: batches contain this rank's tokens only. (Batches with a `SHARD_KEY` always may.)
+        only_training: in eval mode every rank computes whole sequences.
+        rng_stream: number of the random stream; ranks that compute other heads of the same tokens (tp) need different
+            ones.
 
     Raises:
-        ConfigError: the kind is unknown, or the degree does not divide the axis.
-        ModelError: the model can't be cut so; says why.
+        ConfigError: the mode is unknown, or the degree does not divide the number of ranks.
+        ModelError: the model cannot be sharded along the sequence, or is already.
     """
     if axis.size == 1:
         return
     if sequence_parallel_of(model) is not None:
-        raise ModelError(f"sequences of {type(model).__name__} are cut already")
+        raise ModelError(f"sequences of {type(model).__name__} are sharded already; call apply_sequence_parallel once")
     inner = unwrap_peft(model)
     check_sequence_support(inner, axis)
     text = inner.config.get_text_config()
@@ -205,16 +215,16 @@ def apply_sequence_parallel(
     loss = install_loss(inner, get_sharded_vocabulary(model) or get_sharded_vocabulary(inner))
     loss.sp_axis = axis
     install_sequence_router_loss(inner)
-    register_attention()
     number_layers(inner)
-    inner.set_attn_implementation(ATTENTION_NAME)
+    install_attention(inner)
     pattern = SequenceShardPattern(axis.size, degree, degree < axis.size and zigzag is not False)
     state = SequenceParallel(
         inner, axis, pattern, loss, pre_sharded=pre_sharded, only_training=only_training, rng_stream=rng_stream
     )
     inner._windlass_sequence = state
     _applied.add(state)
-    model.register_forward_pre_hook(state.pre_forward, with_kwargs=True)  # peft calls what it wraps without hooks
+    # on the wrapper: peft calls the wrapped forward without its hooks
+    model.register_forward_pre_hook(state.pre_forward, with_kwargs=True)
     model.register_forward_hook(state.post_forward, with_kwargs=True, always_call=True)
 
 
@@ -222,34 +232,34 @@ _applied: WeakSet[SequenceParallel] = WeakSet()
 
 
 def derivation_along(group: dist.ProcessGroup) -> DerivePositions | None:
-    """How the model whose sequences are cut over `group` derives positions; None where it counts from 0.
+    """Return the derivation of positions of the model that is sharded over `group`; None if it counts from 0.
 
     Raises:
-        ModelError: several models do, in ways of their own.
+        ModelError: several models are, and they derive positions differently.
     """
     found = {id(one.derive): one.derive for one in _applied if one.axis.group.process_group is group}
     if len(found) > 1:
         raise ModelError(
-            "the models whose sequences are cut over these ranks derive positions in different ways; give the batches "
-            "position_ids"
+            "the models whose sequences are sharded over these ranks derive positions in different ways; pass "
+            "position_ids in the batches"
         )
     return next(iter(found.values()), None)
 
 
 def sequence_parallel_of(model: Any) -> SequenceParallel | None:
-    """What cuts the sequences of `model`; None where nothing does."""
+    """Return the sequence parallelism of `model`; None if it has none."""
     found = getattr(unwrap_peft(model), "_windlass_sequence", None)
     return found if isinstance(found, SequenceParallel) else None
 
 
 def _output_loss(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returned; a tuple has it first."""
+    """Return the loss of a model's output; in a tuple it comes first."""
     found = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
     return found if isinstance(found, torch.Tensor) and found.dim() == 0 else None
 
 
 def _is_generating(batch: dict[str, Any]) -> bool:
-    """Whether a cache goes on, or the next token alone is asked for."""
+    """Return True if the call continues a cache, or requests the logits of some tokens without a loss."""
     return batch.get("past_key_values") is not None or (_keeps_some_logits(batch) and batch.get("labels") is None)
 
 
@@ -261,8 +271,8 @@ def _keeps_some_logits(batch: dict[str, Any]) -> bool:
 def _check_requested_outputs(module: nn.Module, batch: dict[str, Any]) -> None:
     name = type(module).__name__
     if batch.get("output_attentions"):
-        raise ModelError(f"{name} is asked for attention weights (output_attentions), which no rank has")
-    if _keeps_some_logits(batch):
         raise ModelError(
-            f"{name} is asked for the logits of some tokens (logits_to_keep), which lie on other ranks; leave it out"
+            f"{name} got output_attentions, but with sequence parallelism no rank has the weights; leave it out"
         )
+    if _keeps_some_logits(batch):
+        raise ModelError(f"{name} got logits_to_keep, but the logits of these tokens lie on other ranks; leave it out")

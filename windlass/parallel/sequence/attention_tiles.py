@@ -1,4 +1,4 @@
-"""Attention cut into rectangles of queries and keys, of which those that nobody sees are left out."""
+"""Tiles of attention: rectangles of queries and keys, without the rectangles that no query sees."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from windlass.parallel.sequence.attention_mask import AttentionMask, MaskBand, iterate_visible_rectangles
+from windlass.attention.mask_pattern import MaskBand
 from windlass.parallel.sequence.sequence_sharding import TokenRange
+from windlass.parallel.sequence.visible_ranges import BatchMask, iterate_visible_rectangles
 
 TileKind = Literal["full", "causal", "band"]
-"""All keys are seen; a square of which the lower triangle is; something else, told by the distances."""
+"""full: all pairs are visible; causal: a square with a visible lower triangle; band: the mask band decides."""
 
 WINDOW_STRIP = 512
-"""Queries for which the edge of a sliding window is computed at once: so many by as many pairs take memory."""
+"""Queries in one tile at the edge of a sliding window; the tile takes memory for the square of this many pairs."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some queries and some keys, counted within what a rank holds of each.
+    """Rectangle of queries and keys, as indices into the tokens that a rank holds.
 
     Attributes:
-        rows: samples.
-        kind: what of it is seen.
-        distance: from the first key to the first query, in the whole sequence.
-        at: the place of the first query there.
+        samples: range of samples.
+        queries, keys: ranges of local indices.
+        kind: visible part of the rectangle.
+        distance: position of the first query minus position of the first key, in the whole sequence.
+        query_start: position of the first query in the whole sequence.
     """
 
     samples: TokenRange
@@ -36,16 +38,17 @@ class Tile:
 
 
 def make_visible_tiles(
-    mask: AttentionMask,
+    mask: BatchMask,
     mask_band: MaskBand,
     queries: Sequence[TokenRange],
     keys: Sequence[TokenRange],
     max_tile_size: int | None = None,
 ) -> list[Tile]:
-    """What `queries` see of `keys`, both as ranges of the whole sequence in the order in which they are held.
+    """Return the tiles of the pairs of `queries` and `keys` that are visible.
 
     Args:
-        largest: of either side of a tile; None: as large as they come.
+        queries, keys: ranges of the whole sequence, in the order of the local tokens.
+        max_tile_size: bound of either side of a tile; None: no bound.
     """
     found = []
     before_q = 0
@@ -63,9 +66,9 @@ def make_visible_tiles(
 
 
 def is_any_visible(
-    mask: AttentionMask, mask_band: MaskBand, queries: Sequence[TokenRange], keys: Sequence[TokenRange]
+    mask: BatchMask, mask_band: MaskBand, queries: Sequence[TokenRange], keys: Sequence[TokenRange]
 ) -> bool:
-    """Whether any of `queries` sees any of `keys`."""
+    """Return True if a query of `queries` sees a key of `keys`."""
     return any(
         _is_band_visible(mask_band, q, k)
         for q_range in queries
@@ -84,14 +87,17 @@ def _is_band_visible(mask_band: MaskBand, q: TokenRange, k: TokenRange) -> bool:
 def _visible_parts(
     mask_band: MaskBand, q: TokenRange, k: TokenRange, max_tile_size: int | None
 ) -> Iterator[tuple[TokenRange, TokenRange, TileKind]]:
-    """The parts of a rectangle that are seen, in places of the whole sequence."""
+    """Yield the visible parts of a rectangle, in positions of the whole sequence."""
     for strip in _strips(mask_band, q, k):
         for queries, keys, kind in _strip_parts(mask_band, strip, k):
             yield from _split_tiles(queries, keys, kind, max_tile_size)
 
 
 def _strips(mask_band: MaskBand, q: TokenRange, k: TokenRange) -> Iterator[TokenRange]:
-    """Queries in strips: cut where the diagonal enters and leaves the keys, and by the window where there is one."""
+    """Yield strips of the queries.
+
+    They are split where the diagonal enters and leaves the keys, and every `WINDOW_STRIP` rows at the edge of a window.
+    """
     if not _is_band_visible(mask_band, q, k):
         return
     ends = {*q}
@@ -141,7 +147,7 @@ def _strip_parts(
 def _split_tiles(
     q: TokenRange, k: TokenRange, kind: TileKind, max_tile_size: int | None
 ) -> Iterator[tuple[TokenRange, TokenRange, TileKind]]:
-    """The same in tiles that are no larger than `largest`."""
+    """Split a rectangle into tiles of at most `max_tile_size` by `max_tile_size`."""
     if max_tile_size is None or (q[1] - q[0] <= max_tile_size and k[1] - k[0] <= max_tile_size):
         yield q, k, kind
         return

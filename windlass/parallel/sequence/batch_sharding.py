@@ -1,4 +1,4 @@
-"""A batch of whole sequences, and this rank's part of it."""
+"""Sharding of a batch of whole sequences along the sequence dimension."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ import torch
 
 from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
-from windlass.parallel.sequence.attention_mask import (
-    AttentionMask,
-    make_document_mask,
-    make_full_mask,
-    make_padding_mask,
-)
 from windlass.parallel.sequence.position_ids import DerivePositions
 from windlass.parallel.sequence.sequence_shard import SequenceShard
 from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern, make_sharding_from_sizes
+from windlass.parallel.sequence.visible_ranges import BatchMask, make_document_mask, make_full_mask, make_padding_mask
 from windlass.parallel.sequence_loss import shift_targets
 
 SHARD_KEY = "sequence_share"
-"""The key under which a batch that is cut already carries its `Share`."""
+"""Key of a sharded batch under which it carries its `SequenceShard`."""
 
 SHARDED_KEYS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "attention_mask", "token_type_ids")
-"""Keys whose values are `[samples, tokens, ...]`."""
+"""Keys of tensors `[samples, tokens, ...]`, which are sharded along dimension 1."""
 
 PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keys that say of packed documents what `position_ids` say, for kernels of other kinds."""
+"""Keys that describe packed documents for other attention kernels; `position_ids` describe them here."""
 
 
 def shard_batch(
@@ -38,22 +33,23 @@ def shard_batch(
     shifts_labels: bool = True,
     derive_positions: DerivePositions | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a batch of whole sequences, which every rank of sp has. Marked with its `Share`.
+    """Return this rank's part of a batch of whole sequences, with its `SequenceShard` under `SHARD_KEY`.
 
-    Documents are told apart as transformers does: by positions that begin anew, where there is no `attention_mask`.
+    Every rank along sp passes the same batch. Without an `attention_mask`, positions that restart separate packed
+    documents, as in transformers.
 
     Args:
-        batch: keyword arguments of a transformers model. `position_ids` `[samples or 1, tokens]` are made where there
-            are none.
-        derive: how the model derives positions where the batch has none; by default they are counted from 0.
-        shifts: a token's label is that of the next one: the label of a rank's last token is another rank's first.
+        batch: keyword arguments of a transformers model. Missing `position_ids`, `[samples or 1, tokens]`, are created.
+        shifts_labels: the loss compares a token with the next label, so labels are shifted before they are sharded:
+            the label of a rank's last token is the first token of another rank.
+        derive_positions: derivation of positions for a batch without them; None: count from 0.
 
     Returns:
-        The batch with tensors of own tokens; `labels`, if there were any, as `labels` and as `shift_labels`, both
-        shifted already.
+        The batch with tensors of the local tokens. `labels`, if given, come back as `labels` and as `shift_labels`,
+        both shifted.
 
     Raises:
-        ModelError: something in it can't be cut.
+        ModelError: a value of the batch cannot be sharded.
     """
     ids = _token_tensor(batch)
     samples, length = ids.shape[0], ids.shape[1]
@@ -68,7 +64,7 @@ def shard_batch(
         local = _pad_batch(local, length, axis.size)
     positions, mask = local.get("position_ids"), local.get("attention_mask")
     cut = pattern.shard(max(length, axis.size))
-    if derived is not None:  # padding may have any position: it does not tell documents apart
+    if derived is not None:  # positions of padding are arbitrary here: they do not separate documents
         local["position_ids"] = torch.nn.functional.pad(derived, (0, cut.length - length))
     elif positions is None:
         local["position_ids"] = torch.arange(cut.length, device=ids.device).unsqueeze(0)
@@ -82,14 +78,14 @@ def shard_batch(
 
 
 def _pad_batch(batch: dict[str, Any], length: int, min_length: int) -> dict[str, Any]:
-    """The same with padding that nobody sees, so that no rank is left without tokens: many models fail on none."""
+    """Append padding that no token sees, so that every rank has a token: many models fail on empty tensors."""
     more, long = min_length - length, dict(batch)
     for name in SHARDED_KEYS:
         value = batch.get(name)
         if value is not None:
             filling = -100 if "labels" in name else 0
             long[name] = torch.cat([value, value.new_full((value.shape[0], more, *value.shape[2:]), filling)], dim=1)
-    if batch.get("attention_mask") is None:  # a document of its own
+    if batch.get("attention_mask") is None:  # the padding becomes a packed document
         device, positions = _token_tensor(batch).device, batch.get("position_ids")
         own = torch.arange(length, device=device).unsqueeze(0) if positions is None else positions
         new = torch.arange(more, device=device, dtype=own.dtype).expand(*own.shape[:-1], more)
@@ -102,29 +98,30 @@ def _pad_batch(batch: dict[str, Any], length: int, min_length: int) -> dict[str,
 def mark_sharded_batch(
     batch: Mapping[str, Any], axis: MeshAxis, ulysses_degree: int, *, derive: DerivePositions | None = None
 ) -> dict[str, Any]:
-    """A batch that holds this rank's part of sequences already, one after the other; marked. Collective.
+    """Add the `SequenceShard` to a batch that contains this rank's tokens only. Collective.
 
-    `position_ids` are needed, and labels only as `shift_labels`, or as `labels` that are shifted.
+    The parts of the ranks are consecutive. The batch needs `position_ids`. Labels must be shifted, as `shift_labels` or
+    `labels`.
 
     Args:
-        derive: how the model derives positions; those that are the same do not tell documents apart.
+        derive: derivation of the model's positions. Positions equal to the derived ones do not separate documents.
 
     Raises:
-        ModelError: no positions.
+        ModelError: the batch has no `position_ids`.
     """
     ids = _token_tensor(batch)
     local = {name: value for name, value in batch.items() if name not in PACKING_KEYS}
     positions, mask = local.get("position_ids"), local.get("attention_mask")
     if positions is None:
         raise ModelError(
-            "a batch of parts of sequences needs position_ids: nothing else says where in its sequence a token stands"
+            "a batch of local tokens has no position_ids; pass them: nothing else gives the tokens' positions"
         )
     sizes = axis.all_gather(torch.tensor([ids.shape[1]], device=ids.device)).tolist()
     if positions.dim() == 2:
         positions = axis.all_gather(positions.contiguous(), 1, sizes)
     if mask is not None:
         mask = axis.all_gather(mask.contiguous(), 1, sizes)
-        mask = None if bool((mask != 0).all()) else mask  # then documents are told by positions, which were asked for
+        mask = None if bool((mask != 0).all()) else mask  # as without a mask: positions separate documents
     if mask is None and derive is not None and positions.dim() == 2 and "input_ids" in local:
         whole = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
         positions = None if bool((whole == positions).all()) else positions
@@ -142,13 +139,11 @@ def _token_tensor(batch: Mapping[str, Any]) -> torch.Tensor:
             return found
     raise ModelError(
         f"a batch with the keys {sorted(batch)} has neither input_ids nor inputs_embeds of shape [samples, tokens, "
-        "...], so there is no sequence to cut"
+        "...]; sequence parallelism needs one of them"
     )
 
 
-def _attention_mask(
-    positions: torch.Tensor | None, mask: torch.Tensor | None, samples: int, length: int
-) -> AttentionMask:
+def _attention_mask(positions: torch.Tensor | None, mask: torch.Tensor | None, samples: int, length: int) -> BatchMask:
     if mask is not None:
         return make_padding_mask(mask)
     if positions is not None and positions.dim() == 2:
@@ -159,15 +154,15 @@ def _attention_mask(
 def _check_batch(batch: Mapping[str, Any], samples: int, length: int, *, has_packing_keys: bool) -> None:
     if has_packing_keys and batch.get("position_ids") is None:
         raise ModelError(
-            f"the batch tells packed documents by one of {', '.join(PACKING_KEYS)} alone; pass position_ids that "
-            "begin anew with each document, which every rank can read its part of"
+            f"the batch describes packed documents by one of {', '.join(PACKING_KEYS)} alone; pass position_ids that "
+            "restart with each document"
         )
     mask = batch.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ModelError(
-            f"attention_mask is {shape}; of a sequence that is cut over ranks only a mask of keys [samples, tokens] "
-            "can be used. Packed documents are told by position_ids that begin anew"
+            f"attention_mask is {shape}; with sequence parallelism it has to be a padding mask [samples, tokens]. "
+            "Describe packed documents by position_ids that restart"
         )
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor):
@@ -178,6 +173,6 @@ def _check_batch(batch: Mapping[str, Any], samples: int, length: int, *, has_pac
                 raise ModelError(f"{name} has the shape {list(value.shape)}, but the sequences have {length} tokens")
         elif value.dim() >= 2 and value.shape[:2] == (samples, length):
             raise ModelError(
-                f"{name} has the shape {list(value.shape)} of one value a token, and how to cut it is not known; "
-                f"known are {', '.join((*SHARDED_KEYS, 'position_ids'))}"
+                f"{name} has the shape {list(value.shape)} of one value a token, and sequence parallelism does not "
+                f"know its meaning; leave it out. It shards {', '.join((*SHARDED_KEYS, 'position_ids'))}"
             )

@@ -1,4 +1,4 @@
-"""DeepSpeed's names of `sequence`, with the arguments that scripts know: attention of one's own modules, a loss."""
+"""Names and arguments of `deepspeed.sequence`: attention for modules of one's own, and a loss."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from windlass.parallel.sequence_loss import IGNORE_INDEX, cross_entropy_per_toke
 
 
 class DistributedAttention(nn.Module):
-    """Attention of one's own on parts of sequences: tokens are swapped for heads before it and back after it.
+    """Ulysses around an attention function: swaps tokens for heads before the call, and back after it.
 
     Args:
-        local_attention: called with query, key and value of whole sequences and a part of the heads, in the layout in
-            which they came; gives the same layout.
+        local_attention: called with query, key and value of whole sequences and some of the heads, in the layout of the
+            inputs; returns the same layout.
         sequence_process_group: the ranks along sp.
         scatter_idx, gather_idx: the dimensions of heads and of tokens: 2 and 0, or 2 and 1.
-        sp_stream: of no account.
+        sp_stream: ignored.
 
     Raises:
-        ConfigError: other dimensions.
+        ConfigError: other dimensions are given.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of this rank's tokens to all. Collective.
+        """Compute the attention of this rank's tokens to all tokens. Collective.
 
         Args:
-            query: `[tokens, samples, heads, features]`, or `[samples, tokens, heads, features]`, with the own tokens;
-                key and value: the same with as many heads or fewer. Ranks may have unequal counts of tokens.
-            batch_dim_idx: 1 or 0; the dimension that `gather_idx` does not name by default.
+            query: `[local tokens, samples, heads, features]`, or `[samples, local tokens, heads, features]`; key and
+                value: the same with as many heads or fewer. Ranks may have unequal numbers of tokens.
+            batch_dim_idx: dimension of the samples, 1 or 0. Default: the one that `gather_idx` does not name.
 
         Raises:
             ConfigError: rotary embeddings are given; apply them before.
@@ -96,15 +96,15 @@ def vocab_sequence_parallel_cross_entropy(
     sp_group: dist.ProcessGroup,
     ignore_index: int = IGNORE_INDEX,
 ) -> torch.Tensor:
-    """The cross entropy of the tokens of all ranks along sp, on every rank. Collective.
+    """Compute the cross entropy of the tokens of all ranks along sp, on every rank. Collective.
 
     Args:
-        vocab_parallel_logits: `[own tokens, samples, vocabulary]`.
-        target: `[own tokens, samples]`.
+        vocab_parallel_logits: `[local tokens, samples, vocabulary]`.
+        target: `[local tokens, samples]`.
 
     Returns:
-        `[tokens, samples]`, in fp32. The gradient of what lies here is that of this rank's tokens alone: for losses
-        that every rank computes alike.
+        `[tokens, samples]`, in fp32. The backward keeps the gradient of the local tokens and does not sum over ranks,
+        so every rank has to compute the same loss from the result.
     """
     flat = vocab_parallel_logits.reshape(-1, vocab_parallel_logits.shape[-1])
     losses = cross_entropy_per_token(flat, target.reshape(-1), ignore_index=ignore_index).view(target.shape)

@@ -1,4 +1,4 @@
-"""Positions that a model derives from ids or masks, derived from whole sequences before they are cut."""
+"""Positions that a model derives from ids or masks, computed from whole sequences before these are sharded."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch import nn
 from windlass.base.errors import ModelError
 
 DerivePositions = Callable[[Mapping[str, Any]], torch.Tensor]
-"""From a batch of whole sequences to its `position_ids`, `[samples, tokens]`."""
+"""Function from a batch of whole sequences to its `position_ids`, `[samples, tokens]`."""
 
 _FROM_IDS, _FROM_EMBEDS = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
-_MASK_COUNTING_CLASSES = {"OPTLearnedPositionalEmbedding"}  # models that number the tokens that their mask shows
-_TOKEN_COUNTING_CLASSES = {"BioGptLearnedPositionalEmbedding"}  # models that number all tokens, from 0
+_MASK_COUNTING_CLASSES = {"OPTLearnedPositionalEmbedding"}  # models that count the tokens with mask 1
+_TOKEN_COUNTING_CLASSES = {"BioGptLearnedPositionalEmbedding"}  # models that count all tokens from 0
 
 
 def find_position_derivation(model: nn.Module) -> DerivePositions | None:
-    """How `model` derives positions when it is given none; None where they are those of the tokens, from 0.
+    """Return the derivation of positions of a model without `position_ids`; None if it counts all tokens from 0.
 
-    RoBERTa and its relatives count the ids that are no padding, from `padding_idx + 1`. OPT counts what its mask shows.
+    RoBERTa and its relatives count the ids that are not padding, from `padding_idx + 1`. OPT counts the tokens that the
+    attention mask shows. For an unknown derivation the returned function raises a ModelError.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
@@ -40,7 +41,7 @@ def find_position_derivation(model: nn.Module) -> DerivePositions | None:
 
 
 def _position_function(module: nn.Module) -> Any:
-    """What derives positions from ids in a module for embeddings: its method, or a function beside its class."""
+    """Return the function of an embedding module that derives positions: its method, or a function of its file."""
     own = getattr(module, _FROM_IDS, None)
     if own is not None:
         return own
@@ -85,6 +86,5 @@ def _unknown_derivation(path: str) -> DerivePositions:
 
 def _needs_position_ids(path: str) -> ModelError:
     return ModelError(
-        f"{path} derives positions in a way that is not known here, from what it sees of the sequence, which is a part "
-        "of it; pass position_ids"
+        f"{path} derives positions in an unknown way, from the tokens of this rank alone; pass position_ids"
     )

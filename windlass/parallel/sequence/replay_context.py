@@ -1,4 +1,4 @@
-"""What a computation is surrounded by, for computing the same again in the backward: autocast, random numbers."""
+"""Autocast and RNG state of a forward, to recompute it in the backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class ReplayContext:
-    """Autocast and, with `draws`, random generators, as they are where this is made."""
+    """Snapshot of the autocast state and, with `preserve_rng_state`, of the RNG states at its construction."""
 
     def __init__(self, device: torch.device, *, preserve_rng_state: bool) -> None:
         self._device = device
@@ -19,14 +19,16 @@ class ReplayContext:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """The same, but for casts that autocast keeps: those made without a graph would cut the graph of who uses
-        them next."""
+        """Restore autocast, with its cache of casts disabled.
+
+        A cached cast of a forward without a graph would cut the graph of the next use of the same weight.
+        """
         with torch.autocast(self._device.type, enabled=self._autocast, dtype=self._dtype, cache_enabled=False):
             yield
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """As it was; generators go on after where they were before."""
+        """Restore autocast and the RNG states; at the end, set the RNG states back to those before the block."""
         before = None
         if self._rng_states is not None:
             before = _get_rng_states(self._device)

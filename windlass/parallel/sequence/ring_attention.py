@@ -1,10 +1,10 @@
-"""Ring attention: keys and values pass round, each rank adds up what its own queries see of them.
+"""Ring attention: keys and values pass round a ring of ranks, and each rank merges the results of its queries.
 
 H. Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889. Results of blocks are merged by their
-log-sum-exp, in fp32. The backward passes keys and values round once more, and behind them their gradients, which every
-rank adds its part to. A rank receives `2 N k (R - 1) / R` elements in the forward, for N tokens of k features of keys
-and as many of values on a ring of R; in the backward the same, and the gradients, in fp32, R times. What nobody sees is
-neither computed nor, where the sight ends early (a sliding window), sent.
+log-sum-exp, in fp32. The backward passes keys and values round once more, followed by their gradients, to which every
+rank adds its part. In the forward a rank receives `2 N k (R - 1) / R` elements, for N tokens with k features of keys
+and k features of values on a ring of R ranks. In the backward it receives the same, and R blocks of gradients in fp32.
+Tiles without visible pairs are not computed. If a sliding window ends early, blocks that no rank sees are not sent.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from windlass.parallel.sequence.tile_kernels import ScoreSpec, TileKernels
 
 @dataclass(frozen=True)
 class RingContext:
-    """One attention, as a rank of a ring sees it.
+    """Parameters of one attention call on one rank of a ring.
 
     Attributes:
-        axis: along which the ring lies; neighbours on the ring are `stride` places apart.
-        tiles: what its queries see of the block of the rank that is 0, 1, ... places before it on the ring. As many
-            blocks on all ranks.
-        held: tokens of each of these blocks; they are sent as if they had `longest`.
-        served_by: for each head of queries the head of keys that it uses.
+        axis: mesh axis of the ring.
+        ring_stride: distance along `axis` of neighbours on the ring.
+        tiles_by_step: for each ring step, the visible tiles of the local queries and of the block of keys that arrives
+            in this step, from the rank as many places before. All ranks have the same number of steps.
+        block_tokens: number of tokens of each of these blocks.
+        max_block_tokens: number of tokens that each block is padded to for sending.
+        key_head_of: for each query head, the key head that it uses.
+        score_spec: computation of scores and weights.
     """
 
     axis: MeshAxis
@@ -42,14 +45,14 @@ class RingContext:
     score_spec: ScoreSpec
 
     def repeat_kv_heads(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys or values, one head for each head of queries."""
+        """Repeat the heads of keys or values, so that each query head has its own."""
         each = self._queries_per_key(keys.shape[1])
         if each is not None:
             return keys if each == 1 else keys.repeat_interleave(each, dim=1)
         return keys.index_select(1, torch.tensor(self.key_head_of, device=keys.device))
 
     def sum_kv_gradients(self, gradient: torch.Tensor, heads: int) -> torch.Tensor:
-        """The transpose of `heads_of`, for keys of so many heads."""
+        """Sum a gradient over the query heads that share a key head: the transpose of `repeat_kv_heads`."""
         each = self._queries_per_key(heads)
         if each is not None:
             return gradient if each == 1 else gradient.unflatten(1, (heads, each)).sum(dim=2)
@@ -57,12 +60,12 @@ class RingContext:
         return total.index_add_(1, torch.tensor(self.key_head_of, device=gradient.device), gradient)
 
     def _queries_per_key(self, heads: int) -> int | None:
-        """How many heads of queries each of `heads` heads of keys serves; None where they differ."""
+        """Return the number of query heads of each of `heads` key heads; None if the numbers differ."""
         each = len(self.key_head_of) // max(heads, 1)
         return each if self.key_head_of == tuple(head for head in range(heads) for _ in range(each)) else None
 
     def send_to_next(self, tensors: Sequence[torch.Tensor], shift: int = 1) -> RingTransfer:
-        """Send tensors to the rank `by` places further on the ring."""
+        """Start to send tensors to the rank `shift` places further on the ring."""
         return RingTransfer(self.axis, tensors, shift * self.ring_stride)
 
 
@@ -118,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
                 to_query[rows, :, q0:q1] += dq
                 to_key[rows, :, k0:k1] += turn.sum_kv_gradients(dk.to(to_key.dtype), key.shape[1])
                 to_value[rows, :, k0:k1] += turn.sum_kv_gradients(dv.to(to_value.dtype), key.shape[1])
-            if under_way is not None:  # what the ranks before this one added, of the same block
+            if under_way is not None:  # gradients of the same block, from the ranks before this one
                 before = under_way.wait()
                 to_key, to_value = to_key.add_(before[0]), to_value.add_(before[1])
             arrived = [to_key, to_value]
@@ -136,13 +139,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_attention(context: RingContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What this rank's queries see on the whole ring. Collective where that has more than one rank.
+    """Compute the attention of this rank's queries to the keys of the whole ring. Collective along the ring.
 
     Args:
-        query: `[samples, heads, own tokens, features]`; key and value the same with as many heads or fewer.
+        query: `[samples, heads, local tokens, features]`; key and value the same with as many heads or fewer.
 
     Returns:
-        `[samples, heads, own tokens, features of values]`; 0 for queries that see nothing.
+        `[samples, heads, local tokens, value features]`; 0 for queries that see no key.
     """
     kernels = TileKernels(query, key, value, context.score_spec)
     output: torch.Tensor = _RingAttention.apply(context, kernels, query, key, value)
@@ -152,7 +155,7 @@ def ring_attention(context: RingContext, query: torch.Tensor, key: torch.Tensor,
 def _ring_blocks(
     context: RingContext, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Tile, ...], bool]]:
-    """Each block of keys and values while it is here, its tiles, and whether it is the last; the next is on its way."""
+    """Yield each block of keys and values with its tiles, and True for the last one; the next block is in transfer."""
     steps = len(context.tiles_by_step)
     block = [key, value]
     if steps > 1:
@@ -165,7 +168,7 @@ def _ring_blocks(
 
 
 class _MergedOutput:
-    """Results of tiles, added up."""
+    """Running merge of the outputs of tiles, by their log-sum-exp."""
 
     def __init__(self, query: torch.Tensor, features: int) -> None:
         self.output = _wide_zeros(query, features)

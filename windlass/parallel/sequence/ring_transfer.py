@@ -1,4 +1,4 @@
-"""Tensors on their way round a ring, while the rank computes."""
+"""Asynchronous transfer of tensors round a ring."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from windlass.comm.mesh_axis import MeshAxis
 
 
 class RingTransfer:
-    """Tensors that are being sent `by` places further along the axis, and those that come in their place, as large.
+    """Transfer to the rank `shift` places further along the axis, and from the rank `shift` places before.
 
-    `Axis.pass_on`, in two halves. The tensors sent are kept until `wait` returns and must not change before.
+    The received tensors have the shapes of the sent ones. The sent tensors are kept until `wait` returns and must not
+    change before. This is `MeshAxis.pass_on` split into start and wait.
     """
 
     def __init__(self, axis: MeshAxis, tensors: Sequence[torch.Tensor], shift: int) -> None:
@@ -32,7 +33,7 @@ class RingTransfer:
         axis.traffic.add("pass_on", 0, sum(tensor.nbytes for tensor in self._receive_buffers))
 
     def wait(self) -> list[torch.Tensor]:
-        """What came; later work of the current stream sees it."""
+        """Return the received tensors, ready for later work on the current stream."""
         with WaitScope(f"a pass along {self._axis.name}"):
             for work in self._works:
                 work.wait()

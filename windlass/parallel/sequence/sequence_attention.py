@@ -1,4 +1,4 @@
-"""Attention of tokens that lie on several ranks: swapped for heads, passed round a ring, or both."""
+"""Attention of tokens that lie on several ranks: Ulysses, ring attention, or both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from windlass.attention.active_backend import BoundMask
+from windlass.attention.mask_pattern import BIDIRECTIONAL, CAUSAL, MaskBand
 from windlass.base.errors import ModelError
 from windlass.parallel.sequence.attention_dropout import AttentionDropout
-from windlass.parallel.sequence.attention_mask import BIDIRECTIONAL, CAUSAL, MaskBand
 from windlass.parallel.sequence.attention_tiles import Tile, is_any_visible, make_visible_tiles
 from windlass.parallel.sequence.ring_attention import RingContext, ring_attention
 from windlass.parallel.sequence.sequence_shard import SequenceShard
@@ -18,20 +19,28 @@ from windlass.parallel.sequence.ulysses_heads import UlyssesHeads, swap_heads_fo
 
 
 class SequenceMask:
-    """What a model's layers get where they expect a mask: which tokens see which, and where those lie.
+    """Mask of a forward on sharded sequences, in the place of a dense mask.
 
-    It goes with the layers' arguments, so that a layer computed again in the backward sees what it saw. Like a `Share`
-    it is not looked into.
+    It travels with the arguments of the layers, so a recomputed layer gets the mask of its forward. It has no
+    `__dict__`, so that searches for tensors in arguments do not descend into it.
+
+    Attributes:
+        shard: distribution of the batch's tokens, with padding and packed documents.
+        mask_band: visible distances of queries and keys.
+        local: backend that computes the local heads of Ulysses, with its mask; None: the kernels of this package.
     """
 
-    __slots__ = ("_tiles", "mask_band", "shard")
+    __slots__ = ("_tiles", "local", "mask_band", "shard")
 
-    def __init__(self, shard: SequenceShard, mask_band: MaskBand) -> None:
-        self.shard, self.mask_band = shard, mask_band
+    def __init__(self, shard: SequenceShard, mask_band: MaskBand, local: BoundMask | None = None) -> None:
+        self.shard, self.mask_band, self.local = shard, mask_band, local
         self._tiles: dict[int | None, tuple[tuple[Tile, ...], ...]] = {}
 
     def tiles_by_step(self, max_tile_size: int | None) -> tuple[tuple[Tile, ...], ...]:
-        """What this rank's group sees of the block of the group 0, 1, ... places before it; as many on all ranks."""
+        """Return the visible tiles of this group's queries and of the keys that arrive, for each ring step.
+
+        In step i they are the keys of the group i places before this one. All ranks have the same number of steps.
+        """
         if max_tile_size not in self._tiles:
             share, cut = self.shard, self.shard.sharding
             here = share.axis.index // cut.ulysses_degree
@@ -44,7 +53,7 @@ class SequenceMask:
         return self._tiles[max_tile_size]
 
     def _num_steps(self) -> int:
-        """How many blocks have to come by before no group sees anything of those left."""
+        """Return the number of ring steps after which no group sees a key of the remaining blocks."""
         share, cut = self.shard, self.shard.sharding
         for step in range(cut.num_ring_groups - 1, 0, -1):
             for group in range(cut.num_ring_groups):
@@ -68,21 +77,22 @@ def sequence_attention(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's tokens to those of all ranks. Collective along sp.
+    """Compute the attention of this rank's tokens to the tokens of all ranks. Collective along sp.
 
     Args:
-        query: `[samples, heads, own tokens, features]`; key, value: the same with as many heads or fewer.
-        scale: of scores; `features ** -0.5` by default.
-        cap: bends scores to `cap * tanh(score / cap)`.
-        dropout: which weights are dropped, of all heads of `query`.
+        query: `[samples, heads, local tokens, features]`; key, value: the same with as many heads or fewer.
+        scale: factor of the scores; None means `features ** -0.5`.
+        softcap: c bends scores to `c * tanh(score / c)`.
+        dropout: dropout of the attention weights of all heads of `query`.
 
     Returns:
-        `[samples, heads, own tokens, features of values]`; 0 for tokens that see nothing.
+        `[samples, heads, local tokens, value features]`; 0 for tokens that see no key.
 
     Raises:
-        ModelError: these are not the tokens that `mask` is of, or heads of keys don't divide those of queries.
+        ModelError: the tensors do not have the samples and tokens of `mask`, or the key heads do not divide the query
+            heads.
     """
-    _check_tokens(query, key, value, mask)
+    check_tokens(query, key, value, mask)
     share, cut = mask.shard, mask.shard.sharding
     heads = query.shape[1]
     here, place = divmod(share.axis.index, cut.ulysses_degree)
@@ -107,7 +117,7 @@ def _group_attention(
     key_head_of: tuple[int, ...],
     score_spec: ScoreSpec,
 ) -> torch.Tensor:
-    """Attention of what a group of the ring holds, for this rank's heads."""
+    """Compute the attention of the tokens of a ring group, for this rank's heads."""
     share, cut = mask.shard, mask.shard.sharding
     here = share.axis.index // cut.ulysses_degree
     seen = mask.tiles_by_step(TileKernels(query, key, value, score_spec).max_tile_size) if key_head_of else ((),)
@@ -128,23 +138,23 @@ def _group_attention(
 
 
 def _is_single_tile(mask: SequenceMask, full_ranges: tuple[tuple[int, int], ...]) -> bool:
-    """Whether all of it is one tile, for which torch has kernels with a backward of their own."""
+    """Return True if the whole call is one tile, which torch's SDPA computes without the merging of tiles."""
     found = mask.tiles_by_step(None)[0]
     if len(found) != 1 or mask.mask_band not in (CAUSAL, BIDIRECTIONAL) or found[0].kind == "band":
         return False
     return (found[0].samples, found[0].queries, found[0].keys) == full_ranges
 
 
-def _check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SequenceMask) -> None:
+def check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SequenceMask) -> None:
     share = mask.shard
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.shape[2] != share.local_tokens or tensor.shape[0] != share.num_samples:
             raise ModelError(
                 f"attention over {share.axis.name} got a {name} of {tensor.shape[0]} samples and {tensor.shape[2]} "
-                f"tokens; this rank's part of the batch has {share.num_samples} and {share.local_tokens}. Attention to other "
-                "tokens (a cache, an encoder, prefix tuning) can't be computed on a part of the sequence"
+                f"tokens; this rank's part of the batch has {share.num_samples} and {share.local_tokens}. Attention to "
+                "other tokens (a cache, an encoder, prefix tuning) cannot be computed on sharded sequences"
             )
     if query.shape[1] % key.shape[1]:
         raise ModelError(
-            f"attention over {share.axis.name}: {key.shape[1]} heads of keys don't divide {query.shape[1]} of queries"
+            f"attention over {share.axis.name}: {key.shape[1]} key heads do not divide {query.shape[1]} query heads"
         )

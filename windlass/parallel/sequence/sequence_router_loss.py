@@ -1,8 +1,8 @@
-"""The loss with which transformers' routers are balanced, of whole sequences where a rank has a part of them.
+"""Load-balancing loss of transformers' routers over whole sequences, under sequence parallelism.
 
-[Note: balance over sequences] That loss (Fedus et al., "Switch Transformers", equations 4 to 6) multiplies the share of
-tokens of each expert by its mean probability, both over all tokens of a batch: the mean of the losses of parts is not
-the loss of the whole. So the logits of all ranks are put together first, `[tokens, experts]` for each layer.
+[Note: balance over sequences] The loss (Fedus et al., "Switch Transformers", equations 4 to 6) multiplies the fraction
+of tokens of each expert by its mean probability, both over all tokens of a batch. So the mean of the losses of parts is
+not the loss of the whole. The logits of all ranks are all-gathered first, `[tokens, experts]` for each layer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from windlass.parallel.sequence.sequence_shard import SequenceShard, get_current
 
 
 def install_sequence_router_loss(model: Any) -> None:
-    """Have the module that defines `model` compute its routers' loss over whole sequences; once a module."""
+    """Replace the router loss of the Python module that defines `model` by one over whole sequences, once."""
     loss = install_router_loss(model)
     if loss is not None:
         loss.gather_logits = _gather_logits
 
 
 def _gather_logits(logits: RouterLogits, mask: torch.Tensor | None) -> tuple[RouterLogits, torch.Tensor | None]:
-    """Of all ranks of sp, while a part of a sequence is computed; collective over them.
+    """All-gather logits and mask along sp in a forward on sharded sequences. Collective.
 
     Raises:
         ModelError: a router's logits are not `[samples x tokens, experts]` of this rank's tokens.
@@ -41,8 +41,8 @@ def _gather_logits(logits: RouterLogits, mask: torch.Tensor | None) -> tuple[Rou
 def _gather_router(shard: SequenceShard, logits: torch.Tensor, samples: int) -> torch.Tensor:
     if logits.dim() != 2 or len(logits) != samples * shard.local_tokens:
         raise ModelError(
-            f"a router's logits have the shape {list(logits.shape)}, and this rank has {samples} x {shard.local_tokens} "
-            "tokens; the loss that balances routers can't be computed over the ranks of sp: set output_router_logits "
-            "to False"
+            f"a router's logits have the shape {list(logits.shape)}, and this rank has {samples} x "
+            f"{shard.local_tokens} tokens; the load-balancing loss cannot be computed over the ranks of sp: "
+            "set output_router_logits to False"
         )
     return shard.all_gather(logits.unflatten(0, (samples, shard.local_tokens))).flatten(0, 1)

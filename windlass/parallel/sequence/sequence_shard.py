@@ -1,4 +1,4 @@
-"""What of a batch's sequences a rank has in one forward, and the forward that runs now."""
+"""Shard of the sequences of one batch, and the shard of the running forward."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import torch
 
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.autograd_collectives import all_gather
-from windlass.parallel.sequence.attention_mask import AttentionMask
 from windlass.parallel.sequence.sequence_sharding import SequenceSharding
+from windlass.parallel.sequence.visible_ranges import BatchMask
 
 
 class SequenceShard:
-    """This rank's share of the sequences of one batch. It holds no tensors, and is not looked into by who searches
-    arguments for some, so that it may go wherever a mask goes.
+    """This rank's part of the sequences of one batch.
+
+    It holds no tensors and has no `__dict__`, so that searches for tensors in arguments do not descend into it: it may
+    travel with a mask.
 
     Args:
-        cut: which tokens of the sequences each rank has.
-        sight: which tokens see which, but for causal order and windows.
-        axis: sp.
-        length: tokens of the sequences as they came; they may have been padded.
-        whole: the batch was whole and is cut here; else it came as this rank's part.
+        sharding: tokens of each rank.
+        mask: padding and packed documents of the batch.
+        axis: the mesh axis sp.
+        full_length: tokens of the sequences as the caller passed them; the sharded ones may have been padded.
+        gathers_outputs: all-gather the model's outputs; True if the batch came whole.
 
     Attributes:
-        seed: of what this forward drops, the same along sp; None: nothing was drawn.
+        dropout_seed: seed of the attention dropout of this forward, equal along sp; None: no dropout.
     """
 
     __slots__ = ("axis", "dropout_seed", "full_length", "gathers_outputs", "mask", "sharding")
@@ -34,7 +36,7 @@ class SequenceShard:
     def __init__(
         self,
         sharding: SequenceSharding,
-        mask: AttentionMask,
+        mask: BatchMask,
         axis: MeshAxis,
         *,
         full_length: int,
@@ -51,16 +53,16 @@ class SequenceShard:
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of each sequence that this rank has."""
+        """Number of tokens of each sequence on this rank."""
         return self.sharding.sizes[self.axis.index]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole sequences along dimension 1, of all ranks' parts. Collective; gradients of all ranks add up."""
+        """All-gather whole sequences along dimension 1. Collective; the backward sums the gradients of all ranks."""
         return self.sharding.restore_order(all_gather(tensor, self.axis, 1, self.sharding.sizes))[:, : self.full_length]
 
     @property
     def num_samples(self) -> int:
-        """Sequences in the batch."""
+        """Number of sequences in the batch."""
         return self.mask[-1].stop if self.mask else 0
 
 
@@ -68,13 +70,13 @@ _current_shard: ContextVar[SequenceShard | None] = ContextVar("windlass_sequence
 
 
 def get_current_shard() -> SequenceShard | None:
-    """The share of the forward that runs in this thread; None where none runs, or not on a part of a sequence."""
+    """Return the shard of the forward that runs in this thread; None if no forward on sharded sequences runs."""
     return _current_shard.get()
 
 
 @contextmanager
-def use_shard(shard: SequenceShard | None) -> Iterator[None]:
-    """Inside, masks are made for this share."""
+def set_current_shard(shard: SequenceShard | None) -> Iterator[None]:
+    """Make a shard current inside the `with` block. `use_shard` activates its attention backend as well."""
     token = _current_shard.set(shard)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Batches of which each rank along sp keeps its part, before they reach the device."""
+"""Data loader that shards batches along the sequence, before they reach the device."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from windlass.parallel.sequence.sequence_shard import SequenceShard
 
 
 class SequenceShardedLoader:
-    """Goes through `loader` and gives this rank's part of each batch, marked so that the model takes it as it is.
+    """Data loader of this rank's part of each batch, with its `SequenceShard`, so the model takes it unchanged.
 
-    Ranks along sp read the same samples: the sampler counts the readers of the grid, which sp is none of. Labels come
-    as `labels` and as `shift_labels`, both shifted.
+    Ranks along sp read the same samples: a sampler counts data-loading ranks, and sp is not among their axes. Labels
+    come back as `labels` and as `shift_labels`, both shifted.
 
     Args:
-        loader: of batches that are dicts, the keyword arguments of the model. With `from_first` the first rank's
-            counts, and others may give None.
-        sequence: of the model that the batches are for (`sequence_parallel_of(model)`).
-        from_first: the first rank along sp reads, and hands its batches to the others. Collective at every step.
-        device: that batches are brought to first; needed where the process group takes no CPU tensors.
+        loader: yields dicts, the keyword arguments of the model. With `broadcast_from_first` only the first loader
+            is used, and the others may be None.
+        sequence_parallel: of the model that consumes the batches (`sequence_parallel_of(model)`).
+        broadcast_from_first: the first rank along sp reads and broadcasts its batches. Collective at every step.
+        device: device of the broadcast, for process groups without support for CPU tensors.
+
+    Raises:
+        DataError: a rank that reads has no loader.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class SequenceShardedLoader:
     ) -> None:
         if loader is None and not (broadcast_from_first and sequence_parallel.axis.index > 0):
             raise DataError(
-                "a loader is needed on every rank that reads: from_first=True leaves the first one along sp"
+                "this rank has no loader; pass one on every rank, or broadcast_from_first=True and one on the first"
             )
         self.loader: Any = loader
         self._sequence_parallel, self._broadcast_from_first, self._device = (
@@ -54,7 +57,7 @@ class SequenceShardedLoader:
             yield {name: _clone_if_view(value) for name, value in local.items()}
 
     def _receive_batches(self) -> Iterator[dict[str, Any]]:
-        """The batches of the first rank along sp: their shapes first, then tensor by tensor."""
+        """Receive the batches of the first rank along sp: first the shapes, then tensor by tensor."""
         axis = self._sequence_parallel.axis
         batches = iter(self.loader) if axis.index == 0 else iter(())
         while True:
@@ -74,28 +77,28 @@ class SequenceShardedLoader:
             yield whole
 
     def set_epoch(self, epoch: int) -> None:
-        """The loader's, where it has one."""
+        """Call `set_epoch` of the loader, if it has one."""
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's; empty where it has none."""
+        """Return the state of the loader; empty if it has none."""
         found: dict[str, Any] = self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The loader's, which goes on there."""
+        """Load a state into the loader, which continues from there."""
         if hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state)
 
     def check(self, state: dict[str, Any]) -> None:
-        """The loader's."""
+        """Call `check` of the loader, if it has one."""
         if hasattr(self.loader, "check"):
             self.loader.check(state)
 
 
 class _TensorMeta:
-    """What a rank has to know of a tensor before it comes."""
+    """Shape and dtype of a tensor that a rank is about to receive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -106,7 +109,7 @@ def _describe(value: Any) -> Any:
 
 
 def _clone_if_view(value: Any) -> Any:
-    """A part of a tensor would keep all of it in memory."""
+    """Clone a view: it would keep the whole batch in memory."""
     if not isinstance(value, torch.Tensor) or isinstance(value, SequenceShard):
         return value
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()

@@ -1,11 +1,11 @@
-"""Which tokens of a sequence each rank along sp has: arithmetic alone.
+"""Distribution of a sequence's tokens over the ranks along sp. Arithmetic alone.
 
-[Note: places of tokens] A rank's tokens are one or two ranges of the sequence, in the order in which it has them.
-Neighbouring ranks (`ulysses` of them) swap tokens for heads in attention, so that they hold the tokens of all of them
-together, each for its own heads; such groups then stand on a ring and pass keys and values round. Of a causal sequence
-cut into equal parts the last group would see all of it and the first only itself, so groups on a ring are balanced:
-the sequence is cut into twice as many parts as there are groups, and each has one from either end (zig-zag, as in
-Llama 3, arXiv 2407.21783, section 3.3.2). Ranks are told apart only here: all others ask a `Cut`.
+[Note: places of tokens] A rank's tokens are one or two ranges of the sequence, in local order. In attention,
+`ulysses_degree` neighbouring ranks swap tokens for heads. Each of them then holds the tokens of the whole group, for
+some of the heads. The groups form a ring and pass keys and values round. If a causal sequence were split into equal
+parts, the last group would see all keys and the first only its own. To balance the work, the sequence is split into
+twice as many parts as there are groups, and each group gets one part from either end (zig-zag, as in Llama 3, arXiv
+2407.21783, section 3.3.2). Only this file computes the distribution; other files use a `SequenceSharding`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from windlass.parallel.placement import compute_shard_range
 
 TokenRange = tuple[int, int]
-"""`[start, stop)` of a sequence."""
+"""Range `[start, stop)` of a sequence."""
 
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """The places of all tokens of a sequence of `length` tokens.
+    """Distribution of one sequence over the ranks.
 
     Attributes:
-        ranges: of each rank.
-        ulysses: how many neighbouring ranks swap tokens for heads.
+        ranges: token ranges of each rank, in local order.
+        ulysses_degree: number of neighbouring ranks that swap tokens for heads.
     """
 
     ranges: tuple[tuple[TokenRange, ...], ...]
@@ -36,30 +36,37 @@ class SequenceSharding:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Tokens of each rank."""
+        """Number of tokens of each rank."""
         return [count_tokens(ranges) for ranges in self.ranges]
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """Number of tokens of the whole sequence."""
         return sum(self.sizes)
 
     @property
     def num_ring_groups(self) -> int:
-        """Groups that pass keys and values on."""
+        """Number of groups on the ring."""
         return len(self.ranges) // self.ulysses_degree
+
+    @property
+    def mode(self) -> str:
+        """Sequence-parallel mode: "ulysses", "ring" or "ulysses+ring"."""
+        if self.num_ring_groups == 1:
+            return "ulysses"
+        return "ring" if self.ulysses_degree == 1 else "ulysses+ring"
 
     @cached_property
     def is_contiguous(self) -> bool:
-        """Ranks' tokens laid end to end are the sequence."""
+        """True if the tokens of the ranks, concatenated in rank order, are the sequence."""
         return len(merge_ranges(span for ranges in self.ranges for span in ranges)) <= 1
 
     def group_ranks(self, group: int) -> range:
-        """The ranks of a group of the ring."""
+        """Return the ranks of a ring group, as indices along sp."""
         return range(group * self.ulysses_degree, (group + 1) * self.ulysses_degree)
 
     def group_ranges(self, group: int) -> tuple[TokenRange, ...]:
-        """The tokens that a group holds together, in the order of its ranks."""
+        """Return the token ranges of a ring group, in the order of its ranks."""
         return self._group_ranges[group]
 
     @cached_property
@@ -70,12 +77,12 @@ class SequenceSharding:
         ]
 
     def local_shard(self, tensor: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """What `rank` has of `tensor`, which is of the whole sequence along `dim`."""
+        """Return the part of `rank` of a tensor with the whole sequence along `dim`."""
         parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def restore_order(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The whole sequence, of the parts of all ranks laid end to end along `dim`."""
+        """Reorder the parts of all ranks, concatenated along `dim`, into the whole sequence."""
         if self.is_contiguous:
             return tensor
         places, at = {}, 0
@@ -87,11 +94,12 @@ class SequenceSharding:
 
 @dataclass(frozen=True)
 class SequenceShardPattern:
-    """How sequences are cut over `ranks` ranks, whatever their length.
+    """Rule that distributes sequences of any length over the ranks.
 
     Attributes:
-        ulysses: how many neighbouring ranks swap tokens for heads; it divides `ranks`.
-        balanced: groups on the ring have a part from either end of the sequence.
+        ranks: number of ranks along sp.
+        ulysses_degree: number of neighbouring ranks that swap tokens for heads; a divisor of `ranks`.
+        zigzag: each ring group gets a part from either end of the sequence.
     """
 
     ranks: int
@@ -100,16 +108,16 @@ class SequenceShardPattern:
 
     @property
     def num_ring_groups(self) -> int:
-        """Groups that pass keys and values on."""
+        """Number of groups on the ring."""
         return self.ranks // self.ulysses_degree
 
     def shard(self, length: int) -> SequenceSharding:
-        """A sequence of `length` tokens; where parts can't be equal, the first ones have one more."""
+        """Return the distribution of `length` tokens; if parts cannot be equal, the first ones get one more."""
         return _shard_sequence(self, length)
 
 
 def make_sharding_from_sizes(sizes: Sequence[int], ulysses_degree: int) -> SequenceSharding:
-    """The cut of a sequence whose ranks have `sizes` tokens, one after the other."""
+    """Return the distribution of a sequence whose ranks hold `sizes` consecutive tokens."""
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
     return SequenceSharding(tuple(((end - size, end),) for size, end in zip(sizes, ends, strict=True)), ulysses_degree)
 
@@ -133,12 +141,12 @@ def _shard_sequence(pattern: SequenceShardPattern, length: int) -> SequenceShard
 
 
 def count_tokens(ranges: Sequence[TokenRange]) -> int:
-    """Tokens in all of them."""
+    """Return the number of tokens in all ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def merge_ranges(ranges: object) -> tuple[TokenRange, ...]:
-    """The same tokens in the same order, ranges that meet as one; `((0, 0),)` where there are none."""
+    """Merge adjacent ranges and keep the order; `((0, 0),)` if there are no tokens."""
     found: list[TokenRange] = []
     for start, stop in ranges:  # type: ignore[attr-defined]
         if found and found[-1][1] == start:
@@ -149,7 +157,7 @@ def merge_ranges(ranges: object) -> tuple[TokenRange, ...]:
 
 
 def select_range(ranges: Sequence[TokenRange], part: TokenRange) -> tuple[TokenRange, ...]:
-    """Of the tokens in `ranges` laid end to end those at `[part)`."""
+    """Return the ranges of the tokens at indices `[part)` of the concatenation of `ranges`."""
     found, at = [], 0
     for start, stop in ranges:
         first, last = max(part[0] - at, 0), min(part[1] - at, stop - start)

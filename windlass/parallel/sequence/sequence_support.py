@@ -1,4 +1,4 @@
-"""What can't be computed on a part of a sequence, told before a model is changed."""
+"""Checks of models and options for sequence parallelism, made before a model is changed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from typing import Any
 
 from torch import nn
 
+from windlass.attention.transformers_dispatch import check_attention_interface
 from windlass.base.errors import ConfigError, ModelError
 from windlass.comm.mesh_axis import MeshAxis
 
+SP_MODES = ("ulysses", "ring", "ulysses+ring")
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
+def unwrap_peft(model: Any) -> Any:
+    """Return the transformers model inside peft's wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(type(model), "get_base_model") else model
+
+
 def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | None, key_heads: int) -> int:
-    """How many neighbouring ranks swap tokens for heads.
+    """Return the number of neighbouring ranks that swap tokens for heads.
 
     Raises:
-        ConfigError: the kind is unknown, or the degree does not divide the axis or contradicts the kind.
+        ConfigError: the mode is unknown, or the degree does not divide the axis or contradicts the mode.
     """
-    if sp_mode not in ("ulysses", "ring", "ulysses+ring"):
-        raise ConfigError(
-            f'sequence parallelism of the kind "{sp_mode}" is not known; write "ulysses", "ring" or "ulysses+ring"'
-        )
+    if sp_mode not in SP_MODES:
+        raise ConfigError(f'sp_mode = "{sp_mode}" is unknown; write "ulysses", "ring" or "ulysses+ring"')
     fixed = {"ulysses": axis.size, "ring": 1}
     if ulysses_degree is None:
         divisors = [n for n in range(1, axis.size + 1) if axis.size % n == 0]
-        wanted = [n for n in divisors if key_heads % n == 0]  # keys go to one rank each
+        wanted = [n for n in divisors if key_heads % n == 0]  # each key head goes to one rank
         return fixed.get(sp_mode, max(wanted))
     if ulysses_degree < 1 or axis.size % ulysses_degree:
         raise ConfigError(
@@ -35,35 +40,27 @@ def resolve_ulysses_degree(axis: MeshAxis, sp_mode: str, ulysses_degree: int | N
         )
     if fixed.get(sp_mode, ulysses_degree) != ulysses_degree:
         raise ConfigError(
-            f'ulysses_degree = {ulysses_degree} of {axis.size} ranks contradicts the kind "{sp_mode}"; '
+            f'ulysses_degree = {ulysses_degree} of {axis.size} ranks contradicts sp_mode = "{sp_mode}"; '
             'write "ulysses+ring"'
         )
     return ulysses_degree
 
 
 def check_sequence_support(model: Any, axis: MeshAxis) -> None:
-    """Raise a ModelError if sequences can't be cut for this model."""
+    """Raise a ModelError if the sequences of this model cannot be sharded."""
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise ModelError(
-            f"{name} is no model of transformers; sequences are cut over {axis.name} through the attention function of "
-            "its models alone. In a module of your own call windlass.parallel.sequence.sequence_attention"
+            f"{name} is no model of transformers, and its sequences cannot be sharded over {axis.name} without "
+            "changes. Call windlass.attention.attention in your module, inside windlass.parallel.sequence.use_shard"
         )
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} has an encoder and a decoder; sequences are cut for models with one of them")
-    if not model._can_set_attn_implementation():
-        raise ModelError(
-            f"{name} does not take its attention from transformers' AttentionInterface, so sequences can't be cut over "
-            f"{axis.name}; a model that lists other attn_implementations does"
-        )
-    for submodule in model.modules():
-        if hasattr(submodule, "_can_set_attn_implementation") and not submodule._can_set_attn_implementation():
-            raise ModelError(
-                f"{type(submodule).__name__} inside {name} does not take its attention from transformers' "
-                f"AttentionInterface, so sequences can't be cut over {axis.name}"
-            )
+        raise ModelError(f"{name} has an encoder and a decoder; sequence parallelism needs a model with one of them")
+    check_attention_interface(model, f"so its sequences cannot be sharded over {axis.name}")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelError(f"{name}.forward takes no position_ids, so a rank can't be told where its tokens stand")
+        raise ModelError(
+            f"{name}.forward takes no position_ids, which sequence parallelism has to pass; add the argument"
+        )
     _check_layer_types(model, name)
 
 
@@ -73,12 +70,12 @@ def _check_layer_types(model: Any, name: str) -> None:
     other = sorted(kinds - _SUPPORTED_LAYER_TYPES)
     if other:
         raise ModelError(
-            f"{name} has layers of the kinds {other}, which see neighbouring tokens without attention (or by patterns "
-            f"of their own); sequences are cut for layers of {sorted(_SUPPORTED_LAYER_TYPES)}"
+            f"{name} has layers of the types {other}, which mix tokens without attention or by other patterns; "
+            f"sequence parallelism supports {sorted(_SUPPORTED_LAYER_TYPES)}"
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
             raise ModelError(
                 f"{path} of {name} is a {type(module).__name__}, which mixes tokens that lie on several ranks; "
-                "sequences can't be cut for it"
+                "sequence parallelism does not support it"
             )

@@ -1,8 +1,8 @@
-"""Attention of one tile: its own result and log-sum-exp, and its backward from those of all tiles together.
+"""Kernels for one tile of attention.
 
-With `L` the log-sum-exp of all that a query sees, a tile's part of the result is `exp(scores - L) V`, and its part of
-every gradient follows from `L` and the whole result alone (T. Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2).
-So tiles are computed in any order, on any rank, and added up.
+Let `L` be the log-sum-exp of all scores of a query. A tile contributes `exp(scores - L) V` to the output, and its
+contribution to every gradient follows from `L` and the output of all tiles (T. Dao, "FlashAttention-2", arXiv
+2307.08691, algorithm 2). So tiles are computed in any order, on any rank, and summed.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from typing import Any, Protocol
 
 import torch
 
+from windlass.attention.mask_pattern import MaskBand
 from windlass.parallel.sequence.attention_dropout import AttentionDropout
-from windlass.parallel.sequence.attention_mask import MaskBand
 from windlass.parallel.sequence.attention_tiles import Tile
 
 QkvGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 MAX_TILE_SIZE = 1024
-"""Of either side of a tile where scores of all its pairs lie in memory at once."""
+"""Bound of either side of a tile for kernels that hold the scores of all its pairs in memory."""
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """How a query and a key become a score: `scale * query . key`, with a cap bent to `cap * tanh(score / cap)`; and
-    which of the weights that follow are dropped."""
+    """Computation of attention weights: `score = scale * query . key`, then soft cap, mask band, softmax and dropout.
+
+    Attributes:
+        scale: factor of the scores.
+        softcap: c bends scores to `c * tanh(score / c)`; None: no cap.
+        mask_band: visible distances, for tiles of the kind "band" and "causal".
+        dropout: dropout of the weights; None: no dropout.
+    """
 
     scale: float
     softcap: float | None
@@ -34,14 +40,18 @@ class ScoreSpec:
 
 
 class TileKernel(Protocol):
-    """Computes tiles. All tensors are `[samples, heads, tokens, features]`, as many heads of keys as of queries."""
+    """Kernel for tiles. Tensors are `[samples, heads, tokens, features]`, with as many key heads as query heads.
+
+    Attributes:
+        max_tile_size: bound of either side of a tile; None: no bound.
+    """
 
     max_tile_size: int | None
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result `[samples, heads, queries, features]`, and its log-sum-exp `[samples, heads, queries]`."""
+        """Return the output `[samples, heads, queries, features]` and the log-sum-exp `[samples, heads, queries]`."""
         ...
 
     def backward(
@@ -55,12 +65,12 @@ class TileKernel(Protocol):
         tile: Tile,
         score_spec: ScoreSpec,
     ) -> QkvGradients:
-        """This tile's part of the gradients of query, key and value; `output` and `lse` are of all tiles."""
+        """Return this tile's part of the gradients of query, key and value; `output` and `lse` are of all tiles."""
         ...
 
 
 class MatmulTileKernel:
-    """Matrix products that hold the scores of all pairs, in fp32 or better: for any tile on any device."""
+    """Kernel of matrix products, for any tile on any device. It holds the scores of all pairs, in fp32 or better."""
 
     max_tile_size: int | None = MAX_TILE_SIZE
 
@@ -97,7 +107,7 @@ class MatmulTileKernel:
             to_value = (weights * factors).transpose(-1, -2) @ gradient
             to_weights *= factors
         to_scores = weights.mul_(to_weights.sub_(mean))
-        if score_spec.softcap is not None:  # of what is not seen the weights are 0, and the score is none
+        if score_spec.softcap is not None:  # weights of masked pairs are 0, but 0 * inf would be nan
             to_scores *= 1 - (scores.masked_fill_(scores == -torch.inf, 0) / score_spec.softcap).square_()
         to_scores *= score_spec.scale
         return to_scores @ key, to_scores.transpose(-1, -2) @ query, to_value
@@ -114,14 +124,14 @@ class MatmulTileKernel:
 
 
 class FlashTileKernel:
-    """torch's flash kernels for what they take: whole rectangles and squares on the diagonal, without a cap; nothing is
-    dropped."""
+    """Flash attention kernels of torch: for full and causal tiles, without soft cap and dropout."""
 
     max_tile_size: int | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._saved_for_backward: tuple[Any, ...] = ()  # of CUDA's: the state of dropout, which there is none of
+        # CUDA's backward takes the cumulative lengths and the dropout state of the forward
+        self._saved_for_backward: tuple[Any, ...] = ()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec
@@ -178,7 +188,7 @@ class FlashTileKernel:
 
 
 class TileKernels:
-    """The kernel for each tile of one call: torch's where it serves, plain products elsewhere."""
+    """Selection of a kernel for each tile of one call: torch's flash kernel where it can, else matrix products."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_spec: ScoreSpec) -> None:
         self._plain = MatmulTileKernel()
@@ -187,16 +197,16 @@ class TileKernels:
 
     @property
     def max_tile_size(self) -> int | None:
-        """Of either side of a tile."""
+        """Bound of either side of a tile; None: no bound."""
         return self._plain.max_tile_size if self._fused is None else self._fused.max_tile_size
 
     def kernel_for(self, tile: Tile) -> TileKernel:
-        """The one that computes this tile."""
+        """Return the kernel for this tile."""
         return self._plain if self._fused is None or tile.kind == "band" else self._fused
 
 
 def _supports_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch has a flash kernel for such tensors."""
+    """Return True if torch has a flash kernel for such tensors."""
     if not (query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]):
         return False
     if query.device.type == "cpu":
@@ -213,5 +223,5 @@ def _upcast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_if_unseen(lse: torch.Tensor) -> torch.Tensor:
-    """Queries that see nothing have weights of 0, not of nan."""
+    """Replace -inf by 0, so that queries that see no key get weights of 0 instead of nan."""
     return lse.masked_fill(lse == -torch.inf, 0)

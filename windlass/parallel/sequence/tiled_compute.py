@@ -1,4 +1,4 @@
-"""DeepSpeed's names of computations in parts, with the arguments that scripts know."""
+"""Tiled computations under the names and with the arguments of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """`fn` of `shards` parts of a sequence, one after the other, and again in the backward.
+    """Compute `fn` on `shards` parts of a sequence, one after another, and recompute them in the backward.
 
     Args:
-        fn: takes all keywords.
-        seqlen: tokens, along dimension 1 of what is cut.
-        kwargs_to_shard: tensors `[samples, tokens, ...]` that are cut.
-        kwargs_to_pass: given as they are.
-        grad_requiring_tensor_key: the one among those cut that gets a gradient.
-        compute_params: parameters that `fn` uses; without them they get no gradients.
-        output_unshard_dimension: along which outputs are laid; 0 for outputs that are numbers, one of each part.
-        output_reduction: of all that: "mean", "sum" or None.
+        fn: called with the keywords of both dicts.
+        seqlen: number of tokens, the size of dimension 1 of the tensors to shard.
+        kwargs_to_shard: tensors `[samples, tokens, ...]`; each call gets a part of the tokens.
+        kwargs_to_pass: arguments that each call gets unchanged.
+        grad_requiring_tensor_key: the key of `kwargs_to_shard` whose tensor gets a gradient.
+        compute_params: parameters that `fn` uses; parameters that are not listed get no gradients.
+        output_unshard_dimension: dimension along which the outputs are concatenated; 0 for scalar outputs, one of each
+            part.
+        output_reduction: reduction of the concatenated outputs: "mean", "sum" or None.
 
     Raises:
-        ConfigError: the key or the reduction is not known.
+        ConfigError: the key or the reduction is unknown.
     """
     if output_reduction not in (None, "mean", "sum"):
-        raise ConfigError(f'output_reduction = {output_reduction!r} is not known; write "mean", "sum" or None')
+        raise ConfigError(f'output_reduction = {output_reduction!r} is unknown; write "mean", "sum" or None')
     if grad_requiring_tensor_key not in kwargs_to_shard:
         raise ConfigError(
             f"grad_requiring_tensor_key = {grad_requiring_tensor_key!r} is not among {sorted(kwargs_to_shard)}"
@@ -61,7 +62,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """`sequence_tiled_compute`, called as an autograd function."""
+    """Facade of `sequence_tiled_compute` with the call of an autograd function."""
 
     @staticmethod
     def apply(
@@ -76,7 +77,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """The values of the keys come as `args`, in their order."""
+        """Call `sequence_tiled_compute`; `args` are the values of both lists of keys, in order."""
         cut, passed = args[: len(keys_to_shard)], args[len(keys_to_shard) :]
         return sequence_tiled_compute(
             fn,
@@ -92,7 +93,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """An MLP computed for parts of its tokens."""
+    """Tiled MLP with the call of an autograd function."""
 
     @staticmethod
     def apply(
@@ -102,10 +103,10 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """`fn(self, part of x)`, laid along the tokens of `x` `[..., tokens, features]`.
+        """Compute `fn(self, part of x)` and concatenate the parts along the tokens of `x`, `[..., tokens, features]`.
 
         Args:
-            compute_params: parameters that `fn` uses; None: those of `self`.
+            compute_params: parameters that `fn` uses; None: the parameters of `self`.
         """
         parameters = list(self.parameters()) if compute_params is None else list(compute_params)
         along = x.dim() - 2
@@ -116,7 +117,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """A loss computed for parts of its tokens, without the logits of all."""
+    """Tiled loss, with the call of an autograd function; the logits of all tokens never exist at once."""
 
     @staticmethod
     def apply(
@@ -129,17 +130,18 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[torch.Tensor] | None,
         output_reduction: str,
     ) -> torch.Tensor:
-        """The sum, or the mean over parts, of `fn(self, part of x, part of y)`, and of `mask` if there is one.
+        """Return the sum or mean over parts of `fn(self, part of x, part of y)`, or with a part of `mask` as well.
 
         Args:
             x: hidden states `[samples, tokens, features]`.
             y: labels `[samples, tokens]`.
+            mask: `[samples, tokens, ...]` or None.
 
         Raises:
-            ConfigError: the reduction is not known, or shapes differ.
+            ConfigError: the reduction is unknown, or the samples or tokens of the tensors differ.
         """
         if output_reduction not in ("mean", "sum"):
-            raise ConfigError(f'output_reduction = {output_reduction!r} is not known; write "mean" or "sum"')
+            raise ConfigError(f'output_reduction = {output_reduction!r} is unknown; write "mean" or "sum"')
         given = [x, y] if mask is None else [x, y, mask]
         shapes = [list(tensor.shape) for tensor in given]
         if any(tensor.shape[:2] != x.shape[:2] or tensor.dim() < 2 for tensor in given):

@@ -1,13 +1,13 @@
-"""A part of a model computed for some tokens at a time, forward and backward, so that what lies between its input and
-its output is never there for all tokens at once.
+"""Tiled computation: a part of a model runs on a tile of tokens at a time, in the forward and in the backward.
 
-S. Bekman et al., "Arctic Long Sequence Training", arXiv 2506.13996, section 3.1. The forward keeps its inputs alone;
-the backward computes each piece again. Gradients of parameters are added up over the pieces, in fp32 where parameters
-have 16 bits, and reach a parameter once, so that what waits for its gradient (a reduction) happens once.
+So the intermediate activations of all tokens never exist at once. S. Bekman et al., "Arctic Long Sequence Training",
+arXiv 2506.13996, section 3.1. The forward saves its inputs alone; the backward recomputes each tile. Gradients of
+parameters are summed over the tiles, in fp32 if parameters have 16 bits, and each parameter receives its gradient once.
+So a reduction that waits for the gradient starts once.
 
-[Note: parameters of tiled parts] Parameters go into the graph as inputs of one node, as they are in the forward, and
-are used by the function itself when it runs again: whoever lets go of them in between (ZeRO stage 3) has them back by
-then, since the node is among those of the block that they belong to.
+[Note: parameters of tiled parts] Parameters enter the graph as inputs of one node. In the backward the function uses
+the parameters of its module, not tensors saved by the node. ZeRO stage 3 may reshard them in between: it unshards them
+again before the node runs, because the node belongs to the graph of their block.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from windlass.parallel.sequence.replay_context import ReplayContext
 
 @dataclass(frozen=True)
 class Tiling:
-    """How something is computed in pieces.
+    """Function and tile size of a tiled computation.
 
     Attributes:
-        function: of a piece of each input; gives a piece of the output or, with `adds`, numbers to add up.
-        size: of a piece, along `dim` of the inputs.
-        out_dim: of the output, along which pieces are laid.
-        draws: the function draws random numbers (dropout), which have to be the same again.
+        function: maps a tile of each input to a tile of the output, or to a term of a sum.
+        tile_size: size of a tile along `dim` of the inputs.
+        dim: dimension of the inputs that is tiled.
+        out_dim: dimension of the output along which tiles are concatenated.
+        sums_outputs: sum the outputs of the tiles instead.
+        preserve_rng_state: the function draws random numbers (dropout), and its recomputation has to draw the same.
     """
 
     function: Callable[..., torch.Tensor]
@@ -40,15 +42,15 @@ class Tiling:
     preserve_rng_state: bool = False
 
     def tile_starts(self, inputs: Sequence[torch.Tensor]) -> range:
-        """Where pieces begin; one piece even of nothing."""
+        """Return the first indices of the tiles; an empty input has one tile."""
         return range(0, max(inputs[0].shape[self.dim], 1), max(self.tile_size, 1))
 
     def tile(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
-        """The piece of an input that begins there."""
+        """Return the tile of an input that begins at `start`."""
         return tensor.narrow(self.dim, start, min(self.tile_size, tensor.shape[self.dim] - start))
 
     def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole output, a piece at a time."""
+        """Compute the whole output, a tile at a time."""
         total: torch.Tensor | None = None
         done, starts = 0, self.tile_starts(inputs)
         for start in starts:
@@ -59,7 +61,7 @@ class Tiling:
             if len(starts) == 1:
                 return output
             size = output.shape[self.out_dim]
-            if total is None:  # a list of pieces, and then all of them, would be there twice
+            if total is None:  # preallocate: torch.cat of a list would take the memory twice
                 shape = list(output.shape)
                 shape[self.out_dim] = inputs[0].shape[self.dim] * size // min(self.tile_size, inputs[0].shape[self.dim])
                 total = output.new_empty(shape)
@@ -113,14 +115,15 @@ class _TiledFunction(torch.autograd.Function):
 
 
 def run_tiled(tiling: Tiling, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """`tiling.function` of all `inputs`, computed in pieces and computed again in the backward.
+    """Compute `tiling.function` on tiles of the inputs, and recompute the tiles in the backward.
 
     Args:
-        inputs: as large as each other along `tiling.dim`; those of a floating dtype may get gradients.
+        inputs: tensors of equal size along `tiling.dim`; those with a floating dtype may get gradients.
         parameters: all other tensors that get gradients through the function.
 
     Returns:
-        What the function would give of the whole inputs, if it treats what lies along `tiling.dim` each by itself.
+        The output of the function for the whole inputs, provided that it treats elements along `tiling.dim`
+        independently.
     """
     if not torch.is_grad_enabled():
         return tiling.run(inputs)

@@ -1,6 +1,7 @@
-"""The loss of hidden states against a vocabulary, without logits of all tokens.
+"""Tiled loss: computes a tile of logits at a time, so that the logits of all tokens never exist at once.
 
-Logits of 100,000 tokens and a vocabulary of 128,000 take 51 GB in fp32, and their gradient as much; see `tiled`.
+Logits of 100,000 tokens and a vocabulary of 128,000 take 51 GB in fp32, and their gradient as much. See
+`tiled_function`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis, single_rank_axis
-from windlass.parallel.sequence.attention_dispatch import unwrap_peft
+from windlass.parallel.sequence.sequence_support import unwrap_peft
 from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 from windlass.parallel.sequence_loss import (
     IGNORE_INDEX,
@@ -26,11 +27,11 @@ from windlass.parallel.sequence_loss import (
 )
 
 MAX_LOGIT_ELEMENTS = 2**26
-"""Of logits that are there at once, where nobody says how many tokens: 256 MiB in fp32."""
+"""Logits in a default tile: 256 MiB in fp32."""
 
 
 def get_default_tile_tokens(vocabulary: int) -> int:
-    """Tokens whose logits are computed together by default."""
+    """Return the default number of tokens in a tile."""
     return max(1, MAX_LOGIT_ELEMENTS // max(vocabulary, 1))
 
 
@@ -46,16 +47,20 @@ def tiled_loss(
     sp_axis: MeshAxis | None = None,
     num_items: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
-    """The mean loss of tokens, `chunk` of them at a time.
+    """Compute the mean loss of tokens, a tile at a time. Collective along `sp_axis`.
 
     Args:
-        hidden: `[..., features]`. Along tp it has to `enter` first, as in front of any layer that is cut.
+        hidden: `[..., features]`. Under tensor parallelism, pass it through the input hook of a column-parallel layer
+            first.
         weight: `[vocabulary, features]`, or this rank's part of the vocabulary.
-        labels: `[...]`, of each token its own: shifted already.
+        labels: `[...]`, shifted: the label of each token is at its own index.
+        tile_tokens: tokens in a tile; None: `get_default_tile_tokens`.
         bias: `[vocabulary]`.
-        losses: of logits that are cut along the vocabulary.
-        sp: the axis over whose ranks the tokens are spread; the mean is over all of them.
-        items: divide by this instead of the count of labels.
+        ignore_index: label of tokens without a loss.
+        loss_function: loss of each token from its logits; one for logits that are sharded along the vocabulary, if
+            they are.
+        sp_axis: axis over which the tokens are sharded; the mean is over the tokens of all its ranks.
+        num_items: divisor of the sum, in the place of the number of labels.
 
     Returns:
         A scalar, the same on all ranks of sp.
@@ -80,10 +85,13 @@ def compute_tiled_loss_sum(
     loss_function: TokenLossFunction = cross_entropy_per_token,
     ignore_index: int = IGNORE_INDEX,
 ) -> torch.Tensor:
-    """The sum of the losses of all tokens, of the logits that `head` makes of hidden states `[tokens, features]`.
+    """Return the sum of the losses of all tokens.
 
     Args:
-        parameters: that `head` uses, the largest first.
+        head: computes logits from hidden states `[tokens, features]`.
+        hidden: `[..., features]`.
+        labels: `[...]`, shifted.
+        parameters: parameters of `head`, the largest first.
     """
 
     def of_piece(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -95,9 +103,9 @@ def compute_tiled_loss_sum(
 
 
 class DeferredLogits:
-    """Logits that are not computed yet: hidden states, and what the model did to the logits that it thinks it has.
+    """Placeholder for logits: hidden states, and the elementwise functions that the model applied to its logits.
 
-    A model may scale its logits, bend them (`tanh`), cast them; whatever looks at several of them at once is refused.
+    A model may scale its logits, apply `tanh` and cast them. Any other use raises a ModelError.
     """
 
     def __init__(
@@ -110,7 +118,7 @@ class DeferredLogits:
         self._head, self._transforms = head, transforms
 
     def summed_loss(self, labels: torch.Tensor, loss_function: TokenLossFunction, ignore_index: int) -> torch.Tensor:
-        """The sum of the losses of all tokens."""
+        """Return the sum of the losses of all tokens."""
         return self._head.summed_loss(self.hidden, self._transforms, labels, loss_function, ignore_index)
 
     def _with_transform(self, change: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
@@ -171,21 +179,20 @@ def _has_many_elements(value: Any) -> bool:
 
 
 class _UnknownAttribute(ModelError, AttributeError):
-    """For who asks whether there is one."""
+    """Error for an attribute that placeholders lack; an AttributeError too, so that `hasattr` returns False."""
 
 
 def _unsupported_use(what: str) -> ModelError:
     return ModelError(
-        f"the model uses its logits ({what}) before their loss, so they can't be computed a part at a time; write "
-        "tiled_loss=False"
+        f"the model uses its logits ({what}) before the loss, so the loss cannot be tiled; write tiled_loss=False"
     )
 
 
 class TiledLossHead:
-    """What `forward` of the layer that makes logits is while a model trains on labels: no logits are made there, and
-    where their loss is wanted, the layer is called again to compute it in parts.
+    """Replacement of the output head's forward while a model trains on labels.
 
-    It is called, so that whoever gathers its weight before, and lets go of it after, does so.
+    The first call of the head returns a placeholder. The loss function calls the head again, and that call computes the
+    loss a tile at a time. It is a call of the module, so that hooks that unshard and reshard its weight run.
     """
 
     def __init__(self, head: nn.Module, tile_tokens: int | None) -> None:
@@ -197,7 +204,7 @@ class TiledLossHead:
         self._argument_names: list[str] = []
 
     def install(self, model: nn.Module, names: list[str]) -> None:
-        """Take the place of the layer's forward, in forwards of `model`, whose arguments have these names."""
+        """Replace the forward of the head. `names` are the arguments of the forward of `model`, in order."""
         self._argument_names = names
         held: Any = self._head
         held.forward = self.forward
@@ -206,13 +213,13 @@ class TiledLossHead:
         model.register_forward_hook(self._post_forward, always_call=True)
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        """The layer's forward."""
+        """Return logits, a placeholder for them, or the loss that `summed_loss` asked for."""
         if self._compute_sum is not None:
             return self._compute_sum(hidden)
         if not self._is_deferring:
             return self._original_forward(hidden)
         given = hidden if self._raw_hidden is None else self._raw_hidden
-        return DeferredLogits(self, given.view_as(given))  # of its own, as a layer's output is
+        return DeferredLogits(self, given.view_as(given))  # a new tensor, as the output of a layer is
 
     def summed_loss(
         self,
@@ -222,7 +229,7 @@ class TiledLossHead:
         loss_function: TokenLossFunction,
         ignore_index: int,
     ) -> torch.Tensor:
-        """The sum of the losses of all tokens, by a call of the layer."""
+        """Return the sum of the losses of all tokens, computed in a call of the head."""
 
         def logits_of(states: torch.Tensor) -> torch.Tensor:
             logits = self._original_forward(states)
@@ -250,7 +257,7 @@ class TiledLossHead:
         return found
 
     def _record_input(self, head: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hidden states as they come, before other hooks of the layer change them: those run at both calls."""
+        """Record the hidden states before other hooks of the head change them, because those run in both calls."""
         self._raw_hidden = args[0] if self._is_deferring and self._compute_sum is None else None
 
     def _pre_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -267,14 +274,18 @@ class TiledLossHead:
 
 
 def install_tiled_loss(model: Any, tile_tokens: int | None = None) -> None:
-    """Have a causal model of transformers whose loss function is a `ModelLoss` compute its loss `chunk` tokens at a
-    time where it trains on labels, in place; its outputs then have no `logits`.
+    """Let a causal transformers model compute its loss a tile at a time when it trains on labels, in place.
+
+    The model's loss function has to be a `ModelLoss`. The outputs then have no `logits`.
+
+    Args:
+        tile_tokens: tokens in a tile; None: `get_default_tile_tokens`.
 
     Raises:
-        ModelError: it has no layer that makes logits.
+        ModelError: the model has no layer that computes logits.
     """
     inner = unwrap_peft(model)
     head = inner.get_output_embeddings()
     if head is None:
-        raise ModelError(f"{type(model).__name__} has no layer that makes logits (get_output_embeddings)")
+        raise ModelError(f"{type(model).__name__} has no layer that computes logits (get_output_embeddings)")
     TiledLossHead(head, tile_tokens).install(model, list(inspect.signature(inner.forward).parameters))

@@ -1,5 +1,4 @@
-"""The MLPs of a model computed for some tokens at a time: what lies between their two products is several times larger
-than a hidden state."""
+"""Tiled MLPs. The activation between the two products of an MLP is several times larger than a hidden state."""
 
 from __future__ import annotations
 
@@ -16,11 +15,13 @@ from windlass.parallel.sequence.tiled_function import Tiling, run_tiled
 
 
 def find_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `model` that are made as MLPs are: two linear layers or more, and nothing else that has weights
-    but norms; their forward takes hidden states alone, whose features go in and come out as many.
+    """Find the modules of `model` with the structure of an MLP.
+
+    An MLP has two linear layers or more and no other weights but norms. Its forward takes hidden states alone, and its
+    output has as many features as its input.
 
     Yields:
-        Names and modules; none that lies within another.
+        Names and modules; none is inside another.
     """
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -30,23 +31,23 @@ def find_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None:
-    """Have `module` compute `tokens` tokens at a time, in place; its class, its parameters and its hooks stay.
+    """Let `module` compute a tile of tokens at a time, in place. Its class, parameters and hooks stay.
 
     Args:
-        module: treats each token by itself: `[..., tokens, features]` to the same. Dropout is drawn as it would be for
-            parts of the sequence one after the other.
-        tokens: as many as a token has features by default: then what lies between the products takes as much memory as
-            the weights.
+        module: maps `[..., tokens, features]` to the same shape and treats tokens independently. Dropout draws its
+            numbers tile by tile.
+        tile_tokens: tokens in a tile. Default: the number of features of a token, so that the activation between the
+            products takes as much memory as the weights.
 
     Raises:
-        ModelError: it has no linear layer, or is tiled already.
+        ModelError: the module has no linear layer, or is tiled already.
     """
     before: Any = module.forward
     if isinstance(before, partial) and before.func is _tiled_forward:
         raise ModelError(f"this {type(module).__name__} is tiled already")
     linears = [one for one in module.modules() if _is_linear(one)]
     if not linears:
-        raise ModelError(f"this {type(module).__name__} has no linear layer to compute in parts")
+        raise ModelError(f"this {type(module).__name__} has no linear layer to tile")
     size = _in_out_features(linears[0])[0] if tile_tokens is None else tile_tokens
     held: Any = module
     held.forward = partial(_tiled_forward, module, before, size)
@@ -55,7 +56,7 @@ def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None
 def _tiled_forward(
     module: nn.Module, original_forward: Callable[..., torch.Tensor], tile_tokens: int, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Instead of the module's own forward `plain`."""
+    """Compute the module on tiles, in the place of its `original_forward`."""
     samples = hidden.shape[:-2].numel()
     each = max(1, tile_tokens // max(samples, 1))
     if hidden.dim() < 2 or hidden.shape[-2] <= each:
@@ -84,7 +85,7 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _num_arguments(module: nn.Module) -> int:
-    """How many arguments its forward needs; -1 if it may take others."""
+    """Return the number of arguments of the module's forward; -1 if it takes variable or keyword-only ones."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     if len(named) < len(parameters):
@@ -98,7 +99,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _in_out_features(module: nn.Module) -> tuple[int, int]:
-    """Features that go in and come out. transformers' Conv1D has them the other way round."""
+    """Return the numbers of input and output features. The weight of transformers' Conv1D is transposed."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     rows, columns = module.weight.shape  # type: ignore[misc]

@@ -1,9 +1,10 @@
-"""Ulysses: each rank's part of the tokens, with all heads, swapped for all tokens, with a part of the heads.
+"""Ulysses all-to-all: swaps some tokens with all heads for all tokens with some heads, and back.
 
 S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. A rank receives `4 N h / P (P - 1) / P` elements a layer for
-N tokens of h features on P ranks, and as many in the backward. Heads need not divide: the first ranks have one more,
-and ranks may have none. Of keys and values each rank gets the heads that its queries use, so that some go to several
-ranks where there are fewer than ranks; their gradients are added up where they came from.
+N tokens of h features on P ranks, and as many in the backward. The number of heads need not be a multiple of the
+ranks: the first ranks have one head more, and ranks may have none. A rank gets the heads of keys and values that its
+queries use. With fewer key heads than ranks, a key head goes to several ranks, and its gradients are summed at its
+origin.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from windlass.parallel.sequence.sequence_sharding import TokenRange
 
 @dataclass(frozen=True)
 class UlyssesHeads:
-    """Which heads each of `ranks` ranks computes.
+    """Distribution of the heads of a layer over ranks.
 
     Attributes:
-        queries: heads of queries; `keys` divides it.
-        keys: heads of keys and values.
+        num_query_heads: a multiple of `num_key_heads`.
+        num_key_heads: heads of keys, and of values.
+        num_ranks: ranks that share the heads.
     """
 
     num_query_heads: int
@@ -34,20 +36,20 @@ class UlyssesHeads:
 
     @property
     def queries_per_key(self) -> int:
-        """Heads of queries that share one of keys."""
+        """Number of query heads that share a key head."""
         return self.num_query_heads // self.num_key_heads
 
     def query_range(self, rank: int) -> TokenRange:
-        """Heads of queries of `rank`."""
+        """Return the range of the query heads of `rank`."""
         return compute_shard_range(self.num_query_heads, self.num_ranks, rank)
 
     def key_range(self, rank: int) -> TokenRange:
-        """Heads of keys and values that they use."""
+        """Return the range of the key heads that the query heads of `rank` use."""
         start, stop = self.query_range(rank)
         return (start // self.queries_per_key, (stop - 1) // self.queries_per_key + 1) if start < stop else (0, 0)
 
     def key_head_of(self, rank: int) -> tuple[int, ...]:
-        """For each head of queries of `rank`, which of its heads of keys serves it."""
+        """Return, for each query head of `rank`, the local index of its key head."""
         first = self.key_range(rank)[0]
         return tuple(head // self.queries_per_key - first for head in range(*self.query_range(rank)))
 
@@ -60,15 +62,16 @@ def swap_tokens_for_heads(
     group_ranks: range,
     tokens_per_rank: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Swap tokens for heads among `members` of the axis, in one all-to-all. Collective over the whole axis.
+    """Swap tokens for heads among a group of ranks, in one all-to-all. Collective over the whole axis.
 
     Args:
-        query: `[samples, heads, own tokens, features]`; key and value: `[samples, fewer heads, own tokens, features]`.
-        members: this rank's group.
-        tokens: of each rank of the axis.
+        query: `[samples, heads, local tokens, features]`.
+        key, value: `[samples, key heads, local tokens, features]`.
+        group_ranks: ranks of this rank's group, as indices along the axis.
+        tokens_per_rank: number of tokens of each rank of the axis.
 
     Returns:
-        The same three of all tokens of the group in the order of its ranks, of this rank's heads.
+        Query, key and value with all tokens of the group, in the order of its ranks, and this rank's heads.
     """
     heads = UlyssesHeads(query.shape[1], key.shape[1], len(group_ranks))
     here = axis.index - group_ranks.start
@@ -101,14 +104,14 @@ def swap_tokens_for_heads(
 def swap_heads_for_tokens(
     output: torch.Tensor, axis: MeshAxis, group_ranks: range, tokens_per_rank: Sequence[int], heads: int
 ) -> torch.Tensor:
-    """The way back. Collective over the whole axis.
+    """Swap heads for tokens, the inverse of `swap_tokens_for_heads`. Collective over the whole axis.
 
     Args:
-        output: `[samples, own heads, tokens of the group, features]`.
-        heads: of queries in all.
+        output: `[samples, local heads, tokens of the group, features]`.
+        heads: number of query heads of the layer.
 
     Returns:
-        `[samples, heads, own tokens, features]`.
+        `[samples, heads, local tokens, features]`.
     """
     samples, _, _, features = output.shape
     shares = [compute_shard_range(heads, len(group_ranks), place) for place in range(len(group_ranks))]

@@ -1,5 +1,4 @@
-"""DeepSpeed's names of `runtime.sequence_parallel.ulysses_sp`, with the arguments that scripts know: a registered
-model, and a loader whose batches are cut."""
+"""Names and arguments of `deepspeed.runtime.sequence_parallel.ulysses_sp`: a model, and a data loader."""
 
 from __future__ import annotations
 
@@ -25,21 +24,21 @@ from windlass.parallel.sequence_loss import IGNORE_INDEX, shift_targets
 
 
 def axis_from_process_group(group: dist.ProcessGroup, name: str = "sp") -> MeshAxis:
-    """A process group as an axis."""
+    """Return a process group as a mesh axis."""
     return MeshAxis(name, RankGroup(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)))
 
 
 class SequenceParallelGroups:
-    """Neighbouring ranks along sp, the others data ranks: what registering a model returns, for `initialize(mpu=...)`.
+    """Process groups of neighbouring ranks along sp and of the data ranks, for `initialize(mpu=...)`.
 
-    Collective over all ranks when it is made.
+    `UlyssesSPAttentionHF.register_with_transformers` returns it. The construction is collective over all ranks.
 
     Args:
         size: ranks along sp.
-        only_training: models run whole in eval mode.
+        only_training: in eval mode every rank computes whole sequences.
 
     Raises:
-        ConfigError: `size` does not divide the ranks.
+        ConfigError: `size` does not divide the number of ranks.
     """
 
     def __init__(self, size: int, *, only_training: bool = False) -> None:
@@ -57,12 +56,12 @@ class SequenceParallelGroups:
         self.model_parallel = _make_axis("tp", grid.groups("tp"))
 
     def apply(self, model: Any) -> None:
-        """Cut the sequences of `model`, whose batches come as parts of them, unless they are cut already."""
+        """Shard the sequences of `model`, whose batches contain local tokens only, unless they are sharded already."""
         if self.sp.size > 1 and sequence_parallel_of(model) is None:
             apply_sequence_parallel(model, self.sp, pre_sharded=True, only_training=self._only_training)
 
     def __getattr__(self, name: str) -> Any:
-        """`get_..._group`, `get_..._rank` and `get_..._world_size` of each kind of group."""
+        """Return the function `get_..._group`, `get_..._rank` or `get_..._world_size` of a kind of group."""
         for words, axis in _GROUPS.items():
             what = name.removeprefix(f"get_{words}_")
             if what != name and what in _GETTERS:
@@ -86,14 +85,14 @@ _GETTERS = {
 
 
 def _make_axis(name: str, partition: list[tuple[int, ...]]) -> MeshAxis:
-    """This rank's group of a partition of all ranks; every rank makes every group."""
+    """Create all groups of a partition of the ranks, and return this rank's group as an axis. Collective."""
     made = {ranks: dist.new_group(list(ranks)) for ranks in partition}
     own = next(ranks for ranks in partition if dist.get_rank() in ranks)
     return MeshAxis(name, RankGroup(made[own], own, own.index(dist.get_rank())))
 
 
 class UlyssesSPAttentionHF:
-    """Attention over sp of a model of transformers, by the name under which scripts ask for it."""
+    """DeepSpeed's entry point for sequence parallelism of transformers models."""
 
     @classmethod
     def register_with_transformers(
@@ -107,24 +106,24 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceParallelGroups:
-        """Cut the sequences of a model over neighbouring ranks. Collective over all ranks.
+        """Shard the sequences of a model over neighbouring ranks. Collective over all ranks.
 
         Args:
-            model_name_or_path: the model; or a name or path, and then `apply` of what is returned takes the model.
-            core_attn_implementation: any but "eager", which would need a mask of all pairs; torch's own is used.
+            model_name_or_path: the model; or a name or path, and then pass the model to `apply` of the result.
+            core_attn_implementation: any but "eager", which needs a mask of all pairs. Kernels of torch compute it.
             sequence_parallel_size: ranks along sp.
-            micro_batch_size, seq_length, seq_length_is_variable, max_length: of no account, lengths may be any.
-            disable_in_eval: models run whole in eval mode.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: ignored; any length works.
+            disable_in_eval: in eval mode every rank computes whole sequences.
 
         Raises:
-            ConfigError: the size does not divide the ranks, or attention is to be eager.
-            ModelError: the model can't be cut so.
+            ConfigError: the size does not divide the number of ranks, or the implementation is "eager".
+            ModelError: the model's sequences cannot be sharded.
         """
         del micro_batch_size, seq_length, seq_length_is_variable, max_length
         if core_attn_implementation in ("eager", "paged|eager"):
             raise ConfigError(
-                f'core_attn_implementation = "{core_attn_implementation}" needs a mask of all pairs of tokens, which '
-                'no rank has room for; write "sdpa"'
+                f'core_attn_implementation = "{core_attn_implementation}" needs a mask of all pairs of tokens, '
+                'which sequence parallelism does not build; write "sdpa"'
             )
         groups = SequenceParallelGroups(sequence_parallel_size, only_training=disable_in_eval)
         if isinstance(model_name_or_path, nn.Module):
@@ -133,22 +132,22 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Of a loader that gives each rank other samples: every rank's batch in turn, of which each rank has its part.
+    """Adapter for a loader that yields different samples on each rank.
 
-    One batch of each rank along sp makes as many batches as there are ranks. `labels` become `shift_labels`, and
-    `position_ids` are made where there are none, as the model whose sequences are cut over the group derives them.
-    Collective.
+    The ranks along sp exchange one batch each. The adapter then yields, for each rank's batch in turn, this rank's part
+    of it. `labels` become `shift_labels`. Missing `position_ids` are derived as by the model that is sharded over the
+    group. Collective.
 
     Args:
-        dl: gives dicts of tensors `[samples, tokens, ...]`, and of other things.
-        sp_rank, sp_world_size: those of the group, too.
+        dl: yields dicts of tensors `[samples, tokens, ...]` and of other values.
+        sp_rank, sp_world_size: rank and size of `sp_group`.
         sp_group: the ranks along sp.
-        device: that tensors are exchanged on.
-        pad_to_sp_multiple: make parts equally long.
-        pad_token_id: what `input_ids` are padded with.
+        device: device of the exchange.
+        pad_to_sp_multiple: pad sequences, so that all parts have the same length.
+        pad_token_id: padding of `input_ids`.
 
     Raises:
-        DataError: a batch without `input_ids` or `labels`, or shorter than there are ranks.
+        DataError: a batch has no `input_ids` or `labels`, or fewer tokens than ranks.
     """
 
     def __init__(
@@ -188,10 +187,10 @@ class UlyssesSPDataLoaderAdapter:
         return self._shards.popleft()
 
     def _all_gather_batches(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's batch."""
+        """All-gather the batches of the ranks."""
         missing = [name for name in ("input_ids", "labels") if not isinstance(batch.get(name), torch.Tensor)]
         if missing:
-            raise DataError(f"a batch to be cut along sp has the keys {sorted(batch)}, and no tensor for {missing}")
+            raise DataError(f"a batch for sequence parallelism has the keys {sorted(batch)}; add tensors for {missing}")
         said = self._axis.all_gather_object(
             {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         )
@@ -209,10 +208,12 @@ class UlyssesSPDataLoaderAdapter:
         return found
 
     def _shard_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of a whole batch."""
+        """Return this rank's part of a whole batch."""
         samples, length = batch["input_ids"].shape[:2]
         if length < self.sp_world_size:
-            raise DataError(f"a sequence of {length} tokens can't be cut over {self.sp_world_size} ranks")
+            raise DataError(
+                f"a sequence of {length} tokens cannot be sharded over {self.sp_world_size} ranks; use longer ones"
+            )
         if batch.get("position_ids") is None:
             derive = derivation_along(self.sp_group)
             counted = torch.arange(length, device=batch["input_ids"].device)

@@ -1,9 +1,12 @@
-"""Tensor parallelism: single layers are cut over ranks that compute the same samples.
+"""Tensor parallelism: layers sharded over ranks that compute the same samples.
 
-What is cut, arithmetic and names alone; reading order: shares, heads; inner, linear_layers, plan, wishes, table,
-experts_layout, declared, heads_found, fused, tracing, vocabulary; attention_shares, attention_parameters, chains,
-build. How it computes: owned, cutting, draws, entrance, row_product, linear_cut; attention_cut, embedding_cut,
-cross_entropy, head, experts_cut; sequence_cut, sequence_norms; apply. Beside it: whole, volume.
+Reading order. Planning, by arithmetic and names only: rank_ranges, head_partition; find_language_model, linear_layers,
+tensor_parallel_plan, plan_entry, tensor_table, fused_experts_layout, model_tp_plan, head_counts, fused_qkv,
+block_tracing, vocabulary_modules; attention_sharding, attention_parameters, dependency_chains, plan_builder.
+Computation: contiguous_non_view, parameter_sharding, local_rng, input_hooks, row_parallel_linear, linear_sharding,
+lora_sharding; local_attention_heads, embedding_sharding, vocab_parallel_cross_entropy, output_head_sharding,
+experts_sharding; layer_stacks, stack_sequence_sharding; apply_tensor_parallel. Also: gather_full_tensor,
+tensor_parallel_volume.
 """
 
 from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel

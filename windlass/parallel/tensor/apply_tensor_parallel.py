@@ -1,4 +1,4 @@
-"""A model is cut over the ranks of an axis, in place."""
+"""Application of tensor parallelism to a model, in place."""
 
 from __future__ import annotations
 
@@ -47,41 +47,43 @@ def apply_tensor_parallel(
     tp_sequence_norms: bool = False,
     tp_overlap_chunks: int = 1,
 ) -> TensorParallelPlan:
-    """Cut a model over an axis whose ranks compute the same samples; nothing changes on an axis of one rank.
+    """Shard a model in place over an axis whose ranks compute the same samples. Nothing changes on an axis of one rank.
 
-    Parameters keep their names and become this rank's part of themselves, which `placement_of` tells; a model may be
-    whole, with the same values on all ranks, or on the meta device. Classes of modules stay what they are: single
-    modules get hooks, some a forward of their own. Losses and gradients are those of the whole model: of a parameter
-    that is cut the part, of one that is not the whole, but where its placement says `parts`.
+    Parameters keep their names and become this rank's part, as recorded by `set_placement`. The model may be a full
+    model, with the same values on all ranks, or be on the meta device. Module classes do not change: some modules get
+    hooks, some a new forward. Losses are those of the full model. The gradient of a sharded parameter is the local part
+    of the full gradient. The gradient of a replicated parameter is the full gradient, unless its placement has
+    `partial_axes`.
 
-    See `build_plan` for what is cut, `adapt_head` for logits and the loss, [Note: dropout in cut layers] for random
-    numbers.
+    See `build_tensor_parallel_plan` for the choice of shards, `shard_output_head` for logits and the loss, and [Note:
+    dropout in cut layers] for random numbers.
 
     Args:
-        model: that is cut. Experts may be spread over other ranks already.
-        axis: of tensor parallelism, usually "tp".
-        table: for models that don't tell how; see `read_table`.
-        sequence_norms: hidden states between layers are cut along the sequence, so norms and residuals are computed,
-            and kept for backward, in parts (see `find_stacks`).
-        overlap_chunks: tokens of each sum over ranks are cut into so many parts; while one travels, the next is
-            computed.
+        model: model to shard. Its experts may already be distributed over other ranks.
+        axis: mesh axis of tensor parallelism, usually "tp".
+        tensor_table: sharding of modules that the model does not describe itself; see `read_tensor_table`.
+        tp_sequence_norms: shard hidden states between layers along the sequence, so that each rank computes norms and
+            residuals, and saves them for backward, for its part only (see `find_layer_stacks`).
+        tp_overlap_chunks: split the tokens of each row-parallel sum into this many chunks, so that the all-reduce of
+            one overlaps the product of the next.
 
     Returns:
-        What was done.
+        The plan that was applied.
 
     Raises:
-        ConfigError: a table or numbers that can't be honoured.
-        ModelError: a module can't be cut; nothing was changed.
+        ConfigError: the table or a number is invalid.
+        ModelError: a module cannot be sharded. The model is unchanged.
     """
     if tp_overlap_chunks < 1:
         raise ConfigError(f"overlap_chunks = {tp_overlap_chunks}; it is at least 1")
     if tp_sequence_norms and tp_overlap_chunks > 1:
         raise ConfigError(
-            f"sequence_norms leaves no all-reduce to overlap, and overlap_chunks is {tp_overlap_chunks}; take one of them"
+            f"sequence_norms leaves no all-reduce to overlap, and overlap_chunks is {tp_overlap_chunks}; take one "
+            f"of them"
         )
     for name, parameter in model.named_parameters():
         if axis.name in get_placement(parameter).sharded_axes:
-            raise ModelError(f"{name} is cut over {axis.name} already; cut a model once")
+            raise ModelError(f"{name} is sharded over {axis.name} already; shard a model once")
     plan = build_tensor_parallel_plan(model, axis.size, tensor_table)
     stacks = find_layer_stacks(model, plan) if tp_sequence_norms else []
     if axis.size > 1:
@@ -90,7 +92,7 @@ def apply_tensor_parallel(
 
 
 class _PlanApplier:
-    """The plan, carried out on one model."""
+    """Application of a plan to one model."""
 
     def __init__(
         self,
@@ -109,7 +111,9 @@ class _PlanApplier:
         self._sharded_ids: set[int] = set()
 
     def run(self) -> None:
-        """Cut everything; parameters first by their chains, then what is beside."""
+        """Apply all shards of the plan, then adapt attention modules to their local heads and shard the sequence of
+        layer stacks.
+        """
         if self._has_dropout:
             sync_rng_states(self._axis)
         for cut in self._plan.shards:
@@ -152,7 +156,7 @@ class _PlanApplier:
             return
         gathered = (
             sequence is not None and shard.chain in self._attention_chains()
-        )  # by the module, for all its layers at once
+        )  # the hook on the attention module gathers once for all its columns
         before = None if gathered else ColumnInputHook(entrance, sequence)
         (select_needed_rows if shard.style is ShardStyle.COLUMN_SHARED else shard_column)(
             layer, shard, entrance, before
@@ -160,7 +164,7 @@ class _PlanApplier:
         shard_adapters(layer, shard, entrance, None, self._tp_overlap_chunks)
 
     def _shard_parameter(self, name: str, dim: int, shard: ModuleShard) -> None:
-        """Cut one parameter; what modules share is cut once."""
+        """Shard one parameter. A parameter that modules share is sharded once."""
         parameter = self._parameters[name]
         if id(parameter) not in self._sharded_ids:
             self._sharded_ids.add(id(parameter))
@@ -201,7 +205,9 @@ class _PlanApplier:
         return {self._output_shard(heads.module_name).chain for heads in self._plan.head_partitions}
 
     def _input_hook(self, chain: str) -> ChainInputHook:
-        """The entrance of a chain; random numbers become common again where the module ends that holds the chain."""
+        """Return the input hook of a chain. The shared random generator is restored when the module that contains the
+        chain returns.
+        """
         if chain not in self._input_hooks:
             draws = LocalRng(self._axis) if self._has_dropout else None
             self._input_hooks[chain] = ChainInputHook(self._axis, draws)
@@ -218,7 +224,7 @@ class _PlanApplier:
         return next((sequence for stack, sequence in self._stacks if chain in stack.chains), None)
 
     def _shard_stack(self, stack: LayerStack, sequence_sharding: StackSequenceSharding) -> None:
-        """Hidden states are cut before the first layer, and put together after the last one."""
+        """Shard the hidden states before the first layer of the stack, and gather them after the last one."""
         for parameter in stack.partial_parameters:
             mark_partial_gradient(self._parameters[parameter], self._axis.name)
         draws = LocalRng(self._axis) if self._has_dropout else None

@@ -1,4 +1,4 @@
-"""What becomes of an attention module's other parameters: norms of single heads, and what each head has of its own."""
+"""Sharding of an attention module's other parameters: norms of single heads, and parameters with one value per head."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def shard_attention_parameters(
     layers: Sequence[str],
     chain: str,
 ) -> list[ModuleShard]:
-    """The cuts of what lies in the attention module `name` beside its linear layers.
+    """Return the shards of the parameters in the attention module `name` that belong to no linear layer.
 
     Raises:
-        ModelError: a parameter of whose part in the attention nothing is known.
+        ModelError: the role of a parameter in the attention is unknown.
     """
     cuts = [
         _shard_direct_parameter(f"{name}.{leaf}" if name else leaf, parameter, head_partition, entries, chain)
@@ -44,7 +44,7 @@ def shard_attention_parameters(
 def _shard_direct_parameter(
     name: str, parameter: nn.Parameter, head_partition: HeadPartition, entries: Mapping[str, PlanEntry], chain: str
 ) -> ModuleShard:
-    """A parameter that the module holds directly: a number for each head, such as an attention sink."""
+    """Shard a direct parameter of the module that has a value for each head, such as an attention sink."""
     wish = entries.get(name)
     if wish is not None and wish.is_from_user:
         return ModuleShard(name, wish.style, description="", chain=chain)
@@ -63,7 +63,8 @@ def _shard_direct_parameter(
         )
     raise make_cannot_shard_error(
         name,
-        f"it is not known what a parameter of shape {tuple(parameter.shape)} does in attention of {head_partition.num_query_heads} heads",
+        f"it is not known what a parameter of shape {tuple(parameter.shape)} does in attention of "
+        f"{head_partition.num_query_heads} heads",
         (name, "partial"),
         (name, "replicated"),
     )
@@ -72,14 +73,16 @@ def _shard_direct_parameter(
 def _shard_head_norm(
     name: str, leaf: str, child: nn.Module, module: nn.Module, head_partition: HeadPartition, layers: Sequence[str]
 ) -> list[ModuleShard]:
-    """A norm of single heads is whole and sees the rank's heads alone; one with weights for each head is cut."""
+    """Replicate a norm whose weight all heads share, and mark its gradient as partial, since each rank sees only its
+    own heads. Shard a norm that has weights for each head.
+    """
     own = list(child.named_parameters(recurse=False))
     chain, whole = layers[-1], [(layer, "replicated") for layer in layers]
     if not _HEAD_NORM.fullmatch(leaf):
-        return []  # before the heads are made: gradients that arrive there are whole
+        return []  # it comes before the heads are formed, so its gradient is complete
     if len(own) != len(list(child.parameters())):
         raise make_cannot_shard_error(
-            name, "norms in a list belong to single heads, and a rank would take the first ones", *whole
+            name, "norms in a list belong to single heads, and each rank would use the first ones", *whole
         )
     if all(parameter.dim() == 1 for _, parameter in own):
         sizes = {parameter.numel() for _, parameter in own}

@@ -1,4 +1,4 @@
-"""The shares of an attention module's layers that follow from its heads."""
+"""Shards of an attention module's linear layers, derived from its partition of heads."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyl
 
 @dataclass(frozen=True)
 class HeadProjection:
-    """A layer that makes queries, keys or values.
+    """Linear layer that computes queries, keys or values.
 
     Attributes:
-        layer: that it is.
-        sections: sizes of what lies one after another in its output.
-        heads: in each section: as many as there are query heads, or as key heads.
-        by_head: keys and values lie with the queries that they serve, so that nothing is shared.
+        layer: the layer.
+        sections: sizes of the consecutive sections of its output.
+        section_heads: number of heads in each section: that of the query heads or of the key heads.
+        is_interleaved: keys and values are stored next to the queries that use them, so no key head is shared.
     """
 
     layer: LinearLayer
@@ -32,10 +32,10 @@ class HeadProjection:
 def shard_attention(
     head_partition: HeadPartition, projections: Sequence[HeadProjection], row: LinearLayer
 ) -> list[ModuleShard]:
-    """The cuts of all projections, and of the layer `row` that takes what attention makes.
+    """Return the shards of all projections, and of the output layer `row`.
 
     Raises:
-        ModelError: features are no whole number of heads.
+        ModelError: a layer's features are not a whole number of heads.
     """
     cuts = [_shard_projection(head_partition, projection, row.name) for projection in projections]
     grain = row.in_features // head_partition.num_query_heads
@@ -58,7 +58,8 @@ def _shard_projection(head_partition: HeadPartition, projection: HeadProjection,
         if count not in (head_partition.num_query_heads, head_partition.num_key_heads) or size % count:
             raise make_cannot_shard_error(
                 layer.name,
-                f"{size} features are no whole number of {count} heads, of {head_partition.num_query_heads} query and {head_partition.num_key_heads} key "
+                f"{size} features do not divide into {count} heads, of {head_partition.num_query_heads} query "
+                f"and {head_partition.num_key_heads} key "
                 f"heads in all",
                 (layer.name, f"column of {head_partition.num_query_heads} heads"),
             )
@@ -92,8 +93,10 @@ def _section_ranges(head_partition: HeadPartition, count: int, grain: int) -> Ra
 
 
 def _repeated_features(head_partition: HeadPartition, projection: HeadProjection, rank: int) -> Ranges:
-    """What attention sees, of the features that a rank computed: key heads again for each query head that they serve,
-    where those are not as many for each."""
+    """Return the features of the local projection that the local attention uses, in order.
+
+    If the local key heads serve unequal numbers of query heads, the key head of each query head is repeated.
+    """
     order = head_partition.repeated_keys(rank)
     found: list[tuple[int, int]] = []
     at = 0

@@ -1,8 +1,9 @@
-"""What the layers of a block tell by their names, sizes and places, for models that don't say it themselves.
+"""Deduction of a block's shards from the names, sizes and positions of its layers, for models without a plan of their
+own.
 
-An attention module has layers that are called like queries, keys and values, or like all of them, and one that takes
-what they make; everything else that widens and narrows again is a chain of a block's feed-forward part. What can't be
-told is refused, never guessed.
+An attention module has layers named like queries, keys and values, or like a fused projection, and one layer that takes
+the attention output. Other layers that widen and then narrow form a feed-forward chain. A layer whose role cannot be
+deduced raises an error; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _GATED_MLP_NAMES = {"gate_proj", "up_proj", "down_proj"}
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks of a model: elements of its outermost lists of modules with linear layers; else the model itself."""
+    """Return the blocks of a model: the elements of its outermost module lists with linear layers, or the model
+    itself."""
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(is_inside(name, block) for block, _ in found):
@@ -39,13 +41,13 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def trace_block(name: str, block: nn.Module, covered: Collection[str], hidden_size: int | None) -> list[PlanEntry]:
-    """What to cut in a block, but for the modules in `taken`.
+    """Return the plan entries of a block, except for the modules in `covered`.
 
     Args:
-        hidden: features between blocks, where they are known; else the layer that was registered last ends a chain.
+        hidden_size: number of features between blocks, if known; otherwise the layer registered last ends a chain.
 
     Raises:
-        ModelError: a linear layer or a matrix has no place in what is known; the message shows how to write the table.
+        ModelError: the role of a linear layer or a matrix is unknown. The message shows the table entry to write.
     """
     experts = [inner for inner, module in block.named_modules(prefix=name) if has_fused_experts(module)]
     routing = {_parent_name(inner) for inner, _ in block.named_modules(prefix=name) if inner.endswith(".experts")}
@@ -64,8 +66,9 @@ def trace_block(name: str, block: nn.Module, covered: Collection[str], hidden_si
 
 
 def trace_known_layers(name: str, block: nn.Module, covered: Collection[str]) -> list[PlanEntry]:
-    """Attention, and feed-forward layers of the usual names, in a block of which nobody spoke, as far as they are
-    understood; the rest of it stays whole."""
+    """Return plan entries for attention, and for feed-forward layers with the usual names, in a block without plan
+    entries. Everything else stays replicated.
+    """
     layers = list(find_linear_layers(block, name))
     found: list[list[PlanEntry]] = []
     with contextlib.suppress(ModelError):
@@ -81,13 +84,14 @@ def trace_known_layers(name: str, block: nn.Module, covered: Collection[str]) ->
 
 
 def _is_covered(entries: Sequence[PlanEntry], covered: Collection[str]) -> bool:
-    """Somebody said something of the module that holds these layers, or of one that holds that."""
+    """Return True if there is an entry for the module that holds these layers, or for a module around it or inside
+    it."""
     holder = _parent_name(entries[0].name)
     return any(is_inside(one, holder) or one == holder or is_inside(holder, one) for one in covered)
 
 
 def _trace_attention(layers: Sequence[LinearLayer], block: nn.Module, name: str) -> Iterator[list[PlanEntry]]:
-    """The layers of each attention module: columns, then the row."""
+    """Yield the entries of each attention module: columns, then the row."""
     for holder in dict.fromkeys(_parent_name(layer.name) for layer in layers):
         own = [layer for layer in layers if _parent_name(layer.name) == holder]
         latent = _trace_latent_attention(own)
@@ -98,7 +102,7 @@ def _trace_attention(layers: Sequence[LinearLayer], block: nn.Module, name: str)
         if not columns:
             continue
         others = [layer for layer in own if layer not in columns]
-        if not others:  # as in BERT, where it lies in a module beside
+        if not others:  # as in BERT, where the output layer is in a sibling module
             later = layers[layers.index(columns[-1]) + 1 :]
             others = [layer for layer in later if layer.in_features == columns[0].out_features][:1]
         if len(others) != 1:
@@ -117,8 +121,11 @@ def _trace_attention(layers: Sequence[LinearLayer], block: nn.Module, name: str)
 
 
 def _trace_latent_attention(layers: Sequence[LinearLayer]) -> list[PlanEntry]:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what widens the latents is cut, what makes them is
-    whole, and the rotary part of keys goes from there to all heads."""
+    """Return the entries of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+    The layers that expand the latents are sharded, and those that compute the latents are replicated. The latter also
+    compute the rotary part of the keys, which all heads use.
+    """
     by_leaf = {layer.leaf_name: layer.name for layer in layers}
     query = by_leaf.get("q_b_proj", by_leaf.get("q_proj"))
     if query is None or not {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= by_leaf.keys():
@@ -145,7 +152,9 @@ def _find_qkv(layers: Sequence[LinearLayer]) -> list[LinearLayer]:
 def _trace_feed_forward(
     name: str, block: nn.Module, layers: Sequence[LinearLayer], hidden_size: int | None
 ) -> list[PlanEntry]:
-    """Chains of what widens and what narrows again: within one module, else of two modules, one after the other."""
+    """Return the entries of chains of a widening and a narrowing layer: within one module, or in two consecutive
+    modules.
+    """
     wishes: list[PlanEntry] = []
     alone: list[LinearLayer] = []
     modules = dict(block.named_modules(prefix=name))
@@ -191,7 +200,8 @@ def _trace_chain(
             fused = f"column:{row.in_features}+{row.in_features}"
             raise make_cannot_shard_error(
                 columns[0].name,
-                f"{row.leaf_name} takes half of its {columns[0].out_features} features, and it is not known which go together",
+                f"{row.leaf_name} takes half of its {columns[0].out_features} features, and it is not known which "
+                f"go together",
                 (columns[0].name, fused),
                 (row.name, "row"),
             )
@@ -203,7 +213,7 @@ def _trace_chain(
 
 
 def _find_row(layers: Sequence[LinearLayer], hidden_size: int | None) -> LinearLayer | None:
-    """The layer that takes what all others make; None: they are no such chain."""
+    """Return the layer that takes the outputs of all others, or None if the layers form no such chain."""
     for row in reversed(layers):
         columns = [layer for layer in layers if layer is not row]
         if hidden_size is not None and row.out_features != hidden_size:
@@ -217,7 +227,9 @@ def _find_row(layers: Sequence[LinearLayer], hidden_size: int | None) -> LinearL
 
 
 def _norm_between(module_name: str, modules: dict[str, nn.Module], features: int, outside: int) -> str:
-    """A module in `holder` with a parameter for each feature between the layers; empty: there is none."""
+    """Return the name of a module in `module_name` with a parameter for each feature between the layers, or "" if there
+    is none.
+    """
     if features == outside:
         return ""
     for name, module in modules.items():
@@ -229,7 +241,9 @@ def _norm_between(module_name: str, modules: dict[str, nn.Module], features: int
 
 
 def _check_unknown_matrices(name: str, block: nn.Module, covered: Collection[str], routing: Collection[str]) -> None:
-    """Refuse matrices that belong to no linear layer, but for routers, which lie beside experts."""
+    """Raise a ModelError for a matrix that belongs to no linear layer. Routers, which are siblings of experts, are
+    exempt.
+    """
     for inner, module in block.named_modules(prefix=name):
         if inner in covered or _parent_name(inner) in routing or any(is_inside(inner, one) for one in covered):
             continue

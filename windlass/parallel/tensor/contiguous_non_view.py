@@ -1,4 +1,4 @@
-"""Tensors that a model may view and change as it likes."""
+"""Conversion of a tensor to one that a model may view and modify in place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import torch
 
 
 def as_contiguous_non_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, contiguous and no view: what comes from an exchange may lie in the order in which it travelled, and
-    autograd forbids to change a view that one of its functions made."""
+    """Return the tensor, contiguous and not a view.
+
+    The result of a collective may have the memory order in which it was sent, and autograd forbids in-place changes of
+    a view that a custom function returned.
+    """
     tensor = tensor.contiguous()
     return tensor.clone() if tensor._is_view() else tensor

@@ -1,4 +1,4 @@
-"""From wishes to cuts: layers that belong together get shares that fit together."""
+"""Derivation of shards from plan entries: layers that depend on each other get matching shards."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyl
 
 @dataclass(frozen=True)
 class DependencyChain:
-    """Columns, and the row that ends them."""
+    """Column layers, and the row layer that takes their outputs."""
 
     row: PlanEntry
     columns: tuple[PlanEntry, ...]
 
 
 def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyChain]:
-    """The columns that belong to each row: those that say so, else those in the nearest module that holds both.
+    """Assign to each row layer its columns: those that name it, else those in the nearest module that contains both.
 
     Raises:
         ModelError: a column without a row, or a row without columns.
@@ -62,12 +62,10 @@ def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyC
         found[row.name] = [free.pop(name) for name in list(free) if holder is not None and is_inside(name, holder)]
     for row in rows:
         if not found[row.name] and row.style is ShardStyle.ROW:
-            raise make_cannot_shard_error(row.name, "it is to take cut features, and nothing beside it makes such")
+            raise make_cannot_shard_error(row.name, "its input features are sharded, but no column layer makes them")
     for wish in free.values():
         if wish.style is ShardStyle.COLUMN:
-            raise make_cannot_shard_error(
-                wish.name, "its output features are to be cut, and nothing beside it takes such"
-            )
+            raise make_cannot_shard_error(wish.name, "its output features are sharded, but no row layer takes them")
     alone = [DependencyChain(PlanEntry(wish.name, ShardStyle.REPLICATED), (wish,)) for wish in free.values()]
     return [*(DependencyChain(row, tuple(found[row.name])) for row in rows), *alone]
 
@@ -77,12 +75,12 @@ def _columns_naming_row(free: Mapping[str, PlanEntry], row: PlanEntry) -> list[s
 
 
 class ChainResolver:
-    """Makes the cuts of chains over `ranks` ranks.
+    """Builder of the shards of chains for `ranks` ranks.
 
     Args:
-        model: of which the chains are.
-        wishes: for parameters by themselves, and norms between layers.
-        ranks: of the axis.
+        model: model that contains the chains.
+        entries: plan entries, including those for single parameters and for norms between layers.
+        ranks: size of the axis.
     """
 
     def __init__(self, model: nn.Module, entries: Mapping[str, PlanEntry], ranks: int) -> None:
@@ -94,10 +92,10 @@ class ChainResolver:
         self.head_partitions: list[HeadPartition] = []
 
     def shards_of(self, chain: DependencyChain) -> list[ModuleShard]:
-        """The cuts of one chain.
+        """Return the shards of one chain.
 
         Raises:
-            ModelError: sizes don't fit, or heads don't suffice.
+            ModelError: sizes do not match, or there are fewer heads than ranks.
         """
         columns = [self._require_linear(wish) for wish in chain.columns]
         if chain.row.style is ShardStyle.REPLICATED:
@@ -119,7 +117,9 @@ class ChainResolver:
         layer = as_linear_layer(entry.name, self._modules[entry.name]) if entry.name in self._modules else None
         if layer is None:
             kind = type(self._modules[entry.name]).__name__ if entry.name in self._modules else "parameter"
-            raise make_cannot_shard_error(entry.name, f"it is to be a {entry.style} and is a {kind}, no linear layer")
+            raise make_cannot_shard_error(
+                entry.name, f"its style is {entry.style}, but it is a {kind}, not a linear layer"
+            )
         if entry.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT) and not is_plain_linear(layer.module):
             raise make_cannot_shard_error(
                 entry.name, f"{type(layer.module).__name__} computes more than a product with its weight"
@@ -127,13 +127,14 @@ class ChainResolver:
         if layer.adapter_module is not None and not has_plain_lora(layer.adapter_module):
             raise make_cannot_shard_error(
                 entry.name,
-                f"its adapters (a {type(layer.adapter_module).__name__} of peft) are DoRA's or another variant of LoRA, which "
-                "compute with norms of whole rows of the weight",
+                f"its adapters (a {type(layer.adapter_module).__name__} of peft) are DoRA's or another variant of "
+                f"LoRA, which "
+                "use norms of full weight rows",
             )
         return layer
 
     def _common_module(self, columns: Sequence[LinearLayer]) -> str:
-        """The nearest module that holds all columns."""
+        """Return the name of the nearest module that contains all columns."""
         first, *others = columns
         return next(
             one for one in iterate_parent_names(first.name) if all(is_inside(other.name, one) for other in others)
@@ -142,7 +143,10 @@ class ChainResolver:
     def _without_gather(
         self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
     ) -> DependencyChain:
-        """A chain whose one fused projection a plan gathers only because it can't cut it where sections meet."""
+        """Remove the gather from a chain with one fused projection, if its sections are known and can be sharded.
+
+        The model's own plan gathers such a projection only because it cannot describe the sections.
+        """
         gathers = (
             chain.row.style is ShardStyle.ROW_SPLIT
             and len(columns) == 1
@@ -170,7 +174,7 @@ class ChainResolver:
     def _shard_gathered_chain(
         self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
     ) -> list[ModuleShard]:
-        """What is gathered in between may be cut anywhere."""
+        """Return the shards of a chain whose intermediate features are gathered. They may be split at any feature."""
         if chain.row.style is not ShardStyle.ROW_SPLIT or any(
             wish.style is not ShardStyle.COLUMN_GATHERED for wish in chain.columns
         ):
@@ -188,7 +192,7 @@ class ChainResolver:
     def _head_counts(
         self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer, module_name: str
     ) -> tuple[int, int] | None:
-        """Query and key heads; None: the chain has no heads."""
+        """Return the numbers of query heads and key heads, or None if the chain has no heads."""
         said = [wish.heads for wish in (*chain.columns, chain.row) if wish.heads]
         if said:
             each = [count for heads in said for count in heads]
@@ -201,7 +205,8 @@ class ChainResolver:
     def _shard_feed_forward(
         self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer
     ) -> list[ModuleShard]:
-        """A feed-forward chain: each section of each column has a feature for each that the row takes."""
+        """Return the shards of a feed-forward chain. Each section of each column has as many features as the row
+        takes."""
         shares = make_even_ranges(row.in_features, self._ranks)
         if row.in_features < self._ranks:
             raise make_cannot_shard_error(row.name, f"{row.in_features} features are too few for {self._ranks} ranks")
@@ -242,7 +247,7 @@ class ChainResolver:
         if query < self._ranks:
             raise make_cannot_shard_error(
                 module_name,
-                f"{query} query heads are too few for {self._ranks} ranks; take at most {query}, or leave it whole",
+                f"{query} query heads are too few for {self._ranks} ranks; take at most {query}, or replicate it",
                 *((name, "replicated") for name in (*(layer.name for layer in columns), row.name)),
             )
         projections = [
@@ -261,14 +266,15 @@ class ChainResolver:
     def _head_projection(
         self, entry: PlanEntry, layer: LinearLayer, row: LinearLayer, module_name: str, head_counts: tuple[int, int]
     ) -> HeadProjection:
-        """How heads lie in one column."""
+        """Return the arrangement of heads in one column layer."""
         query, key = head_counts
         if entry.sections:
             heads = entry.heads if len(entry.heads) == len(entry.sections) else (query, key, key)[: len(entry.sections)]
             if sum(entry.sections) != layer.out_features or len(heads) != len(entry.sections):
                 raise make_cannot_shard_error(
                     layer.name,
-                    f"sections of {'+'.join(map(str, entry.sections))} don't make its {layer.out_features} output features",
+                    f"sections of {'+'.join(map(str, entry.sections))} don't make its {layer.out_features} output "
+                    f"features",
                 )
             return HeadProjection(layer, entry.sections, heads)
         if layer.leaf_name in FUSED_NAMES and not entry.heads:
@@ -283,7 +289,7 @@ class ChainResolver:
         sections = compute_qkv_sections(query, key, layer)
         layout = find_fused_qkv_layout(self._modules[module_name])
         if sections is None or layout is None:
-            why = f"it is not known how {query} query and {key} key heads lie in its {layer.out_features} features"
+            why = f"it is not known how its {layer.out_features} features hold {query} query and {key} key heads"
             sizes = "+".join(map(str, sections or (layer.out_features // 3,) * 3))
             raise make_cannot_shard_error(layer.name, why, (layer.name, f"column:{sizes}"), (row.name, "row"))
         if layout is FusedQkvLayout.CONCATENATED:

@@ -1,4 +1,4 @@
-"""An embedding of which each rank has some tokens (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3)."""
+"""Embedding sharded along the vocabulary (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard
 
 
 def shard_embedding(module: nn.Embedding, shard: ModuleShard, axis: MeshAxis) -> None:
-    """Have an embedding whose weight is cut look up the tokens of this rank, and add up what all ranks found."""
+    """Hook an embedding with a sharded weight so that it looks up this rank's tokens, and all-reduces the result."""
     ((start, stop),) = shard.rank_ranges[axis.index]
     module.num_embeddings = stop - start
     if module.padding_idx is not None:
@@ -24,9 +24,9 @@ def shard_embedding(module: nn.Embedding, shard: ModuleShard, axis: MeshAxis) ->
 
 
 class VocabShardLookup:
-    """Before and after the forward of an embedding that has the tokens `[start, stop)` of `size`.
+    """Hooks around the forward of an embedding that holds the tokens `[start, stop)` of `size`.
 
-    Other tokens are looked up in its first row, and their vectors emptied; so their gradient is empty too.
+    Other tokens are looked up in its first row and their vectors set to zero, so their gradient is zero too.
     """
 
     def __init__(self, axis: MeshAxis, start: int, stop: int, size: int) -> None:
@@ -35,7 +35,7 @@ class VocabShardLookup:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens = args[0]
-        torch._assert_async(((tokens >= 0) & (tokens < self._size)).all(), "a token lies outside of the vocabulary")
+        torch._assert_async(((tokens >= 0) & (tokens < self._size)).all(), "a token is outside the vocabulary")
         elsewhere = (tokens < self._start) | (tokens >= self._stop)
         self._outside_shard = elsewhere
         return (tokens - self._start).masked_fill(elsewhere, 0), *args[1:]

@@ -1,4 +1,4 @@
-"""Experts of which each rank has some features: every token goes through its experts on all ranks, in parts."""
+"""Experts sharded along their features: every rank computes a part of each expert for every token."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _SIZE_ATTRIBUTES = ("intermediate_size", "intermediate_dim", "expert_dim", "moe_
 def fit_experts_to_local_features(
     module: nn.Module, axis: MeshAxis, full_size: int, local_size: int, bias: str | None
 ) -> None:
-    """Have a module of experts whose weights are cut add up what the ranks computed.
+    """Hook a module of experts with sharded weights so that it sums the outputs over the ranks.
 
-    What goes in enters: hidden states, and the weights of each token's experts, whose gradient is a sum over features
-    too. The hooks go around whatever else the module was given, such as an exchange of tokens with other ranks.
+    Inputs pass through `copy_to_parallel_region`: the hidden states, and the weights of each token's experts, whose
+    gradient is a sum over features too. The hooks wrap all other hooks of the module, such as a dispatch of tokens to
+    other ranks.
 
     Args:
-        whole, here: features of one expert in all, and on this rank.
-        bias: the name of the outputs' bias, which counts once: on the first rank.
+        full_size, local_size: features of one expert in total, and on this rank.
+        bias: name of the output bias, which only the first rank adds.
     """
     for name in _SIZE_ATTRIBUTES:
         if vars(module).get(name) == full_size:
@@ -37,7 +38,7 @@ def fit_experts_to_local_features(
 
 
 class ExpertsInputHook:
-    """Before experts: all numbers that gradients go back to enter."""
+    """Pre-forward hook of experts: pass all floating-point inputs through `copy_to_parallel_region`."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self._axis = axis
@@ -58,7 +59,7 @@ class ExpertsInputHook:
 
 
 class ExpertsReduceHook:
-    """After experts: the sum over the ranks."""
+    """Forward hook of experts: sum the outputs over the ranks."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self._axis = axis
@@ -68,7 +69,9 @@ class ExpertsReduceHook:
 
 
 class FirstRankBias:
-    """Around experts: their outputs' bias is nothing here. It is seen by the name of the parameter, before that."""
+    """Hooks around experts that replace the output bias by zeros, on all ranks but the first. An instance attribute
+    shadows the parameter.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -76,14 +79,15 @@ class FirstRankBias:
     def pre_forward(self, module: nn.Module, args: Any) -> None:
         bias = module._parameters[self._name]
         assert bias is not None
-        vars(module)[self._name] = bias * 0  # with a gradient, of zeros: every rank takes part in its sum
+        # keeps the bias in the graph: every rank takes part in the sum of its gradient
+        vars(module)[self._name] = bias * 0
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         vars(module).pop(self._name, None)
 
 
 class DivideByRanksHook:
-    """After what is the same on all ranks and will be added up over them: this rank's share."""
+    """Forward hook of a replicated output that is later summed over the ranks: divide it by the number of ranks."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self._axis = axis

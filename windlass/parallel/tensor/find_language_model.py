@@ -1,4 +1,4 @@
-"""Where in a model the language model is."""
+"""Search for the language model inside a model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import nn
 
 
 def find_language_model(model: nn.Module) -> tuple[str, nn.Module]:
-    """The outermost module that is a model of transformers, and its name; else the model itself, whose name is "".
+    """Return the name and the outermost module that is a transformers model, or "" and the model itself.
 
-    Others wrap such models: with adapters, with a head of values.
+    Wrappers around such a model add, for example, adapters or a value head.
     """
     for name, module in model.named_modules():
         if hasattr(type(module), "tp_plan"):

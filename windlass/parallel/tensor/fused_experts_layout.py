@@ -1,4 +1,4 @@
-"""How modules of experts with fused weights lie in memory."""
+"""Memory layout of expert modules with fused weights."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 @dataclass(frozen=True)
 class FusedExpertsLayout:
-    """The weights of a module of experts.
+    """Layout of the weights of an expert module.
 
     Attributes:
-        first: the name of what makes the intermediate features, `[experts, features, hidden]`: gate and up, or up.
-        second: the name of what ends them, `[experts, hidden, intermediate]`.
-        intermediate: features of one expert.
-        sections: how many of that size `first` makes: 2 with a gate.
-        interleaved: gate and up take turns; else the one follows the other.
-        first_dim, second_dim: where the intermediate features lie.
-        first_bias, second_bias: names of biases `[experts, features]`, or None.
+        up_name: parameter that computes the intermediate features, `[experts, features, hidden]`: gate and up, or up.
+        down_name: parameter that reduces them, `[experts, hidden, intermediate]`.
+        intermediate_size: intermediate features of one expert.
+        num_sections: number of sections of that size in the first parameter: 2 with a gate.
+        is_interleaved: gate and up features alternate, instead of all gate features followed by all up features.
+        up_dim, down_dim: dimensions of the intermediate features.
+        up_bias, down_bias: names of biases `[experts, features]`, or None.
     """
 
     up_name: str
@@ -33,7 +33,7 @@ class FusedExpertsLayout:
 
 
 def has_fused_experts(module: nn.Module) -> bool:
-    """It has the weights of all its experts in two parameters of three dimensions."""
+    """Return True if the module holds the weights of all its experts in two three-dimensional parameters."""
     own = dict(module.named_parameters(recurse=False))
     first = own.get("gate_up_proj", own.get("up_proj"))
     second = own.get("down_proj")
@@ -41,9 +41,9 @@ def has_fused_experts(module: nn.Module) -> bool:
 
 
 def read_fused_experts_layout(module: nn.Module) -> FusedExpertsLayout | str:
-    """How its weights lie, or why that isn't known.
+    """Return the layout of the weights, or the reason why it is unknown.
 
-    transformers notes down on the module whether weights are transposed and whether gate and up take turns.
+    transformers records on the module whether weights are transposed and whether gate and up alternate.
     """
     own = dict(module.named_parameters(recurse=False))
     first_name = "gate_up_proj" if "gate_up_proj" in own else "up_proj"
@@ -56,7 +56,7 @@ def read_fused_experts_layout(module: nn.Module) -> FusedExpertsLayout | str:
         straight = first.shape[2] == second.shape[1]
         turned = first.shape[1] == second.shape[2]
         if straight == turned:
-            return f"weights {tuple(first.shape)} and {tuple(second.shape)} don't tell where hidden features lie"
+            return f"shapes {tuple(first.shape)} and {tuple(second.shape)} leave the hidden dimension ambiguous"
         transposed = turned
     first_dim, second_dim = (2, 1) if transposed else (1, 2)
     intermediate, features = second.shape[second_dim], first.shape[first_dim]

@@ -1,7 +1,8 @@
-"""How queries, keys and values lie in a projection that makes all of them.
+"""Layout of queries, keys and values in a fused projection.
 
-Sizes don't tell: the same matrix may hold all queries, then all keys, then all values, or take turns head by head. So
-only modules that are known are cut; for others the user's table says it.
+The layout does not follow from the sizes: the same matrix may hold all queries, then all keys, then all values, or
+alternate head by head. Only known modules are therefore sharded automatically; others need an entry in the user's
+table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from windlass.parallel.tensor.linear_layers import LinearLayer
 
 
 class FusedQkvLayout(Enum):
-    """The order of features in a fused projection."""
+    """Order of features in a fused projection."""
 
     CONCATENATED = "all queries, then all keys, then all values"
     BY_HEAD = "for each key head its queries, its key, its value"
@@ -24,11 +25,11 @@ _CONCATENATED_CLASSES = ("GPT2Attention", "MptAttention", "Phi3Attention", "Phi4
 _BY_HEAD_CLASSES = ("BloomAttention", "GPTNeoXAttention", "PersimmonAttention")
 
 FUSED_GATE_UP_NAMES = ("gate_up_proj", "up_gate_proj", "gate_up", "gate_and_up_proj")
-"""Layers of this name make a gate and what it multiplies, the one after the other, each of half the features."""
+"""Layers with these names compute the gate and the features that it multiplies, one half of the output each."""
 
 
 def find_fused_qkv_layout(module: nn.Module) -> FusedQkvLayout | None:
-    """How the fused projection of this attention module lies; None: that isn't known."""
+    """Return the layout of this attention module's fused projection, or None if it is unknown."""
     kinds = [kind.__name__ for kind in type(module).__mro__]
     if "FalconAttention" in kinds:
         several = getattr(module, "new_decoder_architecture", False) or not getattr(module, "multi_query", False)
@@ -41,6 +42,8 @@ def find_fused_qkv_layout(module: nn.Module) -> FusedQkvLayout | None:
 
 
 def compute_qkv_sections(query: int, key: int, layer: LinearLayer) -> tuple[int, ...] | None:
-    """Sizes of queries, keys and values that lie one after another; None where heads of one size don't make them."""
+    """Return the sizes of the consecutive queries, keys and values, or None if they do not divide into heads of one
+    size.
+    """
     size, rest = divmod(layer.out_features, query + 2 * key)
     return None if rest else (query * size, key * size, key * size)

@@ -1,4 +1,4 @@
-"""Whole tensors from the parts that ranks hold, for tests and for export."""
+"""All-gather of full tensors from the parts on the ranks, for tests and export."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from windlass.parallel.placement import Placement
 
 
 def gather_full_tensor(local: torch.Tensor, placement: Placement, *axes: MeshAxis) -> torch.Tensor:
-    """The whole tensor, on every rank of the axes. Collective.
+    """Gather the full tensor on every rank of the axes. Collective.
 
     Args:
-        local: this rank's part: a parameter, its gradient, a state of its shape.
-        placement: of the parameter; ranks hold other parts of it along the axes of `placement.cut`.
-        axes: those axes; others are left out of account.
+        local: this rank's part: a parameter, its gradient, or an optimizer state of its shape.
+        placement: placement of the parameter; ranks along `placement.sharded_axes` hold other parts.
+        axes: the mesh axes; axes along which the tensor is not sharded are ignored.
 
     Raises:
-        ValueError: an axis along which it is cut is missing.
+        ValueError: an axis along which the tensor is sharded is missing.
     """
     missing = placement.sharded_axes - {axis.name for axis in axes}
     if missing:
-        raise ValueError(f"it is cut over {sorted(placement.sharded_axes)}, and {sorted(missing)} is not given")
+        raise ValueError(
+            f"the tensor is sharded over {sorted(placement.sharded_axes)}; pass the missing axes {sorted(missing)} too"
+        )
     parts = [(placement, local.detach().reshape(-1))]
     for axis in axes:
         if axis.name in placement.sharded_axes:
@@ -36,7 +38,7 @@ def gather_full_tensor(local: torch.Tensor, placement: Placement, *axes: MeshAxi
 def _all_gather_parts(
     parts: list[tuple[Placement, torch.Tensor]], axis: MeshAxis
 ) -> list[tuple[Placement, torch.Tensor]]:
-    """Each rank's parts, of all ranks."""
+    """All-gather the parts of all ranks along the axis."""
     placements = axis.all_gather_object([placed for placed, _ in parts])
     counts = [[torch.Size(placed.local_shape).numel() for placed in of_rank] for of_rank in placements]
     flat = axis.all_gather(torch.cat([part for _, part in parts]), 0, [sum(of_rank) for of_rank in counts])

@@ -1,4 +1,4 @@
-"""How many heads an attention module has, by what it says of itself and by the sizes of its layers."""
+"""Number of heads of an attention module, from its attributes and the sizes of its layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD_DIM_ATTRIBUTES = ("head_dim", "head_size", "attention_head_size", "d_head",
 
 
 def is_attention(module: nn.Module, columns: Sequence[LinearLayer]) -> bool:
-    """It says how many heads it has, or its layers are called like queries and keys."""
+    """Return True if the module has a head count, or layers named like queries and keys."""
     known = {*QUERY_NAMES, *KEY_NAMES, *VALUE_NAMES, *FUSED_NAMES}
     return find_positive_int(module, QUERY_COUNT_ATTRIBUTES) is not None or any(
         column.leaf_name in known for column in columns
@@ -30,7 +30,7 @@ def is_attention(module: nn.Module, columns: Sequence[LinearLayer]) -> bool:
 
 
 def find_positive_int(module: Any, names: Sequence[str]) -> int | None:
-    """The first positive number among these attributes."""
+    """Return the first positive integer among these attributes, or None."""
     for name in names:
         value = getattr(module, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -41,13 +41,13 @@ def find_positive_int(module: Any, names: Sequence[str]) -> int | None:
 def count_heads(
     name: str, module: nn.Module, config: Any, columns: Sequence[LinearLayer], outputs: LinearLayer
 ) -> tuple[int, int]:
-    """Query heads and key heads of the attention module `holder`.
+    """Return the numbers of query heads and key heads of the attention module `name`.
 
-    What the module says goes before the sizes of its layers, and those before the configuration, which speaks of all
-    layers at once.
+    The module's own attributes take precedence over the sizes of its layers, and these over the configuration, which
+    describes all layers at once.
 
     Raises:
-        ModelError: nothing tells, or sizes don't fit.
+        ModelError: the counts are unknown, or do not match the sizes.
     """
     config = getattr(module, "config", config)
     size, groups = find_positive_int(module, HEAD_DIM_ATTRIBUTES), find_positive_int(module, GROUP_SIZES)
@@ -64,7 +64,7 @@ def count_heads(
     if query is None:
         raise make_cannot_shard_error(
             name,
-            f"it does not tell how many heads it has, in {', '.join(QUERY_COUNT_ATTRIBUTES)} or its config",
+            f"its number of heads is unknown: it is missing in {', '.join(QUERY_COUNT_ATTRIBUTES)} or its config",
             *((column.name, "column of 8 heads") for column in columns),
             (outputs.name, "row of 8 heads"),
         )
@@ -73,7 +73,8 @@ def count_heads(
     if key < 1 or query % key or outputs.in_features % query:
         raise make_cannot_shard_error(
             name,
-            f"{query} query heads, {key} key heads and {outputs.in_features} features into {outputs.leaf_name} don't fit",
+            f"{query} query heads, {key} key heads and {outputs.in_features} features into {outputs.leaf_name} "
+            f"don't fit",
             (outputs.name, "row of 8 heads"),
         )
     return query, key

@@ -1,4 +1,4 @@
-"""Which attention heads each rank computes, and which key and value heads those need: arithmetic alone."""
+"""Assignment of attention heads, and of the key and value heads that they need, to ranks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from windlass.base.errors import ModelError
 from windlass.parallel.placement import compute_shard_range
 
-_MAX_IMBALANCE = 1.25  # how much larger the largest share may be so that no key or value head is needed on two ranks
+# limit on the largest share, relative to an even one, for a partition that splits no group of heads with one key head
+_MAX_IMBALANCE = 1.25
 
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """The heads of one attention module, over the ranks of the axis.
+    """Partition of the heads of one attention module over the ranks of the axis.
 
     Query head `h` attends to key and value head `h // (query // key)`, as in all of transformers.
 
     Attributes:
-        name: of the module.
-        query: query heads in all.
-        key: key and value heads in all; divides `query`.
-        spans: the query heads `[start, stop)` of each rank.
+        module_name: name of the module.
+        num_query_heads: total number of query heads.
+        num_key_heads: total number of key and value heads; divides `num_query_heads`.
+        query_ranges: the query heads `[start, stop)` of each rank.
     """
 
     module_name: str
@@ -30,24 +31,25 @@ class HeadPartition:
 
     @property
     def queries_per_key(self) -> int:
-        """Query heads for each key head."""
+        """Number of query heads for each key head."""
         return self.num_query_heads // self.num_key_heads
 
     @property
     def has_shared_keys(self) -> bool:
-        """Some key head is needed on more than one rank, so keys and values can't be cut."""
+        """True if several ranks need the same key head, so that keys and values cannot be sharded."""
         needed = [self.key_range(rank) for rank in range(len(self.query_ranges))]
         return any(before[1] > after[0] for before, after in zip(needed, needed[1:], strict=False))
 
     def key_range(self, rank: int) -> tuple[int, int]:
-        """The key heads `[start, stop)` that the rank's query heads attend to."""
+        """Return the key heads `[start, stop)` to which the rank's query heads attend."""
         start, stop = self.query_ranges[rank]
         return start // self.queries_per_key, -(-stop // self.queries_per_key)
 
     def local_counts(self, rank: int) -> tuple[int, int]:
-        """Query and key heads that the attention of this rank sees.
+        """Return the numbers of query and key heads in this rank's attention.
 
-        Its key heads are the needed ones where each serves as many query heads; else there is one for each query head.
+        The key heads are those of `key_range` if each serves the same number of local query heads; otherwise there is
+        one for each query head.
         """
         start, stop = self.query_ranges[rank]
         order = self.repeated_keys(rank)
@@ -55,8 +57,9 @@ class HeadPartition:
         return stop - start, last - first if order is None else len(order)
 
     def repeated_keys(self, rank: int) -> tuple[int, ...] | None:
-        """For each key head that the attention of this rank sees, which of the needed ones it is; None: they are the
-        same."""
+        """Return, for each key head in this rank's attention, its index in `key_range`, or None if no key head is
+        repeated.
+        """
         start, stop = self.query_ranges[rank]
         first, last = self.key_range(rank)
         serves = [head // self.queries_per_key - first for head in range(start, stop)]
@@ -68,21 +71,22 @@ class HeadPartition:
 def partition_heads(
     name: str, num_query_heads: int, num_key_heads: int, ranks: int, *, keep_groups: bool = False
 ) -> HeadPartition:
-    """Whole query heads spread over the ranks, the first ones having one more where they don't divide.
+    """Distribute whole query heads over the ranks. The first ranks have one more if the heads do not divide.
 
-    They are spread in groups that share a key head where there are enough and the largest share grows by at most a
-    quarter: then keys and values are cut too. Otherwise neighbours share key heads.
+    Query heads with a common key head stay on one rank if there are enough groups and the largest share grows by at
+    most a quarter. Keys and values are then sharded too. Otherwise neighbouring ranks share key heads.
 
     Args:
-        grouped: query heads can't be parted from their key head.
+        keep_groups: query heads cannot be separated from their key head.
 
     Raises:
-        ModelError: they can't, and there are too few key heads.
+        ModelError: `keep_groups` is set, and there are fewer key heads than ranks.
     """
     if keep_groups and num_key_heads < ranks:
         raise ModelError(
-            f"tensor parallelism can't cut {name}: its query heads lie with the key head that they share, and {num_key_heads} "
-            f"key heads are too few for {ranks} ranks; take at most {num_key_heads}, or leave its layers whole by "
+            f"tensor parallelism can't cut {name}: its query heads are stored with their key head, and "
+            f"{num_key_heads} "
+            f"key heads are too few for {ranks} ranks; take at most {num_key_heads}, or replicate its layers by "
             f"parallel.tensor_table"
         )
     single = HeadPartition(

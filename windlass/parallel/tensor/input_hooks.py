@@ -1,4 +1,4 @@
-"""Where what is the same on all ranks goes into layers that are cut."""
+"""Entry of replicated activations into sharded layers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from windlass.parallel.tensor.local_rng import LocalRng
 
 
 class ChainInputHook:
-    """The common beginning of a chain's columns.
+    """Common input of a chain's column layers.
 
-    Queries, keys and values are made of the same hidden states. If each of their layers let gradients in by itself,
-    three all-reduces would follow in backward; so the first one that is called enters, and the others take what it
-    entered, as long as they are given the same tensor.
+    Queries, keys and values are computed from the same hidden states. A separate `copy_to_parallel_region` in each
+    layer would cost three all-reduces in backward. The first layer called therefore applies it, and the other layers
+    reuse the result if they receive the same tensor.
 
     Attributes:
-        sizes: tokens of each rank along the dim -2 of what was gathered last, where activations are cut along the
+        gathered_sizes: tokens of each rank along dim -2 in the last all-gather, if activations are sharded along the
             sequence.
-        draws: the chain's own random numbers, or None where nothing draws.
+        local_rng: random generator of the chain, or None if the model has no dropout.
     """
 
     def __init__(self, axis: MeshAxis, local_rng: LocalRng | None = None) -> None:
@@ -30,10 +30,11 @@ class ChainInputHook:
         self._cached_output: torch.Tensor | None = None
 
     def __call__(self, tensor: torch.Tensor, sizes: list[int] | None = None) -> torch.Tensor:
-        """Enter, or what was entered before of the same tensor.
+        """Copy the tensor to the parallel region, or return the cached result for the same tensor.
 
         Args:
-            sizes: of each rank's part along the dim -2, if `tensor` is only this rank's: parts are gathered.
+            sizes: sizes of the ranks' parts along dim -2, if `tensor` is only this rank's part: the parts are
+                all-gathered.
         """
         if self._is_cached(tensor) and self._cached_output is not None:
             return self._cached_output
@@ -48,7 +49,7 @@ class ChainInputHook:
         return entered
 
     def end_chain(self) -> None:
-        """The chain ends: forget what was entered, which may be large."""
+        """End the chain: release the cached tensors, which may be large."""
         self._last_input = self._cached_output = None
         if self.local_rng is not None:
             self.local_rng.end()
@@ -61,5 +62,5 @@ class ChainInputHook:
 
 
 def _tensor_version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; under `torch.inference_mode` nobody counts."""
+    """Return the number of in-place changes of a tensor. There is no counter under `torch.inference_mode`."""
     return 0 if tensor.is_inference() else tensor._version

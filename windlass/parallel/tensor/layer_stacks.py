@@ -1,4 +1,4 @@
-"""Which layers of a model compute on a part of the sequence, and where whole sequences are needed."""
+"""Layers of a model that compute on a part of the sequence, and modules that need full sequences."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, TensorPara
 
 @dataclass
 class LayerStack:
-    """A list of layers, one after the other, between which hidden states are cut.
+    """List of consecutive layers between which hidden states are sharded along the sequence.
 
     Attributes:
-        layers: their names.
-        whole: modules in them that are given whole sequences and compute the same on all ranks.
-        chains: whose columns gather parts of the sequence and whose row scatters them.
-        parts: parameters that see only a part of the sequence.
+        layers: names of the layers.
+        full_sequence_modules: modules in these layers that receive full sequences and compute the same on all ranks.
+        chains: chains whose columns all-gather the sequence and whose row reduce-scatters it.
+        partial_parameters: parameters that are applied to a part of the sequence only.
     """
 
     layers: list[str]
@@ -30,14 +30,14 @@ class LayerStack:
 
 
 def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerStack]:
-    """The stacks of a model of which the plan cuts something.
+    """Return the layer stacks of a model in which the plan shards a module.
 
-    What a layer holds directly, and its norms, compute token by token. Attention and feed-forward layers whose
-    parameters are all cut gather the sequence and scatter it again, at no more cost than without. Any other module with
-    a matrix (a router and its experts, attention that stays whole) is given whole sequences.
+    Direct parameters and norms of a layer are applied token by token. Attention and feed-forward modules with only
+    sharded parameters all-gather the sequence and reduce-scatter it again, at the same cost as without sequence
+    sharding. Any other module with a matrix (a router and its experts, replicated attention) receives full sequences.
 
     Raises:
-        ModelError: the model has no list of layers, or one whose chains leave it.
+        ModelError: the model has no list of layers, or a chain extends beyond its module.
     """
     stacks: dict[str, LayerStack] = {}
     for name, layer in find_blocks(model):
@@ -47,8 +47,8 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
             _add_layer(name, layer, plan, stack)
     if not stacks:
         raise ModelError(
-            "sequence_norms cuts activations between the layers of a ModuleList, and the model has none with layers "
-            "that are cut; leave sequence_norms out"
+            "sequence_norms cuts activations between the layers of a ModuleList, and the model has none with sharded "
+            "layers; leave out sequence_norms"
         )
     return list(stacks.values())
 
@@ -63,7 +63,7 @@ def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: Lay
         if any(not is_inside(cut.name, inner) for chain in _chains_in(inner, plan) for cut in plan.chain_shards(chain)):
             raise ModelError(
                 f"sequence_norms can't cut the sequence around {inner}: a chain of layers begins in it and ends "
-                f"elsewhere; leave sequence_norms out, or its layers whole by parallel.tensor_table"
+                f"elsewhere; leave out sequence_norms, or replicate its layers by parallel.tensor_table"
             )
     stack.full_sequence_modules += inside
     stack.chains |= {chain for chain in _chains_in(name, plan) if not any(is_inside(chain, inner) for inner in inside)}
@@ -78,7 +78,9 @@ def _chains_in(name: str, plan: TensorParallelPlan) -> set[str]:
 
 
 def _is_token_wise(name: str, child: nn.Module, plan: TensorParallelPlan) -> bool:
-    """Its layers are all cut, so that it may gather and scatter; or it has only norms."""
+    """Return True if all layers of the module are sharded, so that it can gather and scatter the sequence, or if it has
+    only norms.
+    """
     here = [cut for cut in plan.shards if cut.name == name or is_inside(cut.name, name)]
     if any(
         cut.style

@@ -1,4 +1,4 @@
-"""What counts as a linear layer, and where its features lie in its weight."""
+"""Linear layers, and the positions of their features in the weight."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 _EQUIVALENT_CLASSES = ("FalconLinear",)
-"""Subclasses of nn.Linear whose forward is their own and computes the same."""
+"""Subclasses of nn.Linear whose own forward computes the same."""
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer: `nn.Linear`, or the `Conv1D` of transformers, whose weight is the transpose.
+    """Linear layer: `nn.Linear`, or the `Conv1D` of transformers, whose weight is transposed.
 
     Attributes:
-        name: of the layer, or of the module around it that adds low-rank adapters.
+        name: name of the layer, or of the module around it that adds low-rank adapters.
         module: the layer itself.
-        outer: the module around it, if there is one.
+        adapter_module: the module around it that adds adapters, if there is one.
     """
 
     name: str
@@ -30,27 +30,27 @@ class LinearLayer:
 
     @property
     def entry_module(self) -> nn.Module:
-        """The module that other layers call."""
+        """Module that other layers call."""
         return self.adapter_module if self.adapter_module is not None else self.module
 
     @property
     def output_dim(self) -> int:
-        """The dim of the weight along which output features lie."""
+        """Dimension of the weight for output features."""
         return 1 if self.transposed else 0
 
     @property
     def input_dim(self) -> int:
-        """The dim of the weight along which input features lie."""
+        """Dimension of the weight for input features."""
         return 0 if self.transposed else 1
 
     @property
     def leaf_name(self) -> str:
-        """The last part of its name."""
+        """Last part of the name."""
         return self.name.rpartition(".")[2]
 
 
 def as_linear_layer(name: str, module: nn.Module) -> LinearLayer | None:
-    """The linear layer that this module is, or to which it adds adapters; None: neither."""
+    """Return the linear layer that this module is or adapts, or None if it is neither."""
     base = get_adapter_base_layer(module)
     if base is not None:
         found = as_linear_layer(name, base)
@@ -64,7 +64,7 @@ def as_linear_layer(name: str, module: nn.Module) -> LinearLayer | None:
 
 
 def find_linear_layers(root: nn.Module, prefix: str = "") -> Iterator[LinearLayer]:
-    """All linear layers below `root`, in the order in which they were registered."""
+    """Yield all linear layers below `root`, in the order of registration."""
     adapted: list[str] = []
     for name, module in root.named_modules(prefix=prefix):
         found = as_linear_layer(name, module) if not any(is_inside(name, holder) for holder in adapted) else None
@@ -75,7 +75,7 @@ def find_linear_layers(root: nn.Module, prefix: str = "") -> Iterator[LinearLaye
 
 
 def get_adapter_base_layer(module: nn.Module) -> nn.Module | None:
-    """The layer to which a module of peft adds low-rank adapters; None: it is no such module."""
+    """Return the layer to which a peft module adds low-rank adapters, or None for other modules."""
     base = getattr(module, "base_layer", None)
     pairs = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
     adds = isinstance(base, nn.Module) and all(isinstance(one, nn.ModuleDict) for one in pairs)
@@ -83,14 +83,14 @@ def get_adapter_base_layer(module: nn.Module) -> nn.Module | None:
 
 
 def has_plain_lora(adapter_module: nn.Module) -> bool:
-    """Whether adapters add products alone: no norms of whole rows (DoRA), nothing of other tuners."""
+    """Return True if the adapters only add products: no norms of full rows (DoRA), no other tuners."""
     return not getattr(adapter_module, "lora_variant", None) and not len(
         getattr(adapter_module, "lora_magnitude_vector", ())
     )
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Its forward is the product with its weight and nothing else, so it may be computed in parts."""
+    """Return True if the forward is only the product with the weight, so that it can be computed in parts."""
     if "forward" in vars(module):
         return False
     kind = type(module)
@@ -98,17 +98,17 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def iterate_parent_names(name: str) -> Iterator[str]:
-    """The names of the modules that hold `name`, the nearest first; the root is ""."""
+    """Yield the names of the modules that contain `name`, the nearest first; the root is ""."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def is_inside(name: str, module_name: str) -> bool:
-    """Whether `name` lies in the module `holder`."""
+    """Return True if `name` is inside the module `module_name`."""
     return not module_name or name.startswith(module_name + ".")
 
 
 def is_stub(module: nn.Module) -> bool:
-    """Whether it only stands where a module of another stage of a pipeline would be."""
+    """Return True if the module is a placeholder for a module on another pipeline stage."""
     return bool(getattr(module, "is_stub", False))

@@ -1,5 +1,6 @@
-"""Linear layers that are cut, in place: hooks before and after a module's own forward, or a forward for this one
-module where that has to be computed in parts."""
+"""In-place sharding of linear layers, by hooks around a module's own forward, or by a new forward if it must be
+computed in parts.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyl
 def shard_column(
     layer: LinearLayer, shard: ModuleShard, input_hook: ChainInputHook, column_hook: ColumnInputHook | None
 ) -> None:
-    """Cut the output features of a layer.
+    """Shard the output features of a layer.
 
     Args:
-        entrance: the chain's.
-        before: by which its input enters; None: it has done so.
+        input_hook: the input hook of the chain.
+        column_hook: hook that applies `input_hook` to the layer's input; None if the input already passed it.
     """
     axis = input_hook.axis
     shard_outputs(layer, shard, axis)
@@ -47,7 +48,7 @@ def shard_column(
 
 
 def shard_outputs(layer: LinearLayer, shard: ModuleShard, axis: MeshAxis) -> None:
-    """Keep this rank's output features of a layer, and nothing else: its input has entered, its output stays cut."""
+    """Shard only the output features of a layer: no hooks are added, the output stays sharded."""
     ranges = shard.rank_ranges[axis.index]
     shard_parameter(f"{layer.name}.weight", _weight(layer), layer.output_dim, ranges, axis.name)
     bias = layer.module._parameters.get("bias")
@@ -59,7 +60,7 @@ def shard_outputs(layer: LinearLayer, shard: ModuleShard, axis: MeshAxis) -> Non
 def select_needed_rows(
     layer: LinearLayer, shard: ModuleShard, input_hook: ChainInputHook, column_hook: ColumnInputHook | None
 ) -> None:
-    """Leave a layer whole, and compute only the output features that this rank needs."""
+    """Keep the full weight of a layer, and compute only the output features that this rank needs."""
     axis = input_hook.axis
     for parameter in layer.module.parameters(recurse=False):
         mark_partial_gradient(parameter, axis.name)
@@ -78,12 +79,12 @@ def shard_row(
     sequence_sharding: StackSequenceSharding | None,
     tp_overlap_chunks: int,
 ) -> None:
-    """Cut the input features of a layer.
+    """Shard the input features of a layer.
 
     Args:
-        entrance: the chain's, which ends here.
-        sequence: that cuts the layer's output; None: it is whole.
-        chunks: see `row_product`.
+        input_hook: the input hook of the chain, which ends here.
+        sequence_sharding: shards the layer's output along the sequence; None: the output is replicated.
+        tp_overlap_chunks: see `row_parallel_linear`.
     """
     axis = input_hook.axis
     shard_parameter(f"{layer.name}.weight", _weight(layer), layer.input_dim, shard.rank_ranges[axis.index], axis.name)
@@ -96,12 +97,16 @@ def shard_row(
 
 
 def hook_tail_features(layer: LinearLayer, features: int, axis: MeshAxis) -> None:
-    """Let gradients of the last features of a whole layer's output in: they go to heads on all ranks."""
+    """Sum over the ranks the gradient of the last features of a replicated layer's output, which heads on all ranks
+    use.
+    """
     layer.entry_module.register_forward_hook(TailInputHook(axis, features))
 
 
 class ColumnInputHook:
-    """Before a column: its input enters, once for all columns of the chain."""
+    """Pre-forward hook of a column layer: pass the input through the chain's input hook, which computes it once per
+    chain.
+    """
 
     def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding | None) -> None:
         self._input_hook, self._sequence_sharding = input_hook, sequence_sharding
@@ -112,7 +117,7 @@ class ColumnInputHook:
 
 
 class ColumnGatherHook:
-    """After a column: all ranks' features, end to end."""
+    """Forward hook of a column layer: all-gather the output features."""
 
     def __init__(self, axis: MeshAxis, sizes: list[int]) -> None:
         self._axis, self._sizes = axis, sizes
@@ -122,7 +127,7 @@ class ColumnGatherHook:
 
 
 class ColumnRngHook:
-    """After the first column of a chain: random numbers are the rank's own, until its row."""
+    """Forward hook of the first column of a chain: switch to the rank's own random numbers until the row."""
 
     def __init__(self, input_hook: ChainInputHook) -> None:
         self._input_hook = input_hook
@@ -134,7 +139,7 @@ class ColumnRngHook:
 
 
 class PartialRowsForward:
-    """The forward of a layer of which this rank needs some output features, and some of those several times."""
+    """Forward of a replicated layer that computes the output features this rank needs, some of them repeated."""
 
     def __init__(self, layer: LinearLayer, rows: Ranges, repeats: Ranges) -> None:
         self._module, self._dim, self._rows = layer.module, layer.output_dim, rows
@@ -152,7 +157,9 @@ class PartialRowsForward:
 
 
 class RowParallelForward:
-    """The forward of a layer whose input features are cut: a part of the sum, the sum, and the bias once."""
+    """Forward of a layer with sharded input features: the partial product, its sum over ranks, then the bias, added
+    once.
+    """
 
     def __init__(
         self,
@@ -187,7 +194,7 @@ class RowParallelForward:
 
 
 class TailInputHook:
-    """After a layer that is whole: the last features of its output enter."""
+    """Forward hook of a replicated layer: pass the last output features through `copy_to_parallel_region`."""
 
     def __init__(self, axis: MeshAxis, features: int) -> None:
         self._axis, self._features = axis, features
@@ -204,7 +211,7 @@ def _weight(layer: LinearLayer) -> nn.Parameter:
 
 
 def _set_features(layer: LinearLayer, inputs: int | None = None, outputs: int | None = None) -> None:
-    """What the module says of its sizes, and `Conv1D` computes with."""
+    """Update the feature counts in the module's attributes; `Conv1D` uses them in its forward."""
     for names, size in ((("in_features", "nx"), inputs), (("out_features", "nf"), outputs)):
         for name in names:
             if size is not None and hasattr(layer.module, name):

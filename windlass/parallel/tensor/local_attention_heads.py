@@ -1,7 +1,7 @@
-"""An attention module that computes some of its heads: what it knows of their number is made to fit, for itself alone.
+"""Adaptation of an attention module's head counts to the heads of this rank.
 
-The forward stays the module's own. It reckons with numbers that it keeps as attributes, with its configuration, or
-with the shapes of what its layers make; the last need nothing, the first two are adapted.
+The module keeps its own forward, which reads head counts from its attributes, its configuration, or the shapes of its
+layers' outputs. The first two are adapted here; shapes need no change.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from windlass.parallel.tensor.head_partition import HeadPartition
 _WIDTHS = ("split_size", "all_head_size", "embed_dim", "hidden_size", "inner_dim", "qkv_dim", "q_size")
 _KEY_WIDTHS = ("kv_dim", "kv_size")
 _BIASES = ("alibi", "position_bias")
-"""Arguments that are added to scores, for each head: `[heads, ...]`, `[batch x heads, ...]` or `[batch, heads, ...]`
-of four dims. Where there is one, models put it into the mask too."""
+"""Names of arguments that are added to the attention scores of each head: `[heads, ...]`, `[batch x heads, ...]` or a
+four-dimensional `[batch, heads, ...]`. Models with such an argument may add it to the mask too.
+"""
 
 
 def fit_attention_to_local_heads(
     module: nn.Module, head_partition: HeadPartition, rank: int, query_features: int
 ) -> None:
-    """Have the module reckon with the heads of this rank.
+    """Set the head counts of the module to those of this rank.
 
     Args:
-        width: features of all query heads together.
+        query_features: features of all query heads together.
     """
     query, key = head_partition.local_counts(rank)
     size = query_features // head_partition.num_query_heads
@@ -54,7 +55,9 @@ def fit_attention_to_local_heads(
 
 
 class LocalHeadsConfig:
-    """A configuration as one module sees it: some values are its own, all others those of the model, now and later."""
+    """View of a configuration for one module: a few values are overridden, all others are read from the model's
+    configuration at each access.
+    """
 
     def __init__(self, config: Any, overrides: dict[str, Any]) -> None:
         vars(self).update(
@@ -72,12 +75,12 @@ class LocalHeadsConfig:
 
 
 class LocalHeadBias:
-    """Before attention: what is added to scores, of the rank's heads alone.
+    """Pre-forward hook of attention: keep only the rank's heads of biases that are added to the scores.
 
     Args:
-        names: of the arguments that hold such.
-        heads: in all.
-        span: those of this rank.
+        names: names of the bias arguments.
+        num_heads: total number of heads.
+        head_range: `[start, stop)` of this rank's heads.
     """
 
     def __init__(self, names: list[str], num_heads: int, head_range: tuple[int, int]) -> None:
@@ -108,6 +111,6 @@ class LocalHeadBias:
 
 
 def _reads_heads_elsewhere(module: nn.Module, *names: str) -> bool:
-    """Whether the module's forward reads a number of heads from somewhere else than its own attributes."""
+    """Return True if the module's forward reads one of these head counts from its configuration."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "config" in code.co_names and bool(set(names) & set(code.co_names))

@@ -1,17 +1,18 @@
-"""Random numbers in a model whose layers are cut: the same where activations are, different ones where they are not.
+"""Random numbers in a model with sharded layers: equal for replicated activations, different for sharded ones.
 
-[Note: dropout in cut layers] What is whole on every rank (hidden states between blocks) has to lose the same elements
-on all of them, or ranks compute with different inputs. What is cut (heads, features of a feed-forward layer, tokens
-between blocks under `sequence_norms`) has to lose different ones, or ranks repeat each other's pattern. So:
+[Note: dropout in cut layers] Dropout on replicated activations (hidden states between blocks) must drop the same
+elements on all ranks; otherwise ranks compute with different inputs. Dropout on sharded activations (heads, features of
+a feed-forward layer, tokens between blocks under `tp_sequence_norms`) must drop different elements; otherwise all ranks
+use the same pattern. Therefore:
 
-- All ranks of the axis draw from generators in the same state. `agree` takes the first rank's; seeds of ranks along
-  other axes may differ.
-- Between the first column of a chain and its row, numbers come from a generator that is seeded with one number of the
-  common generator and the rank's place. Whoever winds the common generator back (activation checkpointing does so for
-  a recomputation) therefore gets the same numbers again, here too. Nothing else is kept.
-- Where a module between cut sequences is given whole ones, the seed of the rank's own numbers tells that common number
-  again (`common_seed`), in a recomputation too.
-- Layers of a user's own draw inside `windlass.parallel.rng_tracker.tracker.fork()`, after `seed_tracker`.
+- All ranks of the axis use generators in the same state. `sync_rng_states` copies the first rank's state; seeds of
+  ranks along other axes may differ.
+- Between the first column of a chain and its row, numbers come from a generator seeded with one number of the shared
+  generator and the rank's index. A caller that restores the shared generator (activation checkpointing before a
+  recomputation) thus gets the same numbers again. No other state is kept.
+- If a module between sequence-sharded layers receives full sequences, the shared number is recovered from the rank's
+  own seed (`compute_shared_seed`), also in a recomputation.
+- A user's own layers draw inside `windlass.parallel.rng_tracker.rng_tracker.fork()`, after `seed_rng_tracker`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torch import nn
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.rng_tracker import rng_tracker
 
-_STRIDE = 0x9E3779B97F4A7C15  # seeds of neighbouring ranks lie far apart: 2**64 over the golden ratio
+_STRIDE = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: keeps the seeds of neighbouring ranks far apart
 _LIMIT = 2**62
-_MEGATRON_OFFSET = 2718  # as Megatron-LM seeds its tensor-parallel generator beside the common one
+_MEGATRON_OFFSET = 2718  # offset of Megatron-LM's tensor-parallel generator from the shared seed
 
 
 class LocalRng:
-    """Numbers of this rank's own, between `begin` and `end`."""
+    """Rank-specific random numbers between `begin` and `end`."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self._axis = axis
@@ -36,11 +37,11 @@ class LocalRng:
 
     @property
     def is_active(self) -> bool:
-        """Whether this rank draws numbers of its own now."""
+        """True if this rank currently draws its own random numbers."""
         return self._saved_state is not None
 
     def begin(self, device: torch.device) -> None:
-        """From now on this rank draws numbers of its own on `device`; nothing happens if it does so already."""
+        """Switch to this rank's own random numbers on `device`. No effect if that is already active."""
         if self._saved_state is not None:
             return
         base = int(torch.randint(_LIMIT, (), device="cpu"))
@@ -49,7 +50,7 @@ class LocalRng:
         generator.manual_seed((base + _seed_offset(self._axis)) % _LIMIT)
 
     def end(self) -> None:
-        """Go on with the common generator, where it was."""
+        """Restore the shared generator to its state at `begin`."""
         if self._saved_state is not None:
             generator, state = self._saved_state
             generator.set_state(state)
@@ -57,7 +58,9 @@ class LocalRng:
 
 
 def compute_shared_seed(axis: MeshAxis, device: torch.device, salt: int) -> int:
-    """A seed that is the same on all ranks, while each of them draws numbers of its own; another one for each salt."""
+    """Return a seed that is equal on all ranks although each rank currently draws its own numbers. Each `salt` gives a
+    different seed.
+    """
     base = (get_default_generator(device).initial_seed() - _seed_offset(axis)) % _LIMIT
     return (base ^ (salt + 1) * _STRIDE) % _LIMIT
 
@@ -67,7 +70,7 @@ def _seed_offset(axis: MeshAxis) -> int:
 
 
 def get_default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on `device` draw from if they are given none."""
+    """Return the default generator of operations on `device`."""
     if device.type == "cuda":
         torch.cuda.init()
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -76,8 +79,9 @@ def get_default_generator(device: torch.device) -> torch.Generator:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether anything in the model drops elements while it trains: a `Dropout`, or a probability that a module keeps
-    under a name with "drop" in it."""
+    """Return True if a module of the model drops elements in training: a `Dropout`, or a probability in an attribute
+    whose name contains "drop".
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
@@ -88,8 +92,9 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def sync_rng_states(axis: MeshAxis) -> None:
-    """All ranks of the axis go on with the generators of its first rank, of the CPU and of the current CUDA device.
-    Collective."""
+    """Copy the generator states of the axis's first rank to all its ranks, for the CPU and the current CUDA device.
+    Collective.
+    """
     places = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     generators = [get_default_generator(torch.device(place)) for place in places]
     own = [generator.get_state().numpy().tobytes() for generator in generators]
@@ -99,5 +104,5 @@ def sync_rng_states(axis: MeshAxis) -> None:
 
 
 def seed_rng_tracker(axis: MeshAxis, seed: int) -> None:
-    """Begin the generator of `tracker.fork()` for layers of a user's own, different on each rank of the axis."""
+    """Seed the generator of `rng_tracker.fork()` for users' own layers, differently on each rank of the axis."""
     rng_tracker.add("model-parallel-rng", seed + _MEGATRON_OFFSET + axis.index)

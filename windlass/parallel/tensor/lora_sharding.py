@@ -1,10 +1,10 @@
-"""Low-rank adapters of peft beside linear layers that are cut.
+"""Sharding of peft's low-rank adapters on sharded linear layers.
 
-[Note: adapters of cut layers] An adapter adds B(A(x)) to what its base layer makes of x. Beside a column, whose output
-features are cut, B is cut as the base is; A is whole, and since each rank's B sends it back only a part of its
-gradient, these parts are added up. Beside a row, whose input features are cut, A is cut as the base is and its products
-are added up over ranks, so that B is whole and sees all. Of a base of which a rank uses some rows, it uses the same
-rows of B. So an adapter is saved whole, and its gradients are those of one process.
+[Note: adapters of cut layers] An adapter adds B(A(x)) to the output of its base layer. On a column layer, whose output
+features are sharded, B is sharded as the base is. A is replicated; each rank's B gives it only a part of its gradient,
+so these parts are summed. On a row layer, whose input features are sharded, A is sharded as the base is and its
+products are summed over ranks, so B is replicated and has a complete gradient. If a rank uses only some rows of the
+base, it uses the same rows of B. The adapter is therefore saved in full, and its gradients equal those of one process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def shard_adapters(
     sequence_sharding: StackSequenceSharding | None,
     tp_overlap_chunks: int,
 ) -> None:
-    """Cut the adapters of a layer as the layer itself is; nothing happens where it has none.
+    """Shard the adapters of a layer in the same way as the layer. No effect without adapters.
 
     Args:
-        entrance: the chain's.
-        sequence: that cuts the layer's output, of a row.
-        chunks: see `row_product`.
+        input_hook: the input hook of the chain.
+        sequence_sharding: shards the output of a row layer along the sequence.
+        tp_overlap_chunks: see `row_parallel_linear`.
     """
     if layer.adapter_module is None:
         return
@@ -43,7 +43,7 @@ def shard_adapters(
     for down, up in _lora_pairs(layer.name, layer.adapter_module):
         if row:
             shard_row(down, shard, input_hook, sequence_sharding, tp_overlap_chunks)
-            if sequence_sharding is not None:  # each rank adds for its own tokens
+            if sequence_sharding is not None:  # each rank applies B to its own tokens only
                 _mark_partial_gradients(up.module, input_hook)
             continue
         _mark_partial_gradients(down.module, input_hook)
@@ -74,7 +74,7 @@ def _mark_partial_gradients(module: nn.Module, input_hook: ChainInputHook) -> No
 
 
 class _SharedRngHook:
-    """A dropout of what is whole on every rank, between layers that draw numbers of their own."""
+    """Hooks around dropout of a replicated activation, inside a chain that draws rank-specific numbers."""
 
     def __init__(self, input_hook: ChainInputHook) -> None:
         assert input_hook.local_rng is not None
@@ -90,7 +90,7 @@ class _SharedRngHook:
 
 
 class _LocalRngHook:
-    """A dropout of what is cut, after its chain has ended."""
+    """Hooks around dropout of a sharded activation, after its chain has ended."""
 
     def __init__(self, input_hook: ChainInputHook) -> None:
         assert input_hook.local_rng is not None

@@ -1,4 +1,4 @@
-"""What a model of transformers says of itself: its `tp_plan`."""
+"""Reader of the `tp_plan` of a transformers model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ _STYLE_OF_TP_PLAN = {
 
 
 def read_tp_plan(model: nn.Module) -> dict[str, str]:
-    """The model's own plan, by names in which `*` stands for numbers; without what lies beside its layers.
+    """Return the model's own plan, with `*` for numbers in names.
 
-    Empty where it has none, or where all modules that it names were replaced by others of other names: that of the
-    layer which makes logits is said of all models of transformers.
+    The plan is empty if the model has none, or if it names no list layer of the model, because all such modules were
+    replaced by others of different names. An entry for the output head alone does not count, since all transformers
+    models have one.
     """
     prefix, inner = find_language_model(model)
     plan: Any = getattr(inner, "tp_plan", None)
@@ -50,10 +51,10 @@ def read_tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def read_tp_plan_entries(model: nn.Module, tp_plan: Mapping[str, str]) -> dict[str, PlanEntry]:
-    """What the plan says of the modules of the model, and of parameters by themselves.
+    """Convert the plan to entries for the model's modules, and for single parameters.
 
     Raises:
-        ModelError: it says something that is not known here.
+        ModelError: the plan contains an unknown style.
     """
     found: dict[str, PlanEntry] = {}
     modules = dict(model.named_modules())
@@ -89,7 +90,7 @@ def _plan_entry(name: str, module: nn.Module, tp_style: str) -> PlanEntry:
         and layer is None
     ):
         raise make_cannot_shard_error(
-            name, f"the model's own plan says {tp_style!r}, and it is a {type(module).__name__}, no linear layer"
+            name, f"the model's own plan says {tp_style!r}, but it is a {type(module).__name__}, not a linear layer"
         )
     if tp_style == "packed_colwise" and layer is not None:
         return PlanEntry(name, style, (layer.out_features // 2,) * 2)

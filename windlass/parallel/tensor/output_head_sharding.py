@@ -1,4 +1,4 @@
-"""The layer that makes logits, cut by tokens of the vocabulary, and the loss that takes them as they are."""
+"""Output head sharded along the vocabulary, and the loss on sharded logits."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from windlass.parallel.tensor.vocab_parallel_cross_entropy import vocab_parallel
 
 
 class ShardedVocabulary:
-    """A vocabulary that is cut over an axis, and what becomes of the logits that a head makes of it.
+    """Vocabulary sharded over an axis, and the state of the logits that the head computes.
 
     Attributes:
-        axis: that it is cut over.
+        axis: mesh axis over which the vocabulary is sharded.
         sizes: tokens of each rank.
-        kept: logits stay cut in the forward that runs now; else they are put together as soon as they are made.
+        keeps_logits_sharded: logits stay sharded in the current forward; otherwise the head gathers them.
     """
 
     def __init__(self, axis: MeshAxis, sizes: list[int]) -> None:
         self.axis, self.sizes, self.keeps_logits_sharded = axis, sizes, False
 
     def is_local_shard(self, logits: torch.Tensor) -> bool:
-        """Whether these logits are this rank's part."""
+        """Return True if these logits are this rank's part."""
         return self.axis.size > 1 and logits.shape[-1] == self.sizes[self.axis.index]
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """All ranks' logits, end to end, for computing the same of them on every rank."""
+        """All-gather the logits, for a computation that is the same on every rank."""
         return as_contiguous_non_view(gather_from_parallel_region(logits, self.axis, -1, self.sizes))
 
     def token_losses(self, logits: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = -100) -> torch.Tensor:
-        """The cross-entropy of each token, `[tokens]`, of this rank's part of the logits."""
+        """Compute the cross-entropy of each token, `[tokens]`, from this rank's part of the logits."""
         return vocab_parallel_cross_entropy(logits, labels, self.axis, sizes=self.sizes, ignore_index=ignore_index)
 
 
@@ -51,14 +51,15 @@ _vocabularies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def get_sharded_vocabulary(model: nn.Module) -> ShardedVocabulary | None:
-    """How the logits of a model are cut; None: they are whole."""
+    """Return the sharded vocabulary of a model, or None if its logits are not sharded."""
     found: ShardedVocabulary | None = _vocabularies.get(model)
     return found
 
 
 @contextmanager
 def keep_logits_sharded(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's head leaves logits cut, for who computes the loss outside of the model's forward."""
+    """Keep the logits of the model's head sharded inside this context, for a loss computed outside the model's
+    forward."""
     vocabulary = get_sharded_vocabulary(model)
     if vocabulary is None:
         yield
@@ -71,11 +72,12 @@ def keep_logits_sharded(model: nn.Module) -> Iterator[None]:
 
 
 def shard_output_head(layer: LinearLayer, shard: ModuleShard, axis: MeshAxis, model: nn.Module) -> None:
-    """Have a layer whose weight is cut make this rank's logits.
+    """Make a layer with a sharded weight compute this rank's logits.
 
-    Logits are put together at once, so that all that follows sees them whole, unless the model is trained and given
-    labels, and its own forward hands both to `loss_function`, as causal LMs of transformers do: then they stay cut, and
-    the loss is computed of the parts. (`.logits` of what such a forward returns is this rank's part.)
+    The logits are gathered at once, so that later code receives them in full. The exception is a model in training mode
+    with labels whose own forward passes both to `loss_function`, as causal language models of transformers do: the
+    logits stay sharded, and the loss is computed from the parts. The `.logits` that such a forward returns are this
+    rank's part.
     """
     sizes = count_rank_elements(shard.rank_ranges)
     for name in ("out_features", "nf"):
@@ -94,7 +96,7 @@ def shard_output_head(layer: LinearLayer, shard: ModuleShard, axis: MeshAxis, mo
 
 
 class OutputHeadInputHook:
-    """Before the head: hidden states enter."""
+    """Pre-forward hook of the head: pass hidden states through `copy_to_parallel_region`."""
 
     def __init__(self, vocabulary: ShardedVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -104,7 +106,7 @@ class OutputHeadInputHook:
 
 
 class OutputHeadGatherHook:
-    """After the head: logits are put together, unless they are to stay cut."""
+    """Forward hook of the head: gather the logits, unless they stay sharded."""
 
     def __init__(self, vocabulary: ShardedVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -114,7 +116,7 @@ class OutputHeadGatherHook:
 
 
 class LabelledForwardHook:
-    """Before and after a model's forward: logits stay cut where it trains on labels."""
+    """Hooks around a model's forward that keep the logits sharded if it trains on labels."""
 
     def __init__(self, vocabulary: ShardedVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -132,7 +134,9 @@ class LabelledForwardHook:
 
 
 def _uses_causal_lm_loss(model: nn.Module) -> bool:
-    """The model's forward hands logits to `loss_function`, and that is the one of causal language models."""
+    """Return True if the model's forward passes logits to `loss_function`, and that is the loss of causal language
+    models.
+    """
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is None or "loss_function" not in code.co_names or "CrossEntropyLoss" in code.co_names:
         return False

@@ -1,4 +1,4 @@
-"""A parameter becomes this rank's part of it."""
+"""Replacement of a parameter by this rank's part of it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from windlass.parallel.placement import Ranges, get_placement, set_placement
 
 
 def shard_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges, axis: str) -> None:
-    """Keep only `ranges` of a parameter along `dim`, and note that down. Its memory goes back; on the meta device only
-    its shape changes.
+    """Keep only `ranges` of a parameter along `dim`, and record its placement.
 
-    It may be cut along other dims already (experts along "ep").
+    The memory of the full parameter is freed; on the meta device only the shape changes. The parameter may already be
+    sharded along other dimensions (experts along "ep").
 
     Raises:
-        ModelError: it is cut along this axis or dim already.
+        ModelError: the parameter is already sharded along this axis or dimension.
     """
     placed = get_placement(parameter)
     size = placed.global_shape[dim]
     if axis in placed.sharded_axes or placed.ranges[dim] != ((0, size),):
         raise ModelError(
-            f"{name} is cut along its dim {dim} already: {placed.local_shape} of {placed.global_shape} lie here; only other "
-            f"dims can be cut over {axis}"
+            f"{name} is sharded along its dim {dim} already: {placed.local_shape} of {placed.global_shape} lie "
+            f"here; only other "
+            f"dims can be sharded over {axis}"
         )
     along = list(placed.ranges)
     along[dim] = ranges
@@ -35,6 +36,8 @@ def shard_parameter(name: str, parameter: nn.Parameter, dim: int, ranges: Ranges
 
 
 def mark_partial_gradient(parameter: nn.Parameter, axis: str) -> None:
-    """Note down that along `axis` each rank sees only a part of this parameter's gradient, to be added up."""
+    """Record that along `axis` each rank computes only a part of this parameter's gradient, and that the parts must be
+    summed.
+    """
     placed = get_placement(parameter)
     set_placement(parameter, replace(placed, partial_axes=placed.partial_axes | {axis}))

@@ -1,4 +1,5 @@
-"""The plan of a model: from its own plan, by tracing, and by the user's table, which goes before both."""
+"""Construction of a model's plan from its own `tp_plan`, by tracing, and from the user's table, which takes
+precedence."""
 
 from __future__ import annotations
 
@@ -31,20 +32,20 @@ _UNCHAINED_STYLES = (ShardStyle.PARTIAL, ShardStyle.IDENTITY)
 def build_tensor_parallel_plan(
     model: nn.Module, ranks: int, tensor_table: Mapping[str, str] | None = None
 ) -> TensorParallelPlan:
-    """How a model is cut over `ranks` ranks; nothing of it is changed, and its values are not looked at.
+    """Build the plan to shard a model over `ranks` ranks. The model is not changed, and its values are not read.
 
-    A model of transformers, by itself or inside of another one, is cut by its own `tp_plan`, but for what that gathers
-    only because it knows no fused sections. What such a plan says nothing of is traced as far as it is understood,
-    models without a plan altogether (`tracing`). What the table says goes before all that.
+    A transformers model, by itself or inside another module, is sharded by its own `tp_plan`, except that a fused
+    projection with known sections is sharded instead of gathered. Modules that the plan does not mention are traced as
+    far as possible, models without a plan completely (`block_tracing`). The table takes precedence over all of these.
 
     Args:
-        model: whole, or on the meta device.
-        ranks: of the axis.
-        table: see `read_table`.
+        model: full model, or model on the meta device.
+        ranks: size of the axis.
+        tensor_table: see `read_tensor_table`.
 
     Raises:
-        ConfigError: the table is wrong.
-        ModelError: a module can't be cut; the message names it and shows how to write its line of the table.
+        ConfigError: the table is invalid.
+        ModelError: a module cannot be sharded. The message names it and shows a table entry for it.
     """
     said = read_tensor_table(model, tensor_table or {})
     plan = read_tp_plan(model)
@@ -82,13 +83,13 @@ def build_tensor_parallel_plan(
 
 
 def _apply_table(entries: dict[str, PlanEntry], table_entries: Mapping[str, PlanEntry]) -> dict[str, PlanEntry]:
-    """The table goes before what the model says; a module that it names is taken with all that lies in it."""
+    """Override the model's entries by the table. A module in the table replaces all entries inside it."""
     kept = {name: wish for name, wish in entries.items() if not any(is_inside(name, one) for one in table_entries)}
     return {**kept, **table_entries}
 
 
 def _add_traced_entries(model: nn.Module, entries: dict[str, PlanEntry], *, strict: bool) -> None:
-    """Add what tracing finds: of all blocks, or only attention of which nobody spoke."""
+    """Add traced entries: of all blocks if `strict`, else only known layers that have no entry."""
     hidden = get_hidden_size(model)
     for name, block in find_blocks(model):
         taken = {one for one in entries if is_inside(one, name) or one == name}
@@ -102,7 +103,7 @@ def _add_traced_entries(model: nn.Module, entries: dict[str, PlanEntry], *, stri
 
 
 def _shard_unchained(model: nn.Module, entry: PlanEntry, ranks: int) -> list[ModuleShard]:
-    """The cuts of what belongs to no chain."""
+    """Return the shards of a module or parameter that belongs to no chain."""
     if entry.style is ShardStyle.VOCABULARY:
         weight = model.get_submodule(entry.name).weight
         size = int(weight.shape[0])  # type: ignore[index]
@@ -132,13 +133,16 @@ def _rotary_features(model: nn.Module, name: str) -> int:
     config: Any = getattr(holder, "config", None) or getattr(find_language_model(model)[1], "config", None)
     size = getattr(config, "qk_rope_head_dim", None)
     if not isinstance(size, int):
-        raise make_cannot_shard_error(name, "its config does not tell the number of rotary features, qk_rope_head_dim")
+        raise make_cannot_shard_error(name, "its config lacks qk_rope_head_dim, the number of rotary features")
     return size
 
 
 def _shard_experts(name: str, module: nn.Module, ranks: int) -> list[ModuleShard]:
-    """Each expert is cut along its intermediate features, in all parameters; in eights where that is possible, since
-    grouped matrix products ask for rows of whole 16 bytes."""
+    """Shard each expert along its intermediate features, in all parameters.
+
+    Shards are multiples of 8 features if possible, because grouped matrix products require rows that are multiples of
+    16 bytes.
+    """
     layout = read_fused_experts_layout(module)
     if isinstance(layout, str):
         raise make_cannot_shard_error(name, layout)
@@ -171,7 +175,7 @@ def _shard_experts(name: str, module: nn.Module, ranks: int) -> list[ModuleShard
 
 
 def _in_model_order(model: nn.Module, shards: list[ModuleShard]) -> tuple[ModuleShard, ...]:
-    """In the order of the model, a module before its parameters."""
+    """Sort shards in the order of the model, a module before its parameters."""
     order: dict[str, int] = {}
     for name, module in model.named_modules():
         order.setdefault(name, len(order))

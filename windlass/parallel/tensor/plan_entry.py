@@ -1,4 +1,4 @@
-"""What is said of single modules before anybody looked at how they belong together."""
+"""Requested sharding style of each module, before dependent layers are reconciled."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """How one module should be cut.
+    """Requested sharding of one module.
 
     Attributes:
-        name: of the module, or of a parameter by itself.
-        style: how.
-        sections: sizes of what lies fused along the dimension that is cut, one after another; none: it is one.
-        heads: in each section, or in the whole; none: they are looked for.
-        chain: the layer whose output ends what begins here, where that is known.
-        said: the user said so.
+        name: name of the module, or of a single parameter.
+        style: sharding style.
+        sections: sizes of fused sections along the sharded dimension, in order; empty: one section.
+        heads: number of heads in each section, or in total; empty: deduced from the module.
+        chain: the row layer that ends the chain, if known.
+        is_from_user: the entry comes from the user's table.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which elements of a dimension each rank has: arithmetic alone."""
+"""Distribution of the elements of a dimension over ranks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 from windlass.parallel.placement import Ranges, compute_shard_range
 
 RankRanges = tuple[Ranges, ...]
-"""For each rank of the axis, the ranges `[start, stop)` of a dimension that it has."""
+"""For each rank of the axis, its ranges `[start, stop)` of a dimension."""
 
-_GRAINS = (128, 64, 32, 16, 8)  # features that stay together where sizes don't divide: matrix units like such multiples
+# granularity of features if sizes do not divide: matrix units are efficient at such multiples
+_GRAINS = (128, 64, 32, 16, 8)
 
 
 def compute_shard_grain(size: int, ranks: int) -> int:
-    """How many features stay together when `size` of them are spread over `ranks`.
+    """Return the number of features that stay together when `size` features are distributed over `ranks`.
 
-    All of a rank's where that divides. Else a multiple of 8 that leaves the largest share at most an eighth above the
-    mean, if there is one; else 8 or less, so that every rank gets something where that is possible.
+    It is the full share if `ranks` divides `size`. Otherwise it is a multiple of 8 for which the largest share exceeds
+    the mean by at most an eighth, if there is one; else 8 or less, so that every rank gets a feature if possible.
     """
     if size % ranks == 0:
         return max(size // ranks, 1)
@@ -27,20 +28,20 @@ def compute_shard_grain(size: int, ranks: int) -> int:
 
 
 def make_even_ranges(size: int, ranks: int, grain: int | None = None) -> RankRanges:
-    """`size` elements spread as evenly as `grain` allows; by default `grain_of` chooses it."""
+    """Distribute `size` elements as evenly as `grain` allows; by default `compute_shard_grain` chooses it."""
     grain = compute_shard_grain(size, ranks) if grain is None else grain
     return tuple((compute_shard_range(size, ranks, rank, grain=grain),) for rank in range(ranks))
 
 
 def scale_ranges(spans: Sequence[tuple[int, int]], grain: int) -> RankRanges:
-    """Spans of things (heads) as ranges of elements, `grain` of them for each thing."""
+    """Convert spans of items (heads) to ranges of elements, with `grain` elements per item."""
     return tuple(((start * grain, stop * grain),) for start, stop in spans)
 
 
 def join_sections(sections: Sequence[tuple[int, RankRanges]]) -> RankRanges:
-    """Sections that lie one after another along a dimension, each with its size and its shares, as one.
+    """Join consecutive sections along a dimension, each given by its size and its ranges of all ranks.
 
-    A rank's ranges that touch become one; those of different sections are kept in order.
+    Adjacent ranges of a rank are merged, also across sections; the order is kept.
     """
     ranks = len(sections[0][1])
     found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
@@ -57,10 +58,10 @@ def join_sections(sections: Sequence[tuple[int, RankRanges]]) -> RankRanges:
 
 
 def count_elements(ranges: Iterable[tuple[int, int]]) -> int:
-    """How many elements these ranges hold."""
+    """Return the number of elements in these ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def count_rank_elements(rank_ranges: RankRanges) -> list[int]:
-    """How many elements each rank has."""
+    """Return the number of elements of each rank."""
     return [count_elements(ranges) for ranges in rank_ranges]

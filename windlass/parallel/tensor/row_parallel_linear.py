@@ -1,4 +1,4 @@
-"""The product of a row-cut layer and the sum of it over the ranks, while the one waits for the other."""
+"""Product of a row-parallel layer, overlapped with its all-reduce."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from windlass.comm.mesh_axis import MeshAxis
 def row_parallel_linear(
     inputs: torch.Tensor, weight: torch.Tensor, axis: MeshAxis, tp_overlap_chunks: int = 1
 ) -> torch.Tensor:
-    """`inputs @ weight.T`, added up over the axis; gradients that arrive are whole.
+    """Compute `inputs @ weight.T`, summed over the axis. The incoming gradient is complete on every rank.
 
     Args:
         inputs: `[..., features of this rank]`.
         weight: `[outputs, features of this rank]`.
-        chunks: tokens are cut into as many parts: while the sum of one travels, the next one's product is computed.
-            (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
+        tp_overlap_chunks: split the tokens into this many chunks; the all-reduce of one overlaps the product of the
+            next (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
     """
     if axis.size == 1:
         return functional.linear(inputs, weight)

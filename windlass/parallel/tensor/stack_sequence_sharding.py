@@ -1,4 +1,4 @@
-"""Hidden states between layers that are cut along the sequence: whose tokens are where, in the forward that runs now.
+"""Sequence sharding of the hidden states between layers.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
 """
@@ -20,26 +20,26 @@ from windlass.parallel.tensor.local_rng import LocalRng, compute_shared_seed, ge
 
 
 class StackSequenceSharding:
-    """The cut of one stack of layers.
+    """Sequence sharding of one stack of layers.
 
-    [Note: lengths in a recomputation] The first layer knows how long the sequence is, the others only their part of it,
-    from which that does not follow. In a forward they take what the first one noted down. What runs again, in a
-    backward, may belong to an earlier forward of another length; and where a pipeline is cut the first layer may run on
-    other ranks. There the ranks tell each other their lengths, unless all sequences that the first layer saw could be
-    cut evenly.
+    [Note: lengths in a recomputation] The first layer sees the full sequence length; the others see only their part,
+    from which the length does not follow. In a forward, they use the sizes that the first layer recorded. A
+    recomputation in the backward may belong to an earlier forward of another length, and in a pipeline the first layer
+    may run on other ranks. In these cases the ranks all-gather their lengths, unless every sequence that the first
+    layer saw divided evenly.
     """
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
-        self._rank_sizes: list[int] = []  # tokens of each rank, in the forward that runs now
-        self._num_samples = 0  # samples in it
+        self._rank_sizes: list[int] = []  # tokens of each rank in the current forward
+        self._num_samples = 0  # samples in the current forward
         self._has_first_layer, self._is_uneven = (
             False,
             False,
-        )  # the first layer runs here; it has seen what can't be cut evenly
+        )  # the first layer runs on this rank; it has seen a length that does not divide evenly
 
     def shard_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of hidden states `[batch, sequence, features]`, which are the same on all ranks."""
+        """Return this rank's part of hidden states `[batch, sequence, features]` that are equal on all ranks."""
         length = hidden.shape[1]
         spans = [compute_shard_range(length, self.axis.size, rank) for rank in range(self.axis.size)]
         self._rank_sizes = [stop - start for start, stop in spans]
@@ -48,8 +48,9 @@ class StackSequenceSharding:
         return self.local_shard(hidden, self._rank_sizes)
 
     def rank_sizes(self, part: torch.Tensor) -> list[int]:
-        """How many rows along dim -2 each rank has of a tensor like this one: `[batch, part of the sequence, ...]`, or
-        with both in one dim."""
+        """Return the number of rows of each rank along dim -2, for a tensor shaped like `part`: `[batch, part of the
+        sequence, ...]`, or with batch and sequence in one dimension.
+        """
         own, ranks = part.shape[-2], self.axis.size
         if not self._has_first_layer or (self._is_uneven and current_backward_id() != -1):
             found: list[int] = self.axis.all_gather(torch.tensor([own], device=part.device)).tolist()
@@ -59,18 +60,20 @@ class StackSequenceSharding:
         return self._rank_sizes if part.dim() > 2 else [size * self._num_samples for size in self._rank_sizes]
 
     def gather(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """All ranks' parts `[batch, part of the sequence, ...]`, the same on every rank."""
+        """All-gather the parts `[batch, part of the sequence, ...]`. The result is equal on every rank."""
         return as_contiguous_non_view(gather_from_parallel_region(part, self.axis, 1, sizes))
 
     def local_shard(self, full: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """This rank's part of `[batch, sequence, ...]`, or with both in one dim, which is the same on every rank."""
+        """Return this rank's part of a replicated `[batch, sequence, ...]`, or of one with batch and sequence in one
+        dimension.
+        """
         if full.dim() < 3:
             return self.local_shard(full.unflatten(0, (-1, sum(sizes))), sizes).flatten(0, 1)
         return as_contiguous_non_view(scatter_to_parallel_region(full, self.axis, 1, sizes))
 
 
 class StackInputHook:
-    """Before a layer of the stack: the first one cuts hidden states."""
+    """Pre-forward hook of a layer in the stack. The first layer's hook shards the hidden states."""
 
     def __init__(self, sequence_sharding: StackSequenceSharding, is_first: bool, local_rng: LocalRng | None) -> None:
         self._sequence_sharding, self._is_first, self._local_rng = sequence_sharding, is_first, local_rng
@@ -89,7 +92,7 @@ class StackInputHook:
 
 
 class StackOutputHook:
-    """After the last layer of the stack: hidden states are put together."""
+    """Forward hook of the last layer of the stack: all-gather the hidden states."""
 
     def __init__(self, sequence_sharding: StackSequenceSharding) -> None:
         self._sequence_sharding = sequence_sharding
@@ -101,7 +104,7 @@ class StackOutputHook:
 
 
 class AttentionGatherHook:
-    """Before attention: the hidden states of all ranks, for all columns of its chain."""
+    """Pre-forward hook of attention: all-gather the hidden states once for all columns of the chain."""
 
     def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding) -> None:
         self._input_hook, self._sequence_sharding = input_hook, sequence_sharding
@@ -114,10 +117,10 @@ class AttentionGatherHook:
 
 
 class FullSequenceHook:
-    """Before and after a module that is to see whole sequences, and computes the same on all ranks.
+    """Hooks around a module that needs full sequences and computes the same on all ranks.
 
     Args:
-        salt: another one for each such module, if it may draw numbers; else None.
+        salt: a number unique to the module if it may draw random numbers, else None.
     """
 
     def __init__(self, sequence_sharding: StackSequenceSharding, salt: int | None) -> None:
@@ -145,7 +148,7 @@ class FullSequenceHook:
 
 
 class LocalRngEndHook:
-    """After a module, whatever became of it: numbers are common ones again."""
+    """Forward hook that restores the shared random numbers, also after an exception."""
 
     def __init__(self, local_rng: LocalRng) -> None:
         self._local_rng = local_rng
@@ -155,7 +158,7 @@ class LocalRngEndHook:
 
 
 def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The hidden states that a module of transformers is given: `hidden_states`, or its first argument."""
+    """Return the hidden states of a transformers module's arguments: `hidden_states`, or the first argument."""
     found: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return found
 
@@ -163,14 +166,14 @@ def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
 def replace_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with other hidden states."""
+    """Return the arguments with the hidden states replaced."""
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": hidden}
     return (hidden, *args[1:]), kwargs
 
 
 def map_first_output(output: Any, function: Any) -> Any:
-    """What a module gives, a tensor or a tuple that begins with one, with another one in its place."""
+    """Apply `function` to a module's output tensor, or to the first element of an output tuple."""
     if isinstance(output, torch.Tensor):
         return function(output)
     return type(output)((function(output[0]), *output[1:]))

@@ -1,4 +1,4 @@
-"""What tensor parallelism does with each module of a model: plain data that prints as a table."""
+"""Plan of tensor parallelism for a model: plain data that prints as a table."""
 
 from __future__ import annotations
 
@@ -14,48 +14,49 @@ from windlass.parallel.tensor.rank_ranges import RankRanges, count_rank_elements
 
 
 class ShardStyle(StrEnum):
-    """How a module, or a parameter by itself, is cut."""
+    """Sharding style of a module or of a single parameter."""
 
     COLUMN = "column"
-    """A linear layer's output features are cut; its input is whole."""
+    """Linear layer with sharded output features and a replicated input."""
     COLUMN_GATHERED = "column, gathered"
-    """As COLUMN, and the output is put together again."""
+    """As COLUMN, with the output all-gathered."""
     COLUMN_SHARED = "column, shared"
-    """Whole weights, of which each rank uses the rows that it needs; some rows are used on several ranks."""
+    """Replicated weight of which each rank uses the rows that it needs; several ranks use some of the rows."""
     ROW = "row"
-    """A linear layer's input features are cut as they come; outputs are added up."""
+    """Linear layer with sharded input features; the outputs are summed over the ranks."""
     ROW_SPLIT = "row, split"
-    """As ROW, of an input that is whole and of which each rank takes its part."""
+    """As ROW, with a replicated input of which each rank takes its part."""
     VOCABULARY = "vocabulary"
-    """An embedding, or the layer that makes logits: cut by tokens of the vocabulary."""
+    """Embedding or output head, sharded along the vocabulary."""
     EXPERTS = "experts"
-    """A module of experts with fused weights, each expert cut; its output is added up."""
+    """Module of experts with fused weights, each expert sharded; the output is summed over the ranks."""
     PARAMETER = "parameter"
-    """A parameter by itself is cut along one dim."""
+    """Single parameter sharded along one dimension."""
     PARTIAL = "partial"
-    """Whole on every rank; a rank's gradient is a part of the sum."""
+    """Replicated; each rank computes a part of the gradient."""
     TAIL_FEATURES = "tail"
-    """Whole; the last features of its output go straight to what is cut."""
+    """Replicated; the last features of the output are the input of sharded layers."""
     IDENTITY = "identity"
-    """Each rank adds its share of what is the same on all of them."""
+    """Replicated output that is later summed over the ranks, so each rank contributes 1 / ranks of it."""
     REPLICATED = "replicated"
-    """Whole on every rank."""
+    """Replicated on every rank."""
 
 
 @dataclass(frozen=True)
 class ModuleShard:
-    """What becomes of one module, or of one parameter.
+    """Sharding of one module or parameter.
 
     Attributes:
-        name: of the module, or of the parameter (`PARAMETER`).
-        style: how.
-        size: elements along the dimension that is cut.
-        shares: for each rank the ranges of them that it has, or needs (`SHARED`); none where nothing is cut.
-        what: the same in words.
-        chain: the layers that are left together are named by their last one, whose outputs are added up.
-        dim: along which a parameter by itself is cut.
-        picks: `SHARED` alone: for each rank, ranges of the features that it computed, one after another what its
-            attention sees.
+        name: name of the module, or of the parameter (`PARAMETER`).
+        style: sharding style.
+        sharded_size: elements along the sharded dimension.
+        rank_ranges: for each rank, the ranges of these elements that it holds, or needs (`COLUMN_SHARED`); empty if
+            nothing is sharded.
+        description: the same in words.
+        chain: name of the chain's last layer, whose outputs are summed. All shards of the chain have the same.
+        dim: sharded dimension of a single parameter.
+        repeated_ranges: for `COLUMN_SHARED` only: for each rank, the ranges of its computed features that make up the
+            input of its attention, in order.
     """
 
     name: str
@@ -70,14 +71,14 @@ class ModuleShard:
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """What tensor parallelism does with a model over `ranks` ranks. `str(plan)` is a table.
+    """Sharding of a model over `ranks` ranks. `str(plan)` is a table.
 
     Attributes:
-        ranks: of the axis.
-        source: where it comes from, in words.
-        cuts: by module, in the order of the model.
-        heads: of attention modules whose heads are spread.
-        whole: linear layers and embeddings that stay whole on every rank.
+        ranks: size of the axis.
+        source: origin of the plan, in words.
+        shards: shards by module, in the order of the model.
+        head_partitions: partitions of the heads of sharded attention modules.
+        replicated: linear layers and embeddings that stay replicated on every rank.
     """
 
     ranks: int
@@ -91,11 +92,11 @@ class TensorParallelPlan:
         self._by_name.update({cut.name: cut for cut in self.shards})
 
     def shard_of(self, name: str) -> ModuleShard | None:
-        """What becomes of the module or parameter of this name; None: nothing."""
+        """Return the shard of the module or parameter of this name, or None."""
         return self._by_name.get(name)
 
     def chain_shards(self, name: str) -> list[ModuleShard]:
-        """The cuts of one chain."""
+        """Return the shards of one chain."""
         return [cut for cut in self.shards if cut.chain == name]
 
     def __str__(self) -> str:
@@ -108,7 +109,7 @@ class TensorParallelPlan:
 
 
 def make_cannot_shard_error(name: str, reason: str, *lines: tuple[str, str]) -> ModelError:
-    """The error that says why a module can't be cut, and how to write its lines of the table."""
+    """Build the error for a module that cannot be sharded, with the reason and an example of table entries."""
     shown = ", ".join(f'"{make_name_pattern(module)}": "{style}"' for module, style in lines or ((name, "replicated"),))
     return ModelError(
         f"tensor parallelism can't cut {name}: {reason}. Say how in the table parallel.tensor_table, by regular "
@@ -117,7 +118,7 @@ def make_cannot_shard_error(name: str, reason: str, *lines: tuple[str, str]) -> 
 
 
 def make_name_pattern(name: str) -> str:
-    """A regular expression for this name in every layer, as it stands in JSON."""
+    """Return a regular expression that matches this name in every layer, escaped as in JSON."""
     escaped = name.replace(".", "\\\\.")
     return re.sub(r"(?<=\.)\d+(?=\\|$)", r"\\\\d+", escaped)
 
@@ -131,7 +132,7 @@ def _describe_ranges(shard: ModuleShard) -> str:
 
 
 def _merge_equal_shards(shards: Iterable[ModuleShard]) -> list[tuple[str, ModuleShard]]:
-    """Cuts of layers that are alike as one, by a name with their numbers."""
+    """Merge equal shards of repeated layers, under a name with all layer numbers."""
     alike: dict[tuple[object, ...], list[ModuleShard]] = {}
     for cut in shards:
         key = (
@@ -147,7 +148,7 @@ def _merge_equal_shards(shards: Iterable[ModuleShard]) -> list[tuple[str, Module
 
 
 def _merge_numbered_names(names: Iterable[str]) -> list[str]:
-    """Names that differ in one number alone as one, with all numbers: `layers.{0-3}.mlp`."""
+    """Merge names that differ in one number only: `layers.{0-3}.mlp`."""
     forms: dict[tuple[str, str], list[int]] = {}
     for name in names:
         found = re.match(r"(.*?\.)(\d+)(\..*|$)", name)

@@ -1,4 +1,4 @@
-"""How many bytes tensor parallelism moves in a step: the formula that measured traffic is held to."""
+"""Formula for the bytes that tensor parallelism transfers in a step. Tests compare it with the measured traffic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.parallel.tensor.layer_stacks import LayerStack
 from windlass.parallel.tensor.rank_ranges import count_elements
 from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, TensorParallelPlan
 
-_LOSS = 3  # a maximum, a sum and a label's logit of each token, in 4 bytes
+_LOSS = 3  # per token: maximum, sum, and the label's logit, in 4 bytes each
 
 
 def count_step_bytes(
@@ -23,24 +23,24 @@ def count_step_bytes(
     top_k: int = 0,
     stacks: list[LayerStack] | None = None,
 ) -> Counter[str]:
-    """Bytes that a rank receives in the forward and backward of one micro-batch with labels, by operation.
+    """Compute the bytes that a rank receives in the forward and backward of one micro-batch with labels, by operation.
 
     With n ranks and B = batch x tokens x hidden x itemsize: each chain, and each module of experts, costs an all-reduce
     of B in forward and one in backward, `2 B (n - 1) / n` bytes each; so do the embedding in forward and the head in
-    backward. The loss costs three numbers a token. Between cut sequences chains gather and scatter instead, which
-    is as much.
+    backward. The loss costs three numbers a token. With sequence sharding, chains use all-gathers and reduce-scatters
+    instead, with the same number of bytes.
 
-    Nothing is recomputed, all parameters are trained, and each chain begins with one tensor (latent attention begins
-    with several, of other widths).
+    The formula assumes no recomputation, that all parameters are trained, and that each chain has one input tensor
+    (latent attention has several, of other widths).
 
     Args:
-        plan: of the model.
-        rank: its place along the axis.
+        plan: plan of the model.
+        rank: index of the rank along the axis.
         batch, tokens: samples, and the length of each.
         hidden: features between layers.
-        itemsize: bytes of a hidden state's number.
-        chosen: experts of a token.
-        stacks: of layers between which sequences are cut; None: none.
+        itemsize: bytes of an element of the hidden states.
+        top_k: experts per token.
+        stacks: layer stacks with sequence sharding; None: none.
     """
     found: Counter[str] = Counter()
     ranks, rows = plan.ranks, batch * tokens

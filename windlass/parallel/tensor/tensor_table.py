@@ -1,4 +1,4 @@
-"""The user's table: regular expressions of module names, and how such modules are cut."""
+"""User's table of regular expressions of module names, with the sharding of these modules."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ _VALUE_PATTERN = re.compile(r"(\w+)(?::(\d+(?:\+\d+)*))?(?: of (\d+(?:\+\d+)*) h
 
 
 def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict[str, PlanEntry]:
-    """What the table says of the modules of a model, by their names; the last line that fits a module counts.
+    """Return the plan entries of the modules that the table matches, by name. The last matching entry takes precedence.
 
-    A line's key is a regular expression that fits the whole name of a module, or of a parameter that lies directly in
-    a module which is no linear layer. Its value is one of
+    A key is a regular expression that matches the full name of a module, or of a direct parameter of a module that is
+    not a linear layer. A value is one of
+    - `column`: shard the output features. `column:256+64+64` means that the output consists of consecutive sections of
+      these sizes (queries, keys and values), each of which is sharded.
+    - `row`: shard the input features and sum the outputs.
+    - `vocabulary`: an embedding or output head.
+    - `partial`: replicated, between sharded layers (a norm of single heads).
+    - `replicated`: replicated.
 
-    - `column`: the output features are cut; with `column:256+64+64` they are fused from sections of these sizes, one
-      after another (queries, keys and values), and each is cut.
-    - `row`: the input features are cut, and the outputs added up.
-    - `vocabulary`: an embedding, or the layer that makes logits.
-    - `partial`: whole, between layers that are cut (a norm of single heads).
-    - `replicated`: whole.
-
-    Heads stay whole. Where a module does not tell how many it has, `column of 8 heads` and `row of 8 heads` do, with a
-    number for each section where those differ: `column:256+64+64 of 8+2+2 heads`.
+    Heads are never split. If a module does not specify its number of heads, `column of 8 heads` and `row of 8 heads`
+    do, with a number for each section if they differ: `column:256+64+64 of 8+2+2 heads`.
 
     Raises:
-        ConfigError: a line that is no regular expression, says something else or fits nothing.
+        ConfigError: a key is not a regular expression or matches nothing, or a value is invalid.
     """
     modules = dict(model.named_modules())
     names = [name for name in modules if name]
@@ -64,7 +63,7 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
             if not layers:
                 kind = type(modules[fitting[0]]).__name__ if fitting[0] in modules else "parameter"
                 raise ConfigError(
-                    f"parallel.tensor_table says {value!r} of {key!r}, which fits {fitting[0]}, a {kind}, "
+                    f"parallel.tensor_table has {value!r} for {key!r}, which matches {fitting[0]}, a {kind}, "
                     f"and no linear layer"
                 )
             fitting = layers
@@ -77,19 +76,19 @@ def _parse_value(key: str, value: str) -> tuple[ShardStyle, tuple[int, ...], tup
     form = _VALUE_PATTERN.fullmatch(value.strip()) if isinstance(value, str) else None
     if form is None or form[1] not in _STYLES_BY_WORD:
         raise ConfigError(
-            f"parallel.tensor_table says {value!r} of {key!r}; it may say {', '.join(_STYLES_BY_WORD)}, sections as "
+            f"parallel.tensor_table has {value!r} for {key!r}; allowed are {', '.join(_STYLES_BY_WORD)}, sections as "
             f"in 'column:256+64+64', and heads as in 'column of 8 heads'"
         )
     sections, heads = ([int(number) for number in (part or "").split("+") if number] for part in (form[2], form[3]))
     style = _STYLES_BY_WORD[form[1]]
     if (sections and style is not ShardStyle.COLUMN) or (heads and style not in (ShardStyle.COLUMN, ShardStyle.ROW)):
         raise ConfigError(
-            f"parallel.tensor_table says {value!r} of {key!r}; only columns have sections, and only "
+            f"parallel.tensor_table has {value!r} for {key!r}; only columns have sections, and only "
             f"columns and rows heads"
         )
     if len(heads) > 1 and len(heads) != len(sections):
         raise ConfigError(
-            f"parallel.tensor_table says {value!r} of {key!r}: {len(heads)} numbers of heads for "
+            f"parallel.tensor_table has {value!r} for {key!r}: {len(heads)} numbers of heads for "
             f"{len(sections) or 'no'} sections"
         )
     return style, tuple(sections), tuple(heads)

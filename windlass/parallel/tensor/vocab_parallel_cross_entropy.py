@@ -1,4 +1,4 @@
-"""The cross-entropy of logits of which each rank has some tokens of the vocabulary, without gathering them."""
+"""Cross-entropy of logits that are sharded along the vocabulary, without gathering them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """The loss of each token; all ranks of the axis get the same.
+    """Compute the loss of each token; all ranks of the axis get the same result.
 
-    Maxima, sums of exponentials and the labels' logits are reduced over the axis, three numbers of 4 bytes a token; the
-    gradient needs no exchange (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3). All is computed in fp32, and
-    what is kept for backward is the logits themselves and one number a token.
+    Maxima, sums of exponentials and the labels' logits are reduced over the axis: three numbers of 4 bytes a token. The
+    gradient needs no communication (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3). The computation is in
+    fp32. The backward saves the logits and one number a token.
 
     Args:
-        logits: `[tokens, part of the vocabulary]`, of this rank.
-        labels: `[tokens]`, numbers in the whole vocabulary, the same on all ranks.
-        axis: along which the vocabulary is cut.
-        sizes: of each rank's part; as large as this one's by default.
-        ignore_index: labels that count nothing: their loss and gradient are 0.
-        z_loss: adds `z_loss * log(Z)^2` to each loss, where Z is the sum of exponentials (Chowdhery et al., PaLM,
+        logits: `[tokens, part of the vocabulary]` of this rank.
+        labels: `[tokens]`, indices into the full vocabulary, equal on all ranks.
+        axis: mesh axis over which the vocabulary is sharded.
+        sizes: size of each rank's part; by default that of this rank.
+        ignore_index: label of tokens whose loss and gradient are 0.
+        z_loss: add `z_loss * log(Z)^2` to each loss, where Z is the sum of exponentials (Chowdhery et al., PaLM,
             arXiv:2204.02311, section 5).
 
     Returns:
@@ -57,7 +57,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         counts = labels != ignore_index
         torch._assert_async(
-            ((labels >= 0) & (labels < vocabulary) | ~counts).all(), "a label lies outside of the vocabulary"
+            ((labels >= 0) & (labels < vocabulary) | ~counts).all(), "a label is outside the vocabulary"
         )
         wide = logits.float()
         largest = axis.all_reduce(wide.amax(-1), dist.ReduceOp.MAX)

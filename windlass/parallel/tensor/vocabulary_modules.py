@@ -1,4 +1,4 @@
-"""Which modules of a model know its vocabulary: the embedding of tokens, and the layer that makes logits."""
+"""Modules of a model with a vocabulary dimension: the token embedding and the output head."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from windlass.parallel.tensor.tensor_parallel_plan import ShardStyle, make_canno
 
 
 def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) -> dict[str, PlanEntry]:
-    """The modules that are cut by tokens of the vocabulary.
+    """Return the entries of the modules that are sharded along the vocabulary.
 
-    These are the input and output embeddings that a model of transformers names, and what the wishes say. Modules that
-    share a weight are cut alike or not at all.
+    These are the input and output embeddings of a transformers model, and modules with a `VOCABULARY` entry. Modules
+    that share a weight are sharded together or not at all.
 
     Raises:
-        ModelError: a module that the user named can't be cut so.
+        ModelError: a module that the user named cannot be sharded along the vocabulary.
     """
     modules = dict(model.named_modules())
     asked = {name for name, wish in entries.items() if wish.style is ShardStyle.VOCABULARY and name in modules}
@@ -46,8 +46,9 @@ def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) 
 
 
 def get_hidden_size(model: nn.Module) -> int | None:
-    """Features of the hidden states between blocks: what its config says, else its embedding of tokens; None: neither
-    tells."""
+    """Return the number of features between blocks, from the config or else the token embedding; None if both are
+    missing.
+    """
     _, inner = find_language_model(model)
     size = getattr(getattr(inner, "config", None), "hidden_size", None)
     embedding = _call_getter(inner, "get_input_embeddings")
@@ -57,7 +58,7 @@ def get_hidden_size(model: nn.Module) -> int | None:
 
 
 def find_tied_modules(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """The other modules that hold this one's weight."""
+    """Return the names of the other modules that hold this module's weight."""
     weight = modules[name]._parameters.get("weight")
     return [
         other
@@ -70,7 +71,7 @@ def find_tied_modules(modules: Mapping[str, nn.Module], name: str) -> list[str]:
 
 
 def _call_getter(model: nn.Module, getter: str) -> nn.Module | None:
-    """What the model answers; some don't, and some have no such layer."""
+    """Return the result of a getter of the model, or None if there is none or it returns no local module."""
     ask: Any = getattr(model, getter, None)
     if ask is None:
         return None
@@ -81,7 +82,7 @@ def _call_getter(model: nn.Module, getter: str) -> nn.Module | None:
 
 
 def _why_not_shardable(module: nn.Module) -> str:
-    """Why this module can't be cut by tokens; empty: it can."""
+    """Return the reason why this module cannot be sharded along the vocabulary, or "" if it can."""
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return "an embedding with max_norm, scale_grad_by_freq or sparse sees all its rows"

@@ -17,7 +17,7 @@ class UseFullParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, whole: list[torch.Tensor]) -> torch.Tensor:
         ctx.dtype = parameter.dtype
-        return whole[0]  # were it an argument of its own, what comes out would be a view, and nobody could change it
+        return whole[0]  # as an argument of its own, the output would be a view that must not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -19,10 +19,11 @@ from windlass.zero.core.parameter_registry import ParameterLocation, find, requi
 
 
 def full_param(parameter: nn.Parameter) -> torch.Tensor:
-    """The whole weight as a new float32 tensor (or the parameter's own dtype if that is not trained): the master
-    weight. Before `initialize`, of a parameter that was born sharded, in its own dtype.
+    """Return the full weight as a new float32 tensor (or in the parameter's dtype if it is frozen): the master
+    weight. For a parameter constructed under `zero.Init`, before `initialize`, in its own dtype.
 
-    It may be part of a loss: its gradient, in the parameter's dtype, is added to the parameter's own.
+    The result may be part of a loss: its gradient, in the parameter's dtype, is added to the parameter's
+    gradient.
     """
     place = find(parameter)
     part = shard_values.part_param(parameter)

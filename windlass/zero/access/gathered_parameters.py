@@ -124,7 +124,7 @@ class GatheredParameters:
             set_part_param(parameter, value)
 
     def _return(self, parameter: nn.Parameter, birth: ShardedInit, *, changed: bool) -> None:
-        """Take the values again from a parameter that was born sharded."""
+        """Shard the values of a parameter constructed under `zero.Init` again."""
         _open.discard(id(parameter))
         if changed:
             assert self._rank is not None
@@ -133,8 +133,9 @@ class GatheredParameters:
 
 
 def _modifier(place: ParameterLocation, rank: int) -> int:
-    """Whose changes count among the data ranks of a parameter: `rank` itself, or where it is none of them (it has
-    another part, or another copy) the one that stands where it stands."""
+    """Return the data-parallel rank whose changes of a parameter are kept: `rank` itself, or, if `rank` holds
+    another part or copy, the rank at the same position in this group.
+    """
     data, grid = place.unit.dp_group.mesh.data, place.model.mesh.grid
     if rank in data.ranks:
         return rank

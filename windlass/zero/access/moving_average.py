@@ -144,10 +144,10 @@ class ExponentialMovingAverage:
             raise ModelError(f"{what}: the engine of the average {self.name!r} was destroyed; make another one")
 
     def pieces(self, *, every: bool = False) -> Iterator[tuple[Unit, Slot]]:
-        """What there is to save: units, and where this rank's span of their averages rests.
+        """Yield the units to save, with the slot of this rank's span of their averages.
 
         Args:
-            every: of all trained units, whether they have an average or not: a load will `take` them.
+            every: include all trained units, even those without an average, because a load will set them.
         """
         self.refuse_applied("a checkpoint")
         for unit, slot in self._units():

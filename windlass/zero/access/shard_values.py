@@ -32,10 +32,11 @@ from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
 
 
 def part_param(parameter: nn.Parameter) -> torch.Tensor:
-    """The whole weight as a new float32 tensor (or the parameter's own dtype if that is not trained): the master
-    weight. Before `initialize`, of a parameter that was born sharded, in its own dtype.
+    """Return this rank's part of the weight as a new float32 tensor (or in the parameter's dtype if it is frozen):
+    the master weight. For a parameter constructed under `zero.Init`, before `initialize`, in its own dtype.
 
-    It may be part of a loss: its gradient, in the parameter's dtype, is added to the parameter's own.
+    The result may be part of a loss: its gradient, in the parameter's dtype, is added to the parameter's
+    gradient.
     """
     birth = initial_shard.find(parameter)
     return birth.full_value() if birth is not None else differentiable_full(parameter, _whole(_finished(parameter)))
@@ -93,7 +94,9 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
 
 
 def _checked_state(kept: dict[str, StateFormat], state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
-    """What peers are told of one piece's state: what was asked for, or all but the scales of codes."""
+    """Return the entries of one fragment's state to send to peers: the requested ones, or all except the scales of
+    quantized states.
+    """
     scales = [f"{key}_scale" for key in kept]
     read = {key: _read(kept, state, key) for key in wanted or state if key in state and (wanted or key not in scales)}
     return {key: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one for key, one in read.items()}
@@ -280,7 +283,9 @@ def _finished(parameter: nn.Parameter) -> ParameterLocation:
 
 
 def is_expert_only(place: ParameterLocation) -> bool:
-    """Whether a parameter belongs to an expert that is here whole: ranks along ep have others, and not as many."""
+    """Return True if a parameter belongs to an expert that is not sharded over ep. Ranks along ep hold different
+    experts, and possibly different numbers of them.
+    """
     return place.unit.kind.is_expert and place.unit.placements[place.index].is_full
 
 

@@ -24,12 +24,14 @@ class _TransferredState:
 
 
 class StateTransfer:
-    """What was trained in a model, and its averages, each parameter whole on one rank, in host memory. Collective.
+    """Copy of a model's trained parameters, optimizer states and averages in host memory, each parameter in full on
+    one rank. Collective.
 
-    Takes `(weights, states and averages) / ranks` of host memory, and of one parameter the whole on every rank.
+    Takes `(weights, states and averages) / ranks` of host memory, and one full parameter at a time on every
+    rank.
 
     Args:
-        model: whose; it may be destroyed afterwards.
+        model: the source; it may be destroyed afterwards.
     """
 
     def __init__(self, model: ShardedModel) -> None:

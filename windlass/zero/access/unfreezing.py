@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def can_unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether these parameters can begin to be trained where they are; the same on all ranks."""
+    """Return True if these parameters can become trainable without a new engine. Equal on all ranks."""
     assert model.update is not None
     wanted = {id(parameter) for parameter in parameters}
     units = (unit for unit in model.units if any(id(p) in wanted for p in unit.parameters))
@@ -52,7 +52,7 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     slots = [GradientSlot(unit) for unit in units]
     chunks = _take_space(model, slots)
     for parameter in wanted.values():
-        put_grad(parameter, None)  # of a backward before, of which nobody took anything
+        put_grad(parameter, None)  # left by an earlier backward that no hook handled
     _bring_buffers(model, slots)
     assert model.update is not None
     for unit in units:
@@ -74,7 +74,7 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _home(model: ShardedModel) -> Tier:
-    """Where masters and states of what is added rest: with those of the others."""
+    """Return the tier of master weights and states of added parameters, which is that of the existing ones."""
     if not model.policy.state:
         return Tier.DEVICE
     others = {slot.unit.state_tier for slot in model.slots}

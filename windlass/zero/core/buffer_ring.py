@@ -1,4 +1,4 @@
-"""A few buffers that units' gradients pass through on their way to being reduced."""
+"""Ring of buffers that hold units' gradients until they are reduced."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from windlass.comm.transport import BufferRequest, Transport, TransportBuffer
 
 
 class BufferRing:
-    """Buffers as large as the largest unit, lent to one unit at a time.
+    """Buffers of the size of the largest unit, each lent to one unit at a time.
 
     Args:
-        count: how many.
-        numel: elements of each.
-        dtype: in which gradients are accumulated.
+        count: Number of buffers.
+        numel: Elements of each buffer.
+        dtype: Dtype in which gradients are accumulated.
     """
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype) -> None:
@@ -33,14 +33,18 @@ class BufferRing:
         self._free = deque(range(len(buffers)))
 
     def borrow(self, numel: int) -> tuple[int, TransportBuffer] | None:
-        """A place and its buffer, cut to `numel`; the one given back longest ago. None if all are lent.
+        """Borrow the buffer that was returned longest ago.
 
-        Its content is what the last unit left.
+        Return its index in the ring and its first `numel` elements, or None if all are lent.
+
+        The buffer has the content that its last unit left.
         """
         if not self._free:
             return None
+        # The oldest returned buffer is the one that peers have most likely finished reading.
         place = self._free.popleft()
         whole = self._buffers[place]
+        # Peers may still read the last reduction from it.
         self._transport.wait_until_read(whole)
         return place, whole.first(numel)
 

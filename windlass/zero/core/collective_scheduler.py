@@ -1,28 +1,29 @@
-"""The one order in which all ranks start the collectives of a model, whatever modules each of them runs.
+"""Collective scheduler: all ranks start the collectives of a model in one order, even if they run different modules.
 
-[Note: agreed order] A gather over a wire, or through the windows of shared memory, and every reduction need all ranks,
-in one order. Ranks may run different modules (an expert chosen per rank, a tower that a batch has no input for), or
-more micro-batches than others. So all collectives of forwards and backwards are started here, and nowhere else.
+[Note: agreed order] A gather over a wire transport or through shared-memory windows, and every reduction, needs all
+ranks in one order. Ranks may run different modules (e.g. an expert chosen per rank, or a tower that has no input in a
+batch), or different numbers of micro-batches. So this module alone starts the collectives of forwards and backwards.
 
-*Windows.* A forward, and a backward, is a window. Each rank remembers what it needed in the same window of the step
-before: which units it had to gather and which it reduced, in its program's order. When a window begins, the ranks tell
-each other a hash of that; who has not heard all yet goes on with what needs nobody. If all say the same, they are bound
-to it: each starts these collectives in this order, and no word is needed until the window ends. If they differ, they
-tell each other the lists themselves and are bound to what all of them have, laid into one another. A rank that skips a
-unit of the list joins its collective all the same when it comes to a later one, or at the end of its window: it gathers
-and lets go, it reduces zeros.
+*Phases.* Each forward and each backward is a phase. Each rank records, in program order, which units it gathered and
+which it reduced in each phase. This list is what the rank expects of the same phase in the next step. At the start of a
+phase the ranks exchange a hash of their lists. A rank that still waits for the other hashes continues with local work.
+If all hashes are equal, all ranks start the collectives of the list in its order, and exchange nothing more until the
+phase ends. If they differ, the ranks exchange the lists themselves and all follow the merged list. A rank that skips a
+unit of the list still joins the unit's collective, when it needs a later unit or when its phase ends: it gathers and
+reshards the unit, or it reduces zeros.
 
-*Rounds.* Who needs what is not on the list (any more), first joins all that is left of it, then asks: in a round every
-rank says where it is, and all join every collective that anybody asks for, in the order of ranks. Who begins a window,
-or is at a meeting point (a step, say), repeats that until all are there, and so serves the others. Nothing else waits
-for peers than rounds and collectives that all are bound to; so ranks wait for ever only if one of them never comes.
+*Agreement rounds.* A rank that needs a collective that is not on the rest of the list first joins the rest of the list,
+then requests the collective in an agreement round. In a round every rank sends its position, and all ranks join every
+requested collective, in rank order. A rank that begins a phase or reaches a sync point (e.g. a step) repeats rounds
+until all ranks are there, and so joins the collectives that other ranks request. Ranks wait for peers only in rounds
+and in collectives of the agreed list. So a rank waits forever only if another rank never arrives.
 
-*Experts.* Ranks along ep hold other experts, and may hold more or fewer of them. Who reads or sets one needs those that
-hold it too, and nobody else: so all ranks meet at the first such reading after a step or a window, since when nobody is
-in a window, and at none after that.
+*Experts.* Ranks along ep hold different experts, and may hold different numbers of them. An access to an expert's
+parameters needs only the ranks that hold the same expert. So all ranks sync at the first such access after a step or a
+phase, which ensures that no rank is inside a phase, and do not sync at later accesses.
 
-*One after the other.* Whoever waits for a collective first finishes all that were started before. So the oldest that
-any rank has not finished was started by all, and nobody who could finish it waits for something else.
+*Completion order.* A rank that waits for a collective first finishes all collectives that it started earlier. So every
+rank has started the oldest unfinished collective, and no rank that could finish it waits for something else.
 """
 
 from __future__ import annotations
@@ -52,46 +53,48 @@ SYNC_POINTS = (
     "the end of a schedule",
     "destroy",
 )
-_REMEMBERED = 64  # windows of one kind in a step that are remembered one by one
+_REMEMBERED = 64  # phases of one kind per step with a list of their own; later ones share one list
 _LATEST = -1
 
 
 class _Message(IntEnum):
-    REQUEST = 0  # a collective, now
-    BEGIN_PHASE = 1  # a window, with a hash of the list that it expects
-    SYNC = 2  # at a meeting point
-    SHARE_FAILURES = 3  # whether all is well with everybody
+    REQUEST = 0  # a collective that this rank needs now
+    BEGIN_PHASE = 1  # the start of a phase, with a hash of the expected list
+    SYNC = 2  # arrival at a sync point
+    SHARE_FAILURES = 3  # exchange of failures in a forward
 
 
 class _Operation(IntEnum):
     GATHER = 0
-    REGATHER = 1  # in a backward, from nearer ranks where these have a second copy
+    REGATHER = 1  # in a backward, from a nearby secondary shard if there is one
     REDUCE = 2
 
 
 class CollectiveScheduler:
-    """Starts the collectives of one model. A rank that is alone starts what it needs when it needs it.
+    """Scheduler of the collectives of one model. A single rank starts each collective when it needs it.
 
     Args:
-        units: all of the model.
-        hoists: gathers are started one ahead of need.
+        units: All units of the model.
+        hoist_gathers: Start each gather before the reductions that precede it in the list.
 
     Attributes:
-        contribute: starts the reduction of a trainable unit, by its number, with what this rank has of its gradient.
-        ready: whether this rank's part of a unit's gradient is complete.
-        drop: releases a unit that was gathered for others, unless this rank uses it.
-        bad: whether this rank has failed at something that all must hear of.
-        told: raises what they then raise. Collective.
-        doing: what this rank waits for, in words; empty while it waits for no answer.
-        paused: all that is gathered stays until this ends, on every rank, so that forwards need nobody.
-        trusts: ranks are taken to agree and nobody asks, which is what bench/collective_agreement.py compares with.
+        start_reduction: Starts the reduction of the trainable unit with this number, with this rank's gradient or
+            zeros.
+        is_gradient_ready: Returns True if this rank's part of the unit's gradient is complete.
+        reshard_unused: Reshards a unit that was gathered for peers, unless this rank uses it.
+        has_local_failure: Returns True if this rank has a failure that all ranks must raise.
+        raise_failure: Raises that failure on all ranks. Collective.
+        waiting_for: Description of the agreement round that this rank waits for; empty if it waits for none.
+        paused: True while gathered units stay unsharded on every rank, so that forwards need no agreement.
+        skips_agreement: Assume that all ranks agree and exchange nothing. Used by bench/collective_agreement.py as a
+            baseline.
     """
 
     def __init__(self, units: list[Unit], *, hoist_gathers: bool) -> None:
         self._units, self._hoist_gathers = units, hoist_gathers
         self._board: AgreementBoard | None = None
         self._has_gathers = False
-        self._synced_since_step = False  # since the last step or window
+        self._synced_since_step = False  # all ranks synced since the last step or phase
         self.start_reduction: Callable[[int], None] = lambda number: None
         self.is_gradient_ready: Callable[[int], bool] = lambda number: False
         self.reshard_unused: Callable[[Unit], None] = lambda unit: None
@@ -100,66 +103,73 @@ class CollectiveScheduler:
         self.waiting_for = ""
         self.paused = False
         self.skips_agreement = False
-        self._agreed: tuple[int, ...] = ()  # what all ranks are bound to start
-        self._position = 0  # how far this one has come
-        self._phase: tuple[str, int] | None = None  # the window of this rank
-        self._pending_begin: _PendingBegin | None = None  # its begin, told and not heard yet
-        self._interrupted_kind = ""  # the kind of one that a meeting ended, of which there may be more
-        self._recorded: list[int] = []  # in it, so far
+        self._agreed: tuple[int, ...] = ()  # collectives that all ranks start, in order
+        self._position = 0  # index in `_agreed` of the next collective to start
+        self._phase: tuple[str, int] | None = None  # open phase of this rank: kind, number in the step
+        self._pending_begin: _PendingBegin | None = None  # announced start of the phase; replies outstanding
+        self._interrupted_kind = ""  # kind of the phase that a sync point closed and that may resume
+        self._recorded: list[int] = []  # collectives of the open phase so far
         self._previous: dict[tuple[str, int], tuple[int, ...]] = {}
         self._counts: Counter[str] = Counter()
         self._in_flight: deque[OrderedPending] = deque()
         self._gathered_for_peers: deque[Unit] = deque()
 
     def use_board(self, board: AgreementBoard) -> None:
-        """From now on there are peers."""
+        """Use `board` to reach agreement with the peers."""
         self._board = board
         for unit in self._units:
             if unit.frees_memory:
+                # Over a wire each gather is a collective, so its completion must follow the agreed order too.
                 unit.order_pending, self._has_gathers = self.enqueue, True
 
     @property
     def is_single_rank(self) -> bool:
-        """There is nobody to agree with."""
+        """True if there are no peers to agree with."""
         return self._board is None
 
-    # windows
+    # phases
 
     def begin_phase(self, kind: str, *, reduces: bool) -> None:
-        """A forward or backward of this rank begins. Collective over windows and meetings of all ranks.
+        """Begin a forward or backward on this rank. Collective over phases and sync points of all ranks.
 
         Args:
-            reduces: gradients of it are reduced.
+            reduces: This phase reduces gradients.
         """
         self._synced_since_step = False
+        # Without gathers and reductions the phase starts no collective, so there is nothing to agree on.
         if self._board is None or self.paused or not (self._has_gathers or reduces):
             return
         self.end_phase()
         self._interrupted_kind = ""
+        # Evaluations may have thousands of similar forwards: all but the first share one list.
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
         known = self._previous.get((kind, number), self._previous.get((kind, _LATEST), ()))
         expected, what = self._without_unsharded(known), f"the begin of a {kind}"
         self._phase = (kind, number)
+        # The shift keeps the hash within the range of a signed 64-bit integer on the board.
         mine = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self.has_local_failure())]
+        # Only post here. The replies are read when they are first needed, to overlap the exchange with compute.
         self._pending_begin = _PendingBegin(
             expected, what, mine, None if self.skips_agreement else self._board.post(mine, what)
         )
 
     def _finish_begin(self) -> None:
-        """Wait for the others' begin of a window, if this rank's own was only told so far."""
+        """Wait for the peers' posts if this rank has announced the start of a phase and not yet read the replies."""
         if (begun := self._pending_begin) is None:
             return
         self._pending_begin = None
+        # Peers may need the collectives in flight to reach the start of their own phase, so finish them before waiting.
         self._finish_all()
         posts = [begun.mine] if begun.posted is None else self._wait_for(begun.posted, begun.what)
         value = begun.mine[1]
+        # Other ranks may be elsewhere, e.g. in a request: repeat rounds until all ranks start the phase.
         if not self._act_on_posts(posts, _Message.BEGIN_PHASE, value, begun.expected):
             while not self._agreement_round(_Message.BEGIN_PHASE, value, begun.what, begun.expected):
                 pass
 
     def end_phase(self, *kinds: str) -> None:
-        """The window that is open (if it is one of `kinds`) ends: join what is left of the list."""
+        """End the open phase if it is one of `kinds` (default: any), after joining the rest of the agreed list."""
         if self._interrupted_kind in kinds:
             self._interrupted_kind = ""
         if self._phase is None or (kinds and self._phase[0] not in kinds):
@@ -168,56 +178,64 @@ class CollectiveScheduler:
         self._join_remaining()
         self._reshard_gathered_for_peers(0)
         kind, _ = self._phase
+        # Also stored as the latest list of its kind, for phases that have no list of their own yet.
         self._previous[self._phase] = self._previous[kind, _LATEST] = tuple(self._recorded)
         self._phase, self._recorded = None, []
 
     def sync(self, what: str, *, experts_only: bool = False) -> None:
-        """Wait, and serve the others, until all ranks are at the same of `MEETINGS`. Collective.
+        """Wait until all ranks reach the same sync point of `SYNC_POINTS`. Collective.
+
+        Meanwhile this rank joins the collectives that other ranks request.
 
         Args:
-            apart: what comes next needs only ranks that hold the same experts, and others may have none of it to do:
-                nothing happens if all have met since the last step or window.
+            experts_only: The next operation needs only ranks that hold the same experts, and other ranks may skip it.
+                Do nothing if all ranks synced since the last step or phase.
 
         Raises:
-            CommunicationError: they are all at some, but not at the same.
+            CommunicationError: all ranks are at sync points, but not at the same one.
         """
         if self._board is None or (experts_only and self._synced_since_step):
             return
+        # The caller may go on with the same forward or backward after the sync point; see `_resume_after_sync`.
         self._interrupted_kind = self._phase[0] if self._phase is not None else self._interrupted_kind
         self.end_phase()
         while not self._agreement_round(_Message.SYNC, SYNC_POINTS.index(what), what):
-            self._join_remaining()  # of a window of others
+            self._join_remaining()  # of a phase that other ranks began
         self._synced_since_step = True
 
     def new_step(self) -> None:
-        """A step was made: windows are counted anew."""
+        """Count phases from zero again, after a step."""
         self._counts.clear()
         self._synced_since_step = False
 
     def share_failures(self) -> None:
-        """Have all ranks hear if one of them failed. Collective, as a part of a forward."""
+        """Raise on all ranks if one of them failed. Collective, as part of a forward."""
         if self._board is not None:
             self._finish_begin()
             self._join_remaining()
             self._agreement_round(_Message.SHARE_FAILURES, 0, "news of a failure in a forward")
 
-    # gathers
+    # all-gathers
 
     def unshard(self, unit: Unit, *, backward: bool) -> None:
-        """Start to make `unit` present: it is needed now."""
+        """Start to unshard `unit`, which is needed now."""
+        # Units that keep their memory are gathered without a collective, so their order is free.
         if not unit.frees_memory or self._board is None:
             unit.unshard(backward=backward)
             return
         self._resume_after_sync()
         code = _code(unit.index, _Operation.REGATHER if backward else _Operation.GATHER)
+        # This rank needs the unit even if peers caused its gather, so it expects the gather in the next step too.
         if unit.shard_state is ShardState.SHARDED or unit.unsharded_for_peers:
             self._record(code)
         if unit.shard_state is ShardState.SHARDED:
             self._finish_begin()
             at = self._position_of(unit)
+            # Start all collectives of the list up to this unit's gather.
             while at is not None and self._position <= at:
                 self._start_next(wanted=self._position == at)
             if at is None:
+                # The list has no gather of this unit: finish the list, then request the gather from all ranks.
                 self._join_remaining()
             if unit.shard_state is ShardState.SHARDED:
                 self._agreement_round(_Message.REQUEST, code, f"a gather of {unit.names[0]!r}")
@@ -225,10 +243,11 @@ class CollectiveScheduler:
         self.advance()
 
     def prefetch(self, unit: Unit, *, backward: bool) -> bool:
-        """Start to gather a unit that is needed soon, if that is next in order; whether it was."""
+        """Start to gather a unit that is needed soon if its gather is next in order. Return True if it was started."""
         if self._board is None:
             unit.unshard(backward=backward)
             return True
+        # Prefetching must not block: adopt the agreed list only if the replies have already arrived.
         if self._pending_begin is not None and (
             self._pending_begin.posted is None or self._pending_begin.posted.poll()
         ):
@@ -239,14 +258,14 @@ class CollectiveScheduler:
         return True
 
     def unshard_all(self, units: Sequence[Unit], what: str, *, experts_only: bool = False) -> None:
-        """Start to make `units` present, on all ranks at this place of their programs (see `meet`). Collective."""
+        """Start to unshard `units` on all ranks, at the same place of their programs (see `sync`). Collective."""
         if self._board is not None and any(unit.frees_memory for unit in units):
             self.sync(what, experts_only=experts_only)
         for unit in units:
             self.unshard_synced(unit)
 
     def unshard_synced(self, unit: Unit) -> None:
-        """As `together`, of one unit, and all ranks have met."""
+        """Start to unshard one unit. All ranks have synced before."""
         if unit.frees_memory and self._board is not None:
             unit.join_unshard()
             unit.unsharded_for_peers = False
@@ -256,7 +275,7 @@ class CollectiveScheduler:
     # reductions
 
     def gradient_complete(self, number: int) -> None:
-        """The gradient of a unit is complete here: reduce it now, or when it is its turn."""
+        """Reduce the gradient of a unit, which is complete on this rank, now or at its place in the order."""
         if self._board is None:
             self.start_reduction(number)
             return
@@ -267,11 +286,11 @@ class CollectiveScheduler:
         if self._agreed or self._phase is None:
             self._join_reductions_before(code)
             self.advance()
-        else:  # nothing is known yet
+        else:  # no list is known yet, e.g. in the first step
             self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
 
     def reduce_remaining(self, numbers: Sequence[int], is_left: Callable[[int], bool]) -> None:
-        """A backward that reduces ended: join what is left of the list, then have reduced what still is left here."""
+        """Finish the reductions of a backward: join the rest of the list, then request those left on this rank."""
         self._finish_begin()
         self._join_remaining()
         for number in numbers:
@@ -285,29 +304,32 @@ class CollectiveScheduler:
             self._agreement_round(_Message.REQUEST, code, "the reduction of a gradient")
 
     def advance(self) -> None:
-        """Start what is next in order as far as it costs nothing: gradients that are complete, gathers of what is
-        present."""
+        """Start the next collectives in order that cost nothing now.
+
+        These are reductions of complete gradients, and gathers of units that are unsharded on this rank.
+        """
         while self._position < len(self._agreed):
             code = self._agreed[self._position]
             unit = _unit_of(code)
             if unit is None and not self.is_gradient_ready(_number(code)):
                 return
+            # A gather of a sharded unit would allocate memory before it is needed.
             if unit is not None and self._units[unit].shard_state is not ShardState.UNSHARDED:
                 return
             self._start_next()
 
     def enqueue(self, pending: Pending) -> Pending:
-        """What was just started, to be finished after all that was before."""
+        """Wrap a collective that was just started, so that it finishes after all earlier ones."""
         if self._board is None:
             return pending
         one = OrderedPending(self, pending)
         self._in_flight.append(one)
         return one
 
-    # inside
+    # internals
 
     def _resume_after_sync(self) -> None:
-        """What comes in a forward (or backward) after a meeting in the midst of it is a window of its own."""
+        """Begin a new phase if a sync point ended the forward (or backward) that is still running."""
         if self._interrupted_kind:
             self.begin_phase(self._interrupted_kind, reduces=True)
 
@@ -316,7 +338,7 @@ class CollectiveScheduler:
             self._recorded.append(code)
 
     def _without_unsharded(self, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what was needed before, all but the gathers that what is present now makes unnecessary."""
+        """Return the list of the previous step without gathers of units that are unsharded now."""
         here = {unit.index for unit in self._units if unit.frees_memory and unit.shard_state is not ShardState.SHARDED}
         if not here:
             return known
@@ -336,8 +358,11 @@ class CollectiveScheduler:
         return None
 
     def _join_reductions_before(self, code: int) -> None:
-        """Join the reductions that lie between here and `code`: as it seems this rank has nothing of them in this
-        window, and until it joined, peers would wait and it would keep back all that comes after."""
+        """Join the reductions between the current position and `code`.
+
+        This rank appears to have no gradients for them in this phase. Until it joins them, peers wait and all later
+        collectives of this rank are held back.
+        """
         for at in range(self._position, len(self._agreed)):
             if self._agreed[at] == code:
                 while self._position < at:
@@ -363,6 +388,8 @@ class CollectiveScheduler:
         unit = self._units[number]
         released = unit.shard_state is ShardState.SHARDED
         unit.join_unshard(backward=code % len(_Operation) == _Operation.REGATHER)
+        # Other ranks need this unit, this rank may not: keep at most one such unit beyond its collective to bound
+        # memory.
         if released:
             unit.unsharded_for_peers = True
             if not wanted:
@@ -374,8 +401,9 @@ class CollectiveScheduler:
             self.reshard_unused(self._gathered_for_peers.popleft())
 
     def _agreement_round(self, message: _Message, value: int, what: str, expected: tuple[int, ...] = ()) -> bool:
-        """Say where this rank is, hear where the others are, join what they ask for; whether this rank may go on."""
+        """Exchange positions with all ranks and join the requested collectives. Return True if this rank may go on."""
         assert self._board is not None
+        # All ranks have to start and finish the same collectives before they block in the round.
         self._join_remaining()
         self._finish_all()
         return self._act_on_posts(self._exchange_posts(message, value, what, expected), message, value, expected)
@@ -384,21 +412,24 @@ class CollectiveScheduler:
         said = [post[0] for post in posts]
         if _Message.SHARE_FAILURES in said and any(post[3] for post in posts):
             self.raise_failure()
+        # `dict.fromkeys` removes duplicate requests and keeps rank order, so all ranks join in the same order.
         wanted = dict.fromkeys(post[1] for post in posts if post[0] == _Message.REQUEST)
         for code in wanted:
             self._start(code, wanted=message is _Message.REQUEST and code == value)
         if message is _Message.REQUEST or message is _Message.SHARE_FAILURES:
             return True
+        # Other ranks were not at the start of a phase or at a sync point yet: the caller repeats the round.
         if wanted or _Message.SHARE_FAILURES in said:
             return False
         if _Message.BEGIN_PHASE in said:
             self._adopt_sequence(posts, expected)
+            # At a sync point, join the phases of other ranks first and then repeat the round.
             return message is _Message.BEGIN_PHASE
         if any(post[1] != value for post in posts):
             places = ", ".join(f"rank {rank} is at {SYNC_POINTS[post[1]]}" for rank, post in enumerate(posts))
             raise CommunicationError(
-                f"ranks wait for each other in different places, and would for ever: {places}; all ranks have to call "
-                "the same of these, in the same order"
+                f"ranks wait for each other at different calls, and would wait forever: {places}; all ranks must make "
+                "the same one of these calls, in the same order"
             )
         return True
 
@@ -421,6 +452,7 @@ class CollectiveScheduler:
         assert self._board is not None
         if any(post[:2] != posts[0][:2] for post in posts):
             longest = max(post[2] for post in posts)
+            # The exchanged messages must have one length on all ranks.
             padded = [*expected, *[0] * (longest - len(expected))]
             with WaitScope("agreed order: what the others expect"):
                 told = self._board.exchange(padded, "what the others expect") if longest else [[] for _ in posts]
@@ -432,33 +464,34 @@ class CollectiveScheduler:
             self._finish_first()
 
     def finish_to(self, one: OrderedPending) -> None:
-        """Finish all that was started up to this."""
+        """Finish all collectives started up to and including `one`."""
         while not one.done and self._in_flight:
             self._finish_first()
 
     def poll_to(self, one: OrderedPending) -> None:
-        """Finish what needs no waiting of all that was started up to this."""
+        """Mark as done the collectives up to and including `one` that have completed, without waiting."""
         while not one.done and self._in_flight and self._in_flight[0].inner.poll():
             self._in_flight.popleft().done = True
 
     def _finish_first(self) -> None:
         first = self._in_flight.popleft()
+        # Set before waiting: `first` has left the queue even if `wait` raises.
         first.done = True
         first.inner.wait()
 
 
 @dataclass(frozen=True)
 class _PendingBegin:
-    """The begin of a window that this rank has told."""
+    """Start of a phase that this rank has announced, before it has read the replies."""
 
     expected: tuple[int, ...]
     what: str
     mine: list[int]
-    posted: Posted | None  # None where nobody is asked
+    posted: Posted | None  # None if agreement is skipped
 
 
 class OrderedPending:
-    """A collective under way that is finished after those before it."""
+    """Collective in flight that finishes after all earlier ones."""
 
     def __init__(self, scheduler: CollectiveScheduler, inner: Pending) -> None:
         self._scheduler, self.inner, self.done = scheduler, inner, False
@@ -480,14 +513,17 @@ def _number(code: int) -> int:
 
 
 def _unit_of(code: int) -> int | None:
-    """Index of the unit that `code` gathers; None if it is a reduction."""
+    """Return the index of the unit that `code` gathers, or None if `code` is a reduction."""
     return None if code % len(_Operation) == _Operation.REDUCE else code // len(_Operation)
 
 
 @lru_cache(maxsize=256)
 def merge_sequences(lists: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Lists laid into one another: what several have in the same order comes once, and between that each rank's own in
-    turns, so that ranks that run different modules run them at the same time."""
+    """Merge the ranks' lists into one.
+
+    Collectives that several lists have in the same order occur once. Between them, each rank's own collectives
+    alternate, so that ranks that run different modules run them at the same time.
+    """
     result: tuple[int, ...] = ()
     for other in lists:
         result = _merge_two(result, other)
@@ -516,10 +552,10 @@ def _interleave(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 @lru_cache(maxsize=256)
 def hoist_gathers(codes: tuple[int, ...]) -> tuple[int, ...]:
-    """The list with every gather one ahead: before the reductions that lie between it and the gather before."""
+    """Move each gather ahead of the reductions between it and the preceding gather."""
     result: list[int] = []
-    held: list[int] = []  # reductions
-    gathers: list[int] = []  # that follow them
+    held: list[int] = []  # reductions not yet placed
+    gathers: list[int] = []  # gathers that follow the held reductions
     for code in codes:
         if _unit_of(code) is None:
             if gathers:

@@ -1,4 +1,4 @@
-"""Whether the disk still has what a model keeps there, as all ranks know it. See [Note: a disk that fails]."""
+"""Health of the NVMe data of a model, agreed over all ranks. See [Note: a disk that fails]."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from windlass.storage.deferred_failure_tier import DeferredFailureTier
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.staging_pool import StagingPool
 
-UNTOUCHED = "parameters and optimizer states are as they were, so far as the disk can still be read"
+UNTOUCHED = "parameters and optimizer states are unchanged, as far as the disk can still be read"
 LOST = (
-    "some parameters or optimizer states are lost, or of another step than the others, so nothing can go on from them: "
-    "load the last checkpoint, with its optimizer states, into this engine; where the disk does not work any more, "
+    "some parameters or optimizer states are lost, or belong to another step, so training cannot continue from them: "
+    "load the last checkpoint, with its optimizer states, into this engine; if the disk no longer works, "
     "destroy() it and load into a new one on another disk"
 )
 
-HALF_UPDATED = LOST.partition("; where the disk")[0]
+HALF_UPDATED = LOST.partition("; if the disk")[0]
 
 
 class DiskHealth:
-    """Of the disk and of the updates of one model, over the ranks that train it.
+    """Failures of the disk and of the updates of one model, combined over the ranks that train it.
 
     Args:
-        disk: of this rank; None where nothing rests on one, on all ranks: nothing is asked then.
-        staging: knows of writes that nobody waits for.
-        data: all of them.
+        disk: Disk tier of this rank. None if no rank keeps data on NVMe; then nothing is exchanged.
+        staging: Staging pool, which tracks asynchronous writes.
+        data: All data ranks.
 
     Attributes:
-        lost: why what the model has is no state to go on from; empty while all is well. The same on all ranks.
-        broken: what an update raised on this rank, half-way, until all ranks were told.
-        unchanged: that update raised before a part of it was complete. Where this is so on all ranks, training goes on.
-        passing: extents of what is made anew for every step (gradients): no state is lost with them.
+        loss_reason: Reason why training cannot continue from the model's state; empty if it can. Equal on all ranks.
+        update_error: Exception of a partial update on this rank, until all ranks have received it.
+        update_changed_nothing: That update raised before any part of it was complete. If so on all ranks, training
+            continues.
+        temporary_extents: Returns the extents of per-step data (gradients), whose loss does not damage the state.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class DiskHealth:
         self.temporary_extents: Callable[[], set[Extent]] = set
 
     def has_local_failure(self) -> float:
-        """1 if a transfer or an update of this rank failed and not all ranks were told yet, else 0."""
+        """Return 1 if this rank has a failed transfer or update that not all ranks have received yet, else 0."""
         if self.update_error is not None and not self.update_changed_nothing:
             return 1.0
         return float(
@@ -56,17 +57,17 @@ class DiskHealth:
         )
 
     def check(self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: RankGroup | None = None) -> None:
-        """All ranks ask each other whether a transfer failed. Collective where anything rests on disk.
+        """Exchange with all ranks if a transfer failed, and raise if so. Collective if the model keeps data on NVMe.
 
         Args:
-            what: cannot be done, or was not.
-            then: what that means for the model.
-            loses: nothing can go on after it. So it is in any case where states or parameters were not written, or
-                were damaged on the disk.
-            among: only these ask each other (ranks that hold the same experts).
+            what: Operation that failed or cannot run, for the message.
+            then: Consequence for the model, for the message.
+            loses: The failure damages the state. This is always so if states or parameters were not written, or were
+                damaged on disk.
+            among: Exchange only over these ranks (which hold the same experts).
 
         Raises:
-            StorageError: one failed; on all ranks, with the words of those where it did.
+            StorageError: a transfer failed. Raised on all ranks, with the messages of the ranks where it failed.
         """
         if self._disk is None:
             return
@@ -80,14 +81,16 @@ class DiskHealth:
     def raise_failures(
         self, what: str, *, then: str = UNTOUCHED, loses: bool = False, among: RankGroup | None = None
     ) -> None:
-        """Raise what `check` raises, where all ranks know that a transfer failed. Collective.
+        """Raise the error of `check`, after all ranks have received that a transfer failed. Collective.
 
         Raises:
-            UpdateError: no transfer failed, but the update of a rank; on all ranks.
+            StorageError: a transfer failed. Raised on all ranks.
+            UpdateError: no transfer failed, but the update of a rank did. Raised on all ranks.
         """
         group = among or self._data
         torn = self._lost_extent_error()
         failed = self._disk.take_failure() if self._disk is not None else None
+        # Clear the failure now: after this exchange all ranks have received it.
         broken, self.update_error, self.update_changed_nothing = self.update_error, None, False
         error: Exception | None = torn or failed
         mine = (str(error) if error is not None else "", torn is not None, "")
@@ -99,7 +102,7 @@ class DiskHealth:
         said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(told) if words)
         updates = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(told) if words)
         if updates:
-            self.loss_reason = f"the update of the step before was made in part ({updates})"
+            self.loss_reason = f"the update of the previous step was made in part ({updates})"
             if not said:
                 raise UpdateError(f"{what}: {self.loss_reason}. As for the model: {HALF_UPDATED}") from error
         if loses or any(tears for _, tears, _ in told):
@@ -107,7 +110,7 @@ class DiskHealth:
         raise StorageError(f"{what}: {said}. As for the model: {then}") from error
 
     def check_local(self, what: str, *, loses: bool = False) -> None:
-        """As `check`, for what ranks do each by itself."""
+        """Raise StorageError if a transfer of this rank failed, like `check`, but without communication."""
         torn = self._lost_extent_error()
         error = self._disk.take_failure() if self._disk is not None else None
         error = torn or error
@@ -117,38 +120,40 @@ class DiskHealth:
             raise StorageError(f"{what}: {error}. As for the model: {LOST if loses else UNTOUCHED}") from error
 
     def raise_local_failure(self) -> None:
-        """Raises StorageError if a transfer of this rank failed and not all ranks were told yet; they are to be told
-        after this."""
+        """Raise StorageError if a transfer of this rank failed and not all ranks have received that yet.
+
+        The failure stays recorded, so that a later `check` sends it to all ranks.
+        """
         if self._disk is not None and self._disk.failure is not None:
             raise StorageError(str(self._disk.failure)) from self._disk.failure
 
     def clear_update_error(self) -> None:
-        """Go on after an update that failed on every rank and changed nothing."""
+        """Clear the error of an update that failed on every rank and changed nothing."""
         self.update_error, self.update_changed_nothing = None, False
 
     def clear_failure(self) -> None:
-        """A failed reading that matters to nobody is not told again."""
+        """Clear a failed read whose data are not needed any more."""
         if self._disk is not None:
             self._disk.take_failure()
 
     def require_intact(self, what: str) -> None:
-        """Raises StorageError if the model has no state to go on from."""
+        """Raise StorageError if training cannot continue from the model's state."""
         if self.loss_reason:
             raise StorageError(f"{what} is refused: {self.loss_reason}; {LOST}")
 
     def mark_reloaded(self) -> None:
-        """Note that all of the model was loaded anew. Collective where anything rests on disk.
+        """Record that the whole model was loaded again. Collective if the model keeps data on NVMe.
 
         Raises:
-            StorageError: something that was lost was not loaded, or could not be written; on all ranks.
+            StorageError: lost data were not loaded, or could not be written. Raised on all ranks.
         """
         self.loss_reason = ""
-        self.check("not all that was lost was loaded", loses=True)
+        self.check("some of the lost data were not loaded", loses=True)
 
     def _lost_extent_error(self) -> StorageError | None:
-        """Why a part of the state is lost, if one is: it was not written, or was damaged on the disk."""
+        """Return the error of a lost part of the state: a failed write or damage on the disk. None if all is intact."""
         if self._staging is not None:
-            self._staging.has_room(0)  # finds out which writes are over
+            self._staging.has_room(0)  # updates the list of finished writes
         if self._disk is None or not self._disk.damaged_extents:
             return None
         passing = self.temporary_extents()

@@ -1,4 +1,4 @@
-"""Units that are cut and reduced over the same ranks: those of experts have fewer than all others."""
+"""Data-parallel groups: ranks over which units are sharded and reduced. Experts have smaller ones than dense units."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
 
 REPLICA_AXES = ("tp",)
-"""Axes along which ranks compute the same, so that what they don't cut is there several times."""
+"""Axes along which ranks compute the same values, so that parameters not sharded along them are replicated."""
 
 
 @dataclass(eq=False)
 class DataParallelGroup:
-    """Units that are cut and reduced over the same ranks.
+    """Ranks over which certain units are sharded and reduced.
 
     Attributes:
-        mesh: the ranks over which their gradients are reduced.
-        group: those over which states are cut, where they are.
-        transport: over it.
-        why: this transport was chosen.
-        regather: the nearer one of hpZ.
+        mesh: Ranks over which gradients are reduced.
+        group: Ranks over which optimizer states are sharded, if they are.
+        transport: Transport over `group`.
+        transport_reason: Reason for the choice of this transport.
+        secondary_transport: Transport over the nearby ranks of hpZ (secondary shards); None without hpZ.
     """
 
     mesh: DataMesh
@@ -37,8 +37,11 @@ class DataParallelGroup:
     secondary_transport: Transport | None = None
 
     def extra_reduce_groups(self, mesh: Mesh, kind: PlacementKey, *, cut: bool) -> list[RankGroup]:
-        """Groups over which a reduced cut has to be added up besides: of other replicas of states that are cut, of
-        ranks that see only parts of a gradient, of stages of a pipeline that hold the same parameter."""
+        """Return further groups over which a reduced shard is summed.
+
+        These are the other replicas of sharded states, ranks that compute only parts of a gradient, and pipeline stages
+        that share the parameter.
+        """
         groups = [self.mesh.replicate] if cut else []
         groups += [mesh.axes[axis].group for axis in sorted(kind.partial_axes)]
         if kind.shared_stages:
@@ -47,14 +50,16 @@ class DataParallelGroup:
 
 
 def norm_weight(mesh: Mesh, kind: PlacementKey) -> float:
-    """What a rank adds of the squares of its cut to the norm of the whole: a parameter that other ranks have too, which
-    are no data ranks of it, counts once."""
+    """Return the weight of the squares of this rank's shard in the norm.
+
+    A parameter with copies outside its data ranks counts once in total.
+    """
     copies = mesh.grid.size(*(axis for axis in REPLICA_AXES if axis not in kind.sharded_axes))
     return 1.0 / (copies * max(1, len(kind.shared_stages)))
 
 
 def is_primary_replica(mesh: Mesh, kind: PlacementKey) -> bool:
-    """Whether this rank is the first of those that have the same and are no data ranks of it."""
+    """Return True on the first of the ranks that hold a copy of the parameter and are not data ranks of each other."""
     beside = all(axis in kind.sharded_axes or mesh.axes[axis].index == 0 for axis in REPLICA_AXES)
     return beside and (not kind.shared_stages or mesh.pp.index == kind.shared_stages[0])
 
@@ -62,7 +67,7 @@ def is_primary_replica(mesh: Mesh, kind: PlacementKey) -> bool:
 def build_dp_groups(
     mesh: Mesh, settings: ZeroSettings, homes: Placements, device: torch.device
 ) -> list[DataParallelGroup]:
-    """The families of a model, that of dense parameters first. Collective."""
+    """Return the data-parallel groups of a model, the dense one first. Collective."""
     made: list[DataParallelGroup] = []
     for data in [mesh.dense] if mesh.experts is mesh.dense else [mesh.dense, mesh.experts]:
         group = data.shard if settings.policy.state else data.data
@@ -70,10 +75,12 @@ def build_dp_groups(
             settings.transport, group, device, ways=settings.wire_options, timeout=settings.timeout
         )
         regather = None
+        # An offloaded shard is not in device memory, so a secondary shard there would defeat the offload.
         if data.secondary is not None and settings.policy.param and homes.param is Tier.DEVICE:
             regather, _ = choose_transport(
                 transport.name, data.secondary, device, ways=settings.wire_options, timeout=settings.timeout
             )
+        # One traffic count for the whole model.
         if made:
             transport.traffic = made[0].transport.traffic
         if regather is not None:

@@ -1,4 +1,4 @@
-"""The one small reduction before a step: norm, overflow, which parameters were used, what is still to be reduced."""
+"""Small reduction before a step: gradient norm, overflow, used parameters, and unreduced units."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from windlass.zero.core.sharding_policy import ShardingPolicy
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What all ranks know before they step.
+    """Values that all ranks have in common before a step.
 
     Attributes:
-        norm: of the whole gradient, loss scale included; not finite if any element is not.
-        used: for each trainable unit and parameter, whether any rank had a gradient of it.
-        unreduced: for each trainable unit, whether any rank holds gradients that were not reduced.
-        flags: sums over ranks of what else they had to say.
-        uneven: the data ranks made different numbers of backwards.
-        diverged: they reduced and dropped gradients in different orders, see [Note: dropped gradients].
+        norm: Norm of the full gradient, including the loss scale; not finite if any element is not finite.
+        used: For each trainable unit and parameter, True if any rank had a gradient of it.
+        unreduced: For each trainable unit, True if any rank holds unreduced gradients of it.
+        flags: Sums over ranks of the additional flags.
+        uneven: True if the data ranks ran different numbers of backwards.
+        diverged: True if they reduced and dropped gradients in different orders, see [Note: dropped gradients].
     """
 
     norm: float
@@ -43,18 +43,18 @@ class StepStatus:
 
 
 class NormVector:
-    """Where in the vector it stands whether the parameters of each unit were used.
+    """Layout of the reduced vector: index of each unit's used-parameter flags.
 
-    Experts that are modules of their own are others on each rank along ep, and more or fewer: each has a place. Those
-    that lie in one parameter are used where any of them is.
+    Experts that are separate modules differ between ranks along ep, also in number, so each expert has an index of its
+    own. Experts that are slices of one parameter share an index: the parameter is used if any of them is.
 
     Args:
-        mesh: all ranks.
-        device: where collectives take what is said.
+        mesh: Mesh of all ranks.
+        device: Device of the collectives.
 
     Attributes:
-        of: the first place of each slot's parameters.
-        size: of the vector.
+        of: Index of the first parameter of each slot.
+        size: Size of the vector.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -63,7 +63,10 @@ class NormVector:
         self.size = 0
 
     def fit(self, slots: list[GradientSlot]) -> None:
-        """Have places for these, which are as many on all ranks that are asked. Collective where that is new."""
+        """Rebuild the layout for `slots` if their number changed. Collective in that case.
+
+        The number of slots is equal on all ranks.
+        """
         if len(slots) == len(self.of):
             return
         self.of, self.size = [], len(slots)
@@ -82,8 +85,10 @@ class NormVector:
 
 
 def local_norm_squares(slot: GradientSlot, policy: ShardingPolicy) -> tuple[int, int]:
-    """`[start, stop)` of a slot's shard whose squares this rank adds, so that each element counts once over the data
-    ranks of its family."""
+    """Return the range `[start, stop)` of a slot's shard whose squares this rank adds.
+
+    Over the data ranks of the slot's group, each element counts once.
+    """
     data, size = slot.unit.dp_group.mesh.data, slot.numel
     cuts = slot.unit.dp_group.group.size if policy.state else data.size
     parts = data.size if size == slot.unit.layout.padded else data.size // cuts
@@ -100,23 +105,22 @@ def reduce_step_status(
     *,
     flags: list[float],
 ) -> StepStatus:
-    """Reduce the verdict. Collective; reductions under way must be finished.
+    """Reduce the step status. Collective; reductions in flight must be finished before.
 
-    Which parameters were used, and what is not reduced, the dense data ranks agree on among themselves; norm and flags
-    all ranks.
+    Used parameters and unreduced units are combined over the dense data ranks, norm and flags over all ranks.
 
     Args:
-        gradients: of this rank.
-        policy: over which ranks they are cut.
-        mesh: all ranks.
-        places: of what is said of each parameter.
-        flags: numbers to add up over ranks on the same trip.
+        gradients: Gradient reducer of this rank.
+        policy: Sharding policy of the gradients.
+        mesh: Mesh of all ranks.
+        vector: Layout of the reduced vector.
+        flags: Further numbers to sum over ranks in the same collective.
     """
     slots = gradients.slots
     squares = []
     for slot in slots:
         if slot.has_reduced:
-            if slot.norm_squares is None:  # as a rule it was measured when the unit was reduced
+            if slot.norm_squares is None:  # usually computed during the reduction of the unit
                 start, stop = local_norm_squares(slot, policy)
                 slot.norm_squares = sum_of_squares(slot.read()[start:stop])
             squares.append(
@@ -124,12 +128,14 @@ def reduce_step_status(
             )
     device = vector.device
     vector.fit(slots)
+    # float64, so that counts and squares of hashes are exact.
     facts = torch.zeros(vector.size + 4, dtype=torch.float64)
     for number, (slot, pending) in enumerate(zip(slots, gradients.unreduced(), strict=True)):
         facts[number] = float(pending)
         for index in slot.used:
             facts[vector.of[number] + index] = 1.0
     backwards, events = gradients.backward_count, gradients.history_hash
+    # Sum and sum of squares show in one reduction if all ranks have the same value (see `_values_differ`).
     facts[vector.size :] = torch.tensor([backwards, backwards**2, events, events**2], dtype=torch.float64)
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([none, *(one.to(device) for one in squares)]).sum()
@@ -156,13 +162,15 @@ def reduce_step_status(
 
 
 def _values_differ(total: float, squares: float, ranks: int) -> bool:
-    """Whether the integers of which this is the sum over ranks, and that of their squares, differ."""
+    """Return True if the ranks' integers differ, given their sum over ranks and the sum of their squares."""
+    # Equality in the Cauchy-Schwarz inequality holds only if all integers are equal.
     return total * total != squares * ranks
 
 
 def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> None:
-    """Add up the first `common` numbers over all ranks, the others over the dense data ranks."""
+    """Sum the first `common` numbers over all ranks, and the others over the dense data ranks."""
     data = mesh.dense.data
+    # Without other axes one all-reduce is sufficient.
     if data.size == mesh.world.size:
         if data.size > 1:
             dist.all_reduce(vector, group=data.process_group)
@@ -175,8 +183,7 @@ def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> 
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """The factor by which gradients of this norm are clipped to `limit`, as torch's `clip_grad_norm_` does; 0: no
-    limit."""
+    """Return the factor that clips a gradient to norm `limit`, as torch's `clip_grad_norm_`; `limit` 0: no clipping."""
     if limit <= 0:
         return 1.0
     coefficient = limit / (norm + 1e-6)

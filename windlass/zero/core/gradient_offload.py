@@ -1,4 +1,4 @@
-"""Takes the reduced gradient of a unit to its home as soon as it was reduced."""
+"""Offload of a unit's reduced gradient to its tier, as soon as it is reduced."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from windlass.zero.core.gradient_slot import GradientSlot
 
 
 class GradientOffload:
-    """Where reductions put their sums.
+    """Output buffers of reductions, and the transfers from these to the gradients' tiers.
 
-    A cut that rests on the device is added to there. One that rests elsewhere is reduced into a buffer on the device,
-    copied out while the backward goes on, and added up where it rests.
+    A shard on the device is reduced in place. A shard on the host or NVMe tier is reduced into a device buffer, which
+    is copied out while the backward continues, and is accumulated in its tier.
 
     Args:
-        dtype: in which gradients are accumulated.
-        home_of: the home of a unit's gradient.
-        make: makes the slot of a gradient that rests away from the device: name, elements, home.
+        dtype: Dtype of accumulated gradients.
+        tier_of: Returns the tier of a unit's gradient.
+        make: Makes the slot of an offloaded gradient from name, elements, dtype and tier.
     """
 
-    IN_FLIGHT = 2  # copies; more only take device memory
+    IN_FLIGHT = 2  # number of output buffers; more would only take device memory
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GradientOffload:
         self._largest = 0
 
     def prepare(self, slot: GradientSlot) -> None:
-        """Make room for the reduced cut of a unit."""
+        """Allocate memory for the reduced shard of a unit."""
         numel, home = slot.unit.state_stop - slot.unit.state_start, self._tier_of(slot)
         name = f"gradient of {slot.unit.names[0]}"
         if home is Tier.DEVICE:
@@ -53,18 +53,25 @@ class GradientOffload:
         else:
             slot.storage = self._make(name, numel, self._dtype, home)
             slot.storage.set_content_description(slot.names_in)
+            # All output buffers have the size of the largest shard, so that any of them fits.
             if numel > self._largest:
                 self._largest = numel
                 self.finish()
-                self._free, self._taken = [], {}  # made for smaller ones
+                self._free, self._taken = [], {}  # they are too small now
 
     def output_buffer(self, slot: GradientSlot, own: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Where the sum of `own`, this rank's cut of the unit's buffer, goes, and whether it is added there."""
+        """Return the output of a reduction, and True if the sum is added to its content.
+
+        Args:
+            own: This rank's shard of the unit's buffer.
+        """
         if slot.storage is None:
             assert slot.shard is not None
+            # Ranks with full gradients reduce only their own shard of it.
             whole = slot.shard.numel() != own.numel()
             group = slot.unit.dp_group.group
             return local_shard(slot.shard, group.index, group.size) if whole else slot.shard, slot.has_reduced
+        # Wait for an offload rather than allocate more than `IN_FLIGHT` buffers.
         while not self._free and len(self._taken) >= self.IN_FLIGHT and self._in_flight:
             self._finish_one()
         if not self._free:
@@ -74,15 +81,16 @@ class GradientOffload:
         return self._free.pop()[: own.numel()], False
 
     def offload(self, slot: GradientSlot, out: torch.Tensor) -> None:
-        """The sum in `out` is complete: start it on its way home."""
+        """Start the transfer of the complete sum in `out` to its tier."""
         rests = slot.storage
         if rests is None:
             return
         adds = slot.is_offloaded
         slot.is_offloaded = True
+        # The first sum of a step replaces the content of the tier; later ones are added on the host.
         if not adds:
             landing = rests.put(out)
-            landing.poll()  # on its way to disk, if it is there already
+            landing.poll()  # starts the NVMe write if the copy to the host is done
             self._in_flight.append((landing, out))
             return
         staged = out
@@ -90,11 +98,11 @@ class GradientOffload:
         if device_has_own_memory(self._device):
             staged = empty_host_tensor(out.numel(), out.dtype, pin=True)
             arrival = copy_to_host(staged, out)
-        slot.norm_squares = None  # of the sum, which is known only where it rests
+        slot.norm_squares = None  # the squares are those of this part; those of the sum are computed where it is stored
         self._in_flight.append((FinishingPending(None, arrival.wait, lambda: _add(rests, staged)), out))
 
     def finish(self) -> None:
-        """Wait until every gradient is home."""
+        """Wait until every gradient is in its tier."""
         while self._in_flight:
             self._finish_one()
 
@@ -105,7 +113,7 @@ class GradientOffload:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where its memory begins, also if it has no elements."""
+    """Return the address of the tensor's memory, also if the tensor has no elements."""
     return tensor.untyped_storage().data_ptr()
 
 

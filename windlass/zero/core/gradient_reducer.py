@@ -1,16 +1,17 @@
-"""From a parameter's `.grad` to this rank's cut of the reduced gradient.
+"""Gradient reducer: from a parameter's `.grad` to this rank's shard of the reduced gradient.
 
-[Note: reduction] A gradient is copied (the first of a unit) or added (later ones) into the unit's flat buffer, `.grad`
-is emptied, and when the unit is complete its buffer is reduced: `shard += sum over ranks`, and the buffer counts as
-empty again. So a unit may be reduced any number of times in a step, and a rank that has nothing of it yet, or never
-will, takes part with zeros. Which units are reduced when is the order's to say (see [Note: agreed order]); what is left
-at the end of a backward (a unit of which a parameter was not used, a second arrival) is reduced then.
+[Note: reduction] The first gradient of a unit is copied into the unit's flat buffer, later ones are added, and `.grad`
+is set to None. Once the unit is complete, its buffer is reduced: `shard += sum over ranks`. The buffer then counts as
+empty again. So a unit may be reduced any number of times in a step, and a rank without a gradient for the unit takes
+part with zeros. The collective scheduler determines when each unit is reduced (see [Note: agreed order]). Gradients
+that are left at the end of a backward are reduced then: those of units with an unused parameter, and second gradients
+of the same parameter.
 
-[Note: dropped gradients] A script may drop the gradient of any parameter between two backwards, or before a step. What
-was not reduced yet is forgotten at once. What was reduced is zeroed in this rank's shard where it is needed next:
-before another reduction adds to it, or when it is read. A unit of which all parameters were dropped holds nothing any
-more. Every rank zeroes its own shard, so all ranks must drop the same, at the same place between the same reductions.
-Ranks compare a hash of that order of events at the agreement before a step, which costs no message.
+[Note: dropped gradients] A script may drop the gradient of any parameter between two backwards, or before a step. A
+gradient that is not reduced yet is dropped at once. A reduced gradient is zeroed in this rank's shard at its next use:
+before another reduction adds to it, or when it is read. A unit whose gradients were all dropped has no gradient any
+more. Every rank zeroes its own shard, so all ranks must drop the same gradients, between the same reductions. At the
+agreement before a step, ranks compare a hash of the order of these events, which costs no extra message.
 """
 
 from __future__ import annotations
@@ -34,43 +35,44 @@ from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 from windlass.zero.core.sharding_policy import ShardingPolicy
 from windlass.zero.core.unit import Unit
 
-_HISTORIES = 1 << 20  # hashes are below: their squares add up exactly in float64, over a thousand ranks
+# Exclusive bound of the hashes, so that sums of their squares over a thousand ranks are exact in float64.
+_HISTORIES = 1 << 20
 
 
 @dataclass(eq=False)
 class _ReductionInFlight:
     slot: GradientSlot
     reduction: Reduction
-    pending: Pending  # the same, after what was started before it
+    pending: Pending  # `reduction`, finished in the order of the collective scheduler
     ring_index: int | None
     out: torch.Tensor
 
 
 class GradientReducer:
-    """All units' gradients of one engine.
+    """Gradients of all units of one engine.
 
     Args:
-        units: the trainable ones, in model order.
-        policy: whether gradients are cut.
-        order: says when a unit is reduced.
-        accumulate: dtype in which gradients are kept.
-        wire: dtype in which they travel.
-        lowered_wire: that of gradients of lowered units.
-        overlap: let reductions run while the backward goes on.
-        before: factor of a gradient before the ranks' parts are added.
-        after: factor of their sum.
-        contiguous: take each gradient as it arrives; else all of a unit once it is complete.
-        landing: takes reduced cuts that rest away from the device to where they do.
+        units: Trainable units, in model order.
+        policy: Determines whether gradients are sharded.
+        scheduler: Determines when a unit is reduced.
+        accumulation_dtype: Dtype of the gradients that are kept.
+        reduce_dtype: Dtype in which gradients are sent.
+        lowered_reduce_dtype: Dtype in which gradients of lowered units are sent.
+        overlap: Let reductions run during the rest of the backward.
+        predivide_factor: Factor of a gradient before the sum over ranks.
+        postdivide_factor: Factor of the sum over ranks.
+        contiguous: Move each gradient to the buffer as it arrives; else all gradients of a unit once it is complete.
+        offload: Moves reduced gradient shards to their tier.
 
     Attributes:
-        weight: factor of the gradients of the backward that runs (1 / accumulation steps, as a rule).
-        syncing: whether the backward that runs ends in reductions.
-        watch: called with unit, index and gradient as each arrives.
-        landed: called with each slot whose reduction ended, its sum on the way to where it rests.
-        backwards: outermost backwards since the last step that brought gradients.
-        drops: what was dropped of reduced gradients since the last step, in order, by parameter.
-        history: hash of the order of reductions and drops since the last step, those of experts left out.
-        on_drop: called with the name of each parameter that a script drops, and whether it is only zeroed.
+        gradient_weight: Returns the factor of gradients of the running backward, usually 1 / accumulation steps.
+        reduces_this_backward: Returns True if the running backward reduces gradients.
+        on_gradient: Called with unit, index and gradient as each gradient arrives.
+        on_reduced: Called with each slot whose reduction has finished. The sum may still be on its way to its tier.
+        backward_count: Number of outermost backwards with gradients since the last step.
+        dropped_names: Parameters whose reduced gradient was dropped since the last step, in order.
+        history_hash: Hash of the order of reductions and drops since the last step, without those of experts.
+        on_drop: Called with the name of each parameter whose gradient a script drops, and True if it is only zeroed.
     """
 
     def __init__(
@@ -121,20 +123,23 @@ class GradientReducer:
         self.on_drop: Callable[[str, bool], None] = lambda name, zero: None
 
     def buffer_requests(self, dp_group: DataParallelGroup) -> list[BufferRequest]:
-        """The buffers to allocate for a family: its ring where gradients are cut, else one for each unit."""
+        """Return the buffers to allocate for a group.
+
+        These are two ring buffers if gradients are sharded, else one buffer for each unit.
+        """
         if self._shards_gradients:
             ring = self._rings.get(id(dp_group))
             return ring.needs() if ring is not None else []
         return [BufferRequest(slot.unit.layout.padded, self._accumulation_dtype) for slot in self._slots_of(dp_group)]
 
     def take_buffers(self, dp_group: DataParallelGroup, buffers: list[TransportBuffer]) -> None:
-        """Keep the buffers that `needs` asked for, until `bind`."""
+        """Store the buffers that `buffer_requests` requested, until `bind_buffers`."""
         self._allocated[id(dp_group)] = buffers
         if self._shards_gradients and buffers:
             self._rings[id(dp_group)].bind(buffers, dp_group.transport)
 
     def bind_buffers(self) -> None:
-        """Put the buffers to use."""
+        """Assign the buffers to the slots, and allocate the sharded gradients."""
         for slot in self.slots:
             if self._shards_gradients:
                 self._offload.prepare(slot)
@@ -143,15 +148,17 @@ class GradientReducer:
         self._allocated = {}
 
     def number_of(self, unit: Unit) -> int | None:
-        """The number of a unit among the trainable ones; None if it is not trained."""
+        """Return the number of a unit among the trainable ones; None if it is not trainable."""
         return self._numbers.get(unit.index)
 
     def _slots_of(self, dp_group: DataParallelGroup) -> list[GradientSlot]:
         return [slot for slot in self.slots if slot.unit.dp_group is dp_group]
 
     def extra_buffer_requests(self, dp_group: DataParallelGroup, units: list[Unit]) -> list[BufferRequest]:
-        """The buffers to add where `units` of a family begin to be trained: a larger ring, if they need one, or one for
-        each."""
+        """Return the buffers to add when `units` of a group are unfrozen.
+
+        With sharded gradients: a larger ring, if needed. Otherwise: one buffer for each unit.
+        """
         if not self._shards_gradients:
             return [BufferRequest(unit.layout.padded, self._accumulation_dtype) for unit in units]
         largest, ring = max((unit.layout.padded for unit in units), default=0), self._rings.get(id(dp_group))
@@ -162,13 +169,18 @@ class GradientReducer:
         )
 
     def replace_ring(self, dp_group: DataParallelGroup, buffers: list[TransportBuffer]) -> None:
-        """Take what `needs_of` asked for where gradients are cut; between steps."""
+        """Replace the ring of a group by the buffers that `extra_buffer_requests` requested.
+
+        Between steps, if gradients are sharded.
+        """
         ring = self._rings[id(dp_group)] = BufferRing(len(buffers), buffers[0].local.numel(), self._accumulation_dtype)
         ring.bind(buffers, dp_group.transport)
 
     def add_slots(self, slots: list[GradientSlot], buffers: list[TransportBuffer]) -> None:
-        """Take slots of units that begin to be trained, each with its buffer where gradients are not cut; between
-        steps."""
+        """Add slots of units that are unfrozen.
+
+        `buffers` has one buffer for each slot if gradients are not sharded. Between steps.
+        """
         for number, slot in enumerate(slots):
             self._numbers[slot.unit.index] = len(self.slots)
             self.slots.append(slot)
@@ -178,7 +190,7 @@ class GradientReducer:
                 slot.buffer = buffers[number]
 
     def accumulate_grad(self, number: int, index: int) -> None:
-        """The gradient of parameter `index` of trainable unit `number` was added to `.grad`: take it away.
+        """Take the gradient of parameter `index` of trainable unit `number`, which was just added to `.grad`.
 
         Raises:
             ModelError: the gradient has a graph of its own.
@@ -192,21 +204,25 @@ class GradientReducer:
             put_grad(parameter, None)
             raise ModelError(
                 f"backward(create_graph=True) left a gradient with a graph on {slot.unit.names[index]!r}; a sharded "
-                "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on what you "
-                "make of it"
+                "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on the "
+                "result"
             )
         if self.on_gradient is not None:
+            # Called before the gradient is scaled and moved to the buffer.
             self.on_gradient(slot.unit, index, gradient)
         self._touched = True
         if self._contiguous:
             self._move_to_buffer(slot, index)
         slot.used.add(index)
+        # A second gradient of one parameter in a backward is reduced at the end of the backward.
         again = index in slot.arrived
         slot.arrived.add(index)
+        # Finish completed reductions now, to free their buffers for the gradients that follow.
         self._finish_completed()
         if slot.complete and not again:
             if not self._contiguous:
                 self._move_all_to_buffer(slot)
+            # During `no_sync` the gradient stays unreduced.
             if self.reduces_this_backward():
                 self._scheduler.gradient_complete(number)
 
@@ -215,6 +231,7 @@ class GradientReducer:
         parameter = slot.unit.parameters[index]
         gradient = raw_grad(parameter)
         if gradient is not None:
+            # Empty `.grad`, so that autograd does not add the next gradient to this one.
             put_grad(parameter, None)
             slot.unit.require_shape(index, gradient.shape)
             self._write(slot, index, gradient.to_dense() if gradient.is_sparse else gradient)
@@ -224,7 +241,7 @@ class GradientReducer:
             self._move_to_buffer(slot, index)
 
     def end_backward(self) -> None:
-        """The outermost backward ended: reduce what is left, if this backward reduces at all."""
+        """Finish an outermost backward: reduce the gradients that are left, if this backward reduces."""
         if self._touched:
             self.backward_count += 1
             if not self._contiguous:
@@ -235,6 +252,7 @@ class GradientReducer:
                     range(len(self.slots)), lambda number: bool(self.slots[number].written)
                 )
             elif self._shards_gradients:
+                # The ring buffers are needed by the next backward.
                 for slot in self.slots:
                     self._copy_unreduced(slot)
         self._touched = False
@@ -242,18 +260,18 @@ class GradientReducer:
             slot.arrived.clear()
 
     def unreduced(self) -> list[bool]:
-        """For each unit, whether this rank holds gradients of it that were not reduced."""
+        """Return for each unit whether this rank holds gradients of it that are not reduced."""
         return [bool(slot.written) for slot in self.slots]
 
     def reduce_units(self, wanted: list[bool]) -> None:
-        """Reduce the units in `wanted`, which is the same on all ranks. Collective."""
+        """Reduce the units marked in `wanted`, which is equal on all ranks. Collective."""
         for slot, wants in zip(self.slots, wanted, strict=True):
             if wants:
                 self._reduce(slot)
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the reductions under way, and until their results are where they rest."""
+        """Wait for the reductions in flight and for the offload of their results, then zero dropped gradients."""
         while self._in_flight:
             self._finish_first()
         self._offload.finish()
@@ -262,13 +280,18 @@ class GradientReducer:
                 self._zero_dropped(slot)
 
     def all_gather_gradients(self) -> None:
-        """Where every rank keeps the whole gradient, bring the others' cuts. Collective, once, before a step."""
+        """All-gather the gradient shards of the peers if every rank keeps full gradients.
+
+        Collective, once, before a step.
+        """
         if not self._keeps_full_gradient:
             return
         started, shared = [], []
         for slot in self.slots:
             if slot.has_reduced and slot.unit.dp_group.group.size > 1:
                 assert slot.buffer is not None and slot.shard is not None
+                # The shard may have moved out of the buffer when the buffer was reused; the all-gather reads the
+                # buffer.
                 if not _same_memory(slot.shard, slot.buffer.local):
                     slot.buffer.local.copy_(slot.shard)
                     slot.shard = slot.buffer.local
@@ -277,11 +300,13 @@ class GradientReducer:
                 shared.append((slot.unit.transport, slot.buffer))
         for pending in started:
             pending.wait()
-        for transport, buffer in shared:  # a fused step divides gradients where they lie
+        # A fused optimizer step may scale gradients in place, while peers still read them.
+        for transport, buffer in shared:
             transport.wait_until_read(buffer)
 
     def reset(self) -> None:
-        """Forget this step's gradients; their memory stays."""
+        """Drop this step's gradients; their memory stays allocated."""
+        # Clear this first: all gradients are dropped anyway, so `finish` need not zero any of them.
         for slot in self.slots:
             slot.dropped.clear()
         self.finish()
@@ -294,22 +319,22 @@ class GradientReducer:
         self.backward_count = self.history_hash = 0
         self.dropped_names = []
 
-    # what a script drops: see [Note: dropped gradients]
+    # gradients that a script drops: see [Note: dropped gradients]
 
     def has_gradient(self, number: int, index: int) -> bool:
-        """Whether this rank knows of a gradient of a parameter in this step."""
+        """Return True if this rank has a gradient of the parameter in this step."""
         return index in self.slots[number].used
 
     def unit_has_gradient(self, number: int) -> bool:
-        """Whether there is a gradient of any parameter of a unit, of any rank as far as this one knows."""
+        """Return True if this rank has a gradient of the unit, or took part in a reduction of it."""
         slot = self.slots[number]
         return slot.has_reduced or bool(slot.written) or bool(slot.used)
 
     def drop_gradient(self, number: int, index: int, *, zero: bool) -> None:
-        """Drop the gradient of one parameter, or set it to zero. On this rank alone; no rank waits for another.
+        """Drop the gradient of one parameter, or set it to zero. Local: needs no communication.
 
         Args:
-            zero: it counts as zero then, and the optimizer steps it; else as none.
+            zero: The gradient counts as zero, so the optimizer updates the parameter; else as None.
         """
         if not self.unit_has_gradient(number):
             return
@@ -334,10 +359,12 @@ class GradientReducer:
             slot.used.discard(index)
         if not slot.has_reduced:
             return
+        # The reduced shard may be in flight or offloaded: zero it at its next use, without waiting here.
         self.dropped_names.append(name)
         self._update_history(slot, 1 + index)
         slot.dropped.add(index)
-        if len(slot.dropped) == len(slot.unit.parameters) and not slot.used:  # nothing is left to zero
+        # No gradient is left in the unit, so nothing has to be zeroed.
+        if len(slot.dropped) == len(slot.unit.parameters) and not slot.used:
             self._finish_reductions_of(slot)
             self._offload.finish()
             slot.dropped.clear()
@@ -356,11 +383,12 @@ class GradientReducer:
             slot.shard = None
 
     def _zero_dropped(self, slot: GradientSlot) -> None:
-        """Zero what was dropped in this rank's part of a reduced gradient."""
+        """Zero the dropped gradients in this rank's part of a reduced gradient."""
         self._finish_reductions_of(slot)
         self._offload.finish()
         unit, group = slot.unit, slot.unit.dp_group.group
-        # where each rank keeps the whole gradient only this rank's part was reduced, and peers may still read the rest
+        # With full gradients on each rank, only this rank's shard was reduced, and peers may still read the other
+        # shards.
         whole = unit.layout.shard_range(group.index, group.size)
         first, last = whole if self._keeps_full_gradient else (unit.state_start, unit.state_stop)
         values = slot.read()
@@ -372,11 +400,14 @@ class GradientReducer:
         slot.write(values)
 
     def _update_history(self, slot: GradientSlot, event: int) -> None:
-        """Add an event to the history that all data ranks share. Experts may be reduced by some of them alone."""
+        """Add an event to the history that all data ranks share.
+
+        Events of experts are left out, because not all ranks reduce the same experts.
+        """
         if not slot.unit.kind.is_expert:
             self.history_hash = hash((self.history_hash, self._numbers[slot.unit.index], event)) % _HISTORIES
 
-    # where a gradient is written
+    # writing a gradient
 
     def _write(self, slot: GradientSlot, index: int, gradient: torch.Tensor) -> None:
         view = slot.unit.parameter_view(self._writable_buffer(slot), index)
@@ -384,11 +415,11 @@ class GradientReducer:
         if index in slot.written:
             view.add_(gradient, alpha=factor)
         elif factor == 1.0:
-            view.copy_(gradient)
+            view.copy_(gradient)  # the common case: no multiplication and no temporary
         elif gradient.dtype == view.dtype:
             torch.mul(gradient, factor, out=view)
         else:
-            view.copy_(gradient).mul_(factor)  # widened first: a product in 16 bits would round
+            view.copy_(gradient).mul_(factor)  # widen first: a product in 16 bits would round
         slot.written.add(index)
 
     def _writable_buffer(self, slot: GradientSlot) -> torch.Tensor:
@@ -401,6 +432,7 @@ class GradientReducer:
             return slot.buffer.local
         buffer = slot.buffer if slot.buffer is not None else self._borrow_buffer(slot)
         if buffer is None:
+            # All ring buffers hold incomplete gradients: accumulate in private memory until the reduction.
             unit = slot.unit
             slot.unreduced_copy = torch.zeros(
                 unit.layout.padded, dtype=self._accumulation_dtype, device=unit.full.device
@@ -409,7 +441,10 @@ class GradientReducer:
         return buffer.local
 
     def _reopen(self, slot: GradientSlot) -> None:
-        """Make a unit's own buffer writable again: what was reduced into it moves out, and peers have read it."""
+        """Make a unit's own buffer writable again.
+
+        The reduced gradient moves out of it, and peers have finished reading it.
+        """
         assert slot.buffer is not None
         self._finish_reductions_of(slot)
         if (
@@ -424,18 +459,19 @@ class GradientReducer:
         return self._rings[id(slot.unit.dp_group)]
 
     def _borrow_buffer(self, slot: GradientSlot) -> TransportBuffer | None:
-        """Lend `slot` a buffer of the ring; None if all hold gradients that are still incomplete."""
+        """Borrow a buffer of the ring for `slot`. Return None if all buffers hold incomplete gradients."""
         while True:
             lent = self._ring_of(slot).borrow(slot.unit.layout.padded)
             if lent is not None:
                 slot.ring_index, slot.buffer = lent
                 return slot.buffer
+            # A reduction in flight will return its buffer; without one, no buffer will become free.
             if not self._in_flight:
                 return None
             self._finish_first()
 
     def _copy_unreduced(self, slot: GradientSlot) -> None:
-        """Move a gradient that stays out of the ring, which others need."""
+        """Move an unreduced gradient out of the ring to private memory, because other units need the buffer."""
         if slot.buffer is not None and slot.ring_index is not None:
             self._zero_unwritten(slot, slot.buffer.local)
             slot.unreduced_copy = slot.buffer.local.clone()
@@ -447,20 +483,21 @@ class GradientReducer:
         for index in range(len(slot.unit.parameters)):
             if index not in slot.written:
                 slot.unit.parameter_view(flat, index).zero_()
-        if self._shards_gradients:  # a ring's buffer had other parameters in what is padding here
+        if self._shards_gradients:  # the buffer's last unit had parameters at the padding of this one
             for first, last in layout.gaps(0, layout.padded):
                 flat[first:last].zero_()
 
-    # when a unit is reduced
+    # reduction of a unit
 
     def _is_ready(self, number: int) -> bool:
-        """Whether what this rank will have of a unit's gradient is there, and not reduced yet."""
+        """Return True if the unit's gradient is complete on this rank and not reduced yet."""
         slot = self.slots[number]
         return slot.complete and bool(slot.written) and self.reduces_this_backward()
 
     def _reduce(self, slot: GradientSlot) -> None:
-        """Start the reduction of a unit; its buffer is empty from then on."""
+        """Start the reduction of a unit. Its buffer counts as empty afterwards."""
         group, transport = slot.unit.dp_group.group, slot.unit.transport
+        # A reduction adds to the shard, so the previous one must have written it.
         self._finish_reductions_of(slot)
         if slot.dropped:
             self._zero_dropped(slot)
@@ -468,6 +505,7 @@ class GradientReducer:
         self._prepare(slot)
         assert slot.buffer is not None
         own = local_shard(slot.buffer.local, group.index, group.size)
+        # Without sharded gradients the shard is the part of the unit's own buffer that the reduction writes.
         if not self._shards_gradients and not slot.has_reduced:
             slot.shard = slot.unit.local_span(slot.buffer.local)
         out, add = self._offload.output_buffer(slot, own)
@@ -484,19 +522,22 @@ class GradientReducer:
         self._in_flight.append(
             _ReductionInFlight(slot, reduction, self._scheduler.enqueue(reduction), slot.ring_index, out)
         )
+        # Later gradients of the unit start a new reduction.
         slot.written.clear()
         slot.has_reduced = True
+        # The ring buffer now belongs to the reduction in flight, which returns it.
         if self._shards_gradients:
             slot.buffer = slot.ring_index = None
         if not self._overlap:
             self.finish()
 
     def _prepare(self, slot: GradientSlot) -> None:
-        """Have the unit's unreduced gradient, zeros where there is none, in a buffer that peers can read."""
+        """Put the unit's unreduced gradient (zeros where there is none) into a buffer that peers can read."""
         buffer = slot.buffer
         if buffer is None:
             buffer = self._borrow_buffer(slot)
             if buffer is None:
+                # All ring buffers hold incomplete gradients of other units: move one of these to private memory.
                 lent = (other for other in self._slots_of(slot.unit.dp_group) if other.ring_index is not None)
                 self._copy_unreduced(next(lent))
                 buffer = self._borrow_buffer(slot)
@@ -505,6 +546,7 @@ class GradientReducer:
                 buffer.local.copy_(slot.unreduced_copy)
                 slot.unreduced_copy = None
         elif not self._shards_gradients and not slot.written:
+            # This rank takes part with zeros, but the buffer still has the reduced gradient.
             self._reopen(slot)
         self._zero_unwritten(slot, buffer.local)
 
@@ -517,7 +559,7 @@ class GradientReducer:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        """Finish the oldest reduction: they end in the order in which they began, as on all ranks."""
+        """Finish the oldest reduction. Reductions finish in the order in which they started, on all ranks."""
         flight = self._in_flight.popleft()
         with WaitScope("reduce", flight.slot.unit.names):
             flight.pending.wait()

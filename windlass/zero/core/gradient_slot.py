@@ -1,4 +1,4 @@
-"""The gradient of one unit: where it arrives, where its reduced cut rests, and what is known of it."""
+"""Gradient of one unit: its buffer, its reduced shard, and the state of both."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from windlass.zero.core.unit import Unit
 
 @dataclass(eq=False)
 class GradientSlot:
-    """The gradient of one unit.
+    """Gradient of one unit.
 
     Attributes:
-        buffer: `[padded]`, where gradients arrive: the unit's own, or borrowed from the ring.
-        place: of the ring's, if borrowed.
-        aside: `[padded]` private, for gradients that must outlive the ring: kept back by `no_sync`, or too many at
-        once.
-        shard: `[state span]`, reduced, in the device's memory; a view of `buffer` where that is the unit's own.
-        rests: the same where it leaves the device, or is kept on disk; `shard` is None then.
-        spare: a second place for what `rests` or `shard` has, where updates are delayed.
-        handed: whether `spare` has a gradient that an update under way steps; None: no update is under way.
-        holds: `shard` (or what rests) has this step's gradient, or will once what is under way has landed.
-        landed: a part of this step's gradient was sent to where it rests.
-        written: parameters that have something in `buffer` or `aside`, not yet reduced.
-        arrived: parameters whose gradient came in this backward.
-        used: parameters that had a gradient in this step.
-        dropped: parameters of which the script dropped what is in `shard` (or what rests): zeroed before it is used.
-        squares: sum of squares of this rank's cut of the shard, once it was reduced.
+        buffer: `[padded]`, target of gradients: the unit's own, or borrowed from the ring.
+        ring_index: Index of the borrowed buffer in the ring; None if none is borrowed.
+        unreduced_copy: `[padded]`, private memory for gradients that cannot stay in the ring: under `no_sync`, or if
+            all ring buffers are lent.
+        shard: `[state span]`, reduced, on the device. A view of `buffer` if that is the unit's own.
+        storage: The same if offloaded to host or NVMe; `shard` is None then.
+        spare_storage: Second storage, for the gradient that a delayed update uses.
+        handed_over: True if `spare_storage` has a gradient that a running update uses; None if no update runs.
+        has_reduced: `shard` (or `storage`) has this step's gradient, or will have it once transfers in flight end.
+        is_offloaded: A part of this step's gradient has been sent to `storage`.
+        written: Parameters with an unreduced gradient in `buffer` or `unreduced_copy`.
+        arrived: Parameters whose gradient arrived in this backward.
+        used: Parameters that had a gradient in this step.
+        dropped: Parameters whose reduced gradient the script dropped; zeroed before the next use.
+        norm_squares: Sum of squares of this rank's part of the reduced shard; None if not computed yet.
     """
 
     unit: Unit
@@ -57,7 +57,7 @@ class GradientSlot:
 
     @property
     def numel(self) -> int:
-        """Elements of the reduced cut."""
+        """Number of elements of the reduced shard."""
         if self.shard is not None:
             return self.shard.numel()
         assert self.storage is not None
@@ -65,20 +65,21 @@ class GradientSlot:
 
     @property
     def stepped(self) -> Slot | torch.Tensor | None:
-        """What an update steps: the reduced cut where it is now, or as it was handed over; None: no gradient."""
+        """Gradient for the optimizer: the reduced shard, or that of a delayed update; None: no gradient."""
         if self.handed_over is not None:
             return self.spare_storage if self.handed_over else None
         return (self.storage if self.storage is not None else self.shard) if self.has_reduced else None
 
     def names_in(self, start: int, stop: int) -> Iterator[str]:
-        """Names of the parameters in elements `[start, stop)` of the reduced cut, quoted."""
+        """Return the quoted names of the parameters in elements `[start, stop)` of the reduced shard."""
         return self.unit.names_in(self.unit.state_start + start, self.unit.state_start + stop)
 
     def hand_over(self) -> Pending:
-        """Start to give the reduced cut to an update that goes on while the next gradient arrives."""
+        """Start to move the reduced shard to a delayed update, which runs while the next gradient arrives."""
         moving: Pending = DONE
         assert self.spare_storage is not None
         if self.has_reduced and self.storage is not None:
+            # Swap instead of copy: the update reads the filled storage, the next gradient goes to the free one.
             self.storage, self.spare_storage = self.spare_storage, self.storage
         elif self.has_reduced:
             assert self.shard is not None
@@ -87,14 +88,14 @@ class GradientSlot:
         return moving
 
     def read(self) -> torch.Tensor:
-        """The reduced cut in memory, wherever it rests; change it and give it to `write`."""
+        """Return the reduced shard in memory, from any tier. Pass it to `write` after a change."""
         if self.storage is not None:
             return self.storage.read()
         assert self.shard is not None
         return self.shard
 
     def write(self, values: torch.Tensor) -> None:
-        """Put what `read` gave back; the norm is measured again."""
+        """Store the shard that `read` returned. Its norm is computed again at the next use."""
         if self.storage is not None:
             self.storage.write(values)
         self.norm_squares = None

@@ -1,4 +1,4 @@
-"""Ranks have the same model and train the same of it, or all of them are told in which parameter they differ."""
+"""Model consistency check: all ranks have the same model and train the same parameters, or all ranks raise."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from windlass.comm.rank_group import RankGroup
 from windlass.parallel.placement import get_placement
 from windlass.zero.core.unit_partition import UnitPlan
 
-_Summary = tuple[str, tuple[int, ...], str, str]  # name, shape, dtype, whether it is trained
+# Name, global shape, dtype, and if and in which optimizer group it is trained.
+_Summary = tuple[str, tuple[int, ...], str, str]
 
 
 def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, data: RankGroup) -> None:
-    """All data ranks have parameters of the same names, shapes and dtypes, and train the same ones; of what is cut, of
-    the same whole. Experts, which differ along their axis, are left out. Collective.
+    """Check that all data ranks have parameters of the same names, global shapes and dtypes, and train the same ones.
+
+    Experts are left out, because they differ along their axis. Collective.
 
     Raises:
-        ModelError: they do not; on all ranks, with the first parameter that differs.
+        ModelError: the models differ. Raised on all ranks, with the first parameter that differs.
     """
     if data.size == 1:
         return
     mine = _summary_of(model, optimizer)
+    # Compare digests first: the full summaries of large models are sent only if they differ.
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     digests: list[str] = [""] * data.size
     with WaitScope("the comparison of models"):
@@ -44,32 +47,34 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
             "model by the same code on every rank"
         )
     raise ModelError(
-        f"the model is not the same on all ranks: {name!r} is {_difference(here.get(name))} on rank {data.ranks[0]} and "
-        f"{_difference(there.get(name))} on rank {data.ranks[other]}; build the same model on every rank, and freeze or "
-        "unfreeze the same parameters"
+        f"the model is not the same on all ranks: {name!r} is {_difference(here.get(name))} on rank {data.ranks[0]} "
+        f"and {_difference(there.get(name))} on rank {data.ranks[other]}; build the same model on every rank, and "
+        "freeze or unfreeze the same parameters"
     )
 
 
 def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
-    """All data ranks have as many units, and the same kinds of them in the same order, although they may have more or
-    fewer experts: ranks speak of units by their numbers. Collective.
+    """Check that all data ranks have the same number of units, of the same kinds in the same order. Collective.
+
+    Ranks identify units by number. The number of experts in a unit may differ.
 
     Raises:
-        ModelError: they do not; on all ranks.
+        ModelError: the units differ. Raised on all ranks.
     """
     mine = [(plan.kind.is_expert, plan.dtype, plan.trainable, plan.persistent, plan.numel) for plan in plans]
     told: list[list[tuple[bool, torch.dtype, bool, bool, int]]] = [mine] * data.size
     with WaitScope("the comparison of models"):
         dist.all_gather_object(told, mine, group=data.process_group)
+    # Without `numel`, which may differ for experts.
     kinds = [[one[:4] for one in of_rank] for of_rank in told]
     if all(one == kinds[0] for one in kinds):
         return
     counts = ", ".join(f"{len(one)} on rank {rank}" for rank, one in zip(data.ranks, kinds, strict=True))
     largest = max(sum(one[4] for one in of_rank if one[0]) for of_rank in told)
     raise ModelError(
-        f"ranks have unequal numbers of experts, and cut a block with them into other units ({counts}): set "
+        f"ranks have different numbers of experts, and split a block with experts differently ({counts}): set "
         f"zero_optimization.stage3_max_live_parameters above {largest}, the elements of all experts of a rank, so that "
-        "no rank cuts such a block, or take a number of experts that parallel.ep divides"
+        "no rank splits such a block, or choose a number of experts that parallel.ep divides"
     )
 
 

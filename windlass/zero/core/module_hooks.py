@@ -1,4 +1,4 @@
-"""Puts the runtime's calls where a model passes by: around blocks, on the graph between them, on gradients."""
+"""Hooks that call the runtime: on modules (around blocks), on the autograd graph between blocks, and on gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from windlass.zero.core.unshard_runtime import BlockCall, UnshardRuntime
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity on leaf inputs of a block, whose own hooks would fire before the block's backward is done."""
+    """Identity on leaf inputs of a block. A hook on the leaf itself would fire before the block's backward is done."""
 
     @staticmethod
     def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.after = after
+        # Views are new tensors with this node as their `grad_fn`, unlike the leaves themselves.
         return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod
@@ -30,10 +31,10 @@ class _Boundary(torch.autograd.Function):
 
 
 def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[RemovableHandle]:
-    """Tell the runtime when `model` runs, and when a backward enters it.
+    """Call the runtime when `model` runs forward and when a backward enters it.
 
-    The outermost backward must be known before any that runs inside it (reentrant checkpointing), or the end of the
-    first nested one would pass for the end of all.
+    The runtime must see the outermost backward before any nested one (reentrant checkpointing). Otherwise it would take
+    the end of the first nested backward for the end of the outermost one.
     """
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -43,14 +44,16 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: runtime.register_backward())
 
+    # Prepended, so that the phase begins before hooks of the script touch parameters.
     return [
         model.register_forward_pre_hook(lambda *_: runtime.begin_model_forward(), prepend=True),
+        # `always_call`, so that an exception in the forward also closes the phase.
         model.register_forward_hook(after, always_call=True),
     ]
 
 
 def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[RemovableHandle]:
-    """Gather the units of `block` before its forward and its backward, release them after."""
+    """Unshard the units of `block` before its forward and its backward, and reshard them afterwards."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         call = runtime.pre_forward(block)
@@ -63,7 +66,7 @@ def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[Removabl
         if call is not None and torch.is_grad_enabled():
             _hook_outputs(output, (args, kwargs), block, runtime, call)
 
-    if getattr(block.module, "_compiled_call_impl", None) is not None:  # `block.compile()` would trace them, too
+    if getattr(block.module, "_compiled_call_impl", None) is not None:  # `block.compile()` would trace these hooks too
         before, after = torch.compiler.disable(before), torch.compiler.disable(after)
     return [
         block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -74,8 +77,11 @@ def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[Removabl
 def _hook_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], runtime: UnshardRuntime, call: BlockCall
 ) -> tuple[Any, Any] | None:
-    """Arrange for the end of the block's backward to be seen. A tensor is only replaced where it is a leaf, which
-    torch lets nobody change in place: replacing any other would cut what the block does to it from the caller's view.
+    """Call the runtime at the end of the block's backward, through hooks on the block's inputs.
+
+    Only leaf tensors are replaced. torch forbids in-place changes of leaves that require gradients, so the caller
+    cannot miss such a change. If another tensor were replaced, the caller would not see the block's in-place changes to
+    it.
     """
     leaves: list[torch.Tensor] = []
     exit_backward = partial(runtime.post_backward, call)
@@ -94,13 +100,17 @@ def _hook_inputs(
 
 
 def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntime, call: BlockCall) -> None:
-    """Gather again when a gradient comes back, through what the block returned, put into a container that it was given,
-    or left on its modules (a loss of a router, say). Where nothing of that is found its backward comes unannounced (an
-    iterator or a closure was returned, say), so its units stay until the step."""
+    """Unshard again in the backward, when a gradient reaches a tensor that the block made.
+
+    Such tensors are the block's outputs, tensors that it put into a container from its inputs, and tensors that it left
+    on its modules (e.g. a router loss). If the output contains no tensor at all (e.g. an iterator or a closure), the
+    start of the backward cannot be seen, so the units stay unsharded until the step.
+    """
     enter_backward = partial(runtime.pre_backward, call)
     given = {id(tensor) for tensor in call.inputs}
     made = [tensor for tensor in iterate_tensors(output) if tensor.requires_grad and tensor.grad_fn is not None]
     seen = bool(made) or any(True for _ in iterate_tensors(output))
+    # Tensors that the block added to an input container were not among the inputs at its start.
     made += [t for t in iterate_tensors(inputs) if t.requires_grad and t.grad_fn is not None and id(t) not in given]
     for module in block.module.modules():
         for name, left in vars(module).items():
@@ -108,18 +118,19 @@ def _hook_outputs(output: Any, inputs: Any, block: Block, runtime: UnshardRuntim
                 made += [t for t in iterate_tensors(left) if t.requires_grad and t.grad_fn is not None]
     for tensor in made:
         tensor.register_hook(lambda _: enter_backward())
+    # Do not keep activations alive until the backward.
     call.inputs = []
     if not seen and output is not None:
         runtime.keep_until_step(call)
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # what torch itself keeps on a module
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of torch's own on a module
 
 
 def register_gradient_hooks(
     parameters: list[nn.Parameter], on_gradient: Callable[[int], None]
 ) -> list[RemovableHandle]:
-    """Call `arrived(i)` when the gradient of `parameters[i]` has been added to its `.grad`."""
+    """Call `on_gradient(i)` when the gradient of `parameters[i]` has been added to its `.grad`."""
     return [
         parameter.register_post_accumulate_grad_hook(lambda _, i=index: on_gradient(i))
         for index, parameter in enumerate(parameters)

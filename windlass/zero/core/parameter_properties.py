@@ -1,19 +1,19 @@
 """`.grad` and `.data` of sharded parameters, as a script sees them between a backward and a step.
 
-[Note: gradients that a script sees] The hooks on parameters move each gradient out of `.grad` while the backward runs,
-so the attribute that autograd fills says nothing of the gradient that a step would take. While an engine exists,
-`.grad` and `.data` of `torch.nn.Parameter` are Python properties, for all parameters of the process: torch has no hook
-for reading or setting them, and a subclass of our own would change `type(parameter)`, which torch.compile and
-`nn.Parameter(other)` look at. Autograd writes the attribute in C++ and does not come by here, nor does the hot path,
-which uses `raw_grad`, `put_grad` and `put_data`. Parameters of no engine pass through.
+[Note: gradients that a script sees] The hooks on parameters move each gradient out of `.grad` during the backward, so
+the attribute that autograd fills does not have the gradient that a step would use. While an engine exists, `.grad` and
+`.data` of `torch.nn.Parameter` are Python properties, for all parameters of the process. torch has no hook for access
+to these attributes. A subclass would change `type(parameter)`, which torch.compile and `nn.Parameter(other)` examine.
+Autograd writes the attribute in C++ and bypasses the properties. The hot path bypasses them too, through `raw_grad`,
+`put_grad` and `put_data`. For parameters without an engine the properties pass through.
 
-- Setting `.grad` to None drops the parameter's gradient of the step under way. All of torch's ways to drop gradients
+- Setting `.grad` to None drops the parameter's gradient of the current step. All of torch's ways to drop gradients
   (`Optimizer.zero_grad`, `Module.zero_grad`) are loops over this.
-- Reading `.grad` gives a `ShardedGradient` where the step has a gradient: it has shape and dtype, it can be zeroed, and
-  everything else raises and names the function to use.
-- Setting `.grad` to a tensor raises, or is dropped with a warning by the engines of `import deepspeed`.
-- Reading `.data` is noted where the master weights are other memory than the parameter: a change through `.data` does
-  not raise the parameter's version, so the next step compares values.
+- Reading `.grad` returns a `ShardedGradient` if the step has a gradient. It has shape and dtype and can be zeroed.
+  Every other use raises and names the function to use instead.
+- Setting `.grad` to a tensor raises. Engines of `import deepspeed` drop the tensor with a warning instead.
+- Reading `.data` is recorded if the master weights are separate memory from the parameter. A change through `.data`
+  does not increment the parameter's version, so the next step compares values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from windlass.zero.core.sharded_parameter import put_data as _put_data
 from windlass.zero.core.sharded_parameter import put_grad as _put_grad
 
 _GRAD, _DATA = "grad", "data"
-# torch's fake tensors copy `.grad` while a graph is traced
+# torch's fake tensors copy `.grad` while a graph is traced; they must not get a placeholder.
 _TRACING = frozenset({"safe_grad"})
 _DEEPCOPY = nn.Parameter.__deepcopy__.__code__
 _ZEROES = frozenset({"zero_", "_foreach_zero_"})
@@ -41,38 +41,40 @@ _KEEPS = frozenset({"detach_", "requires_grad_", "set requires_grad", "record_st
 
 
 class GradientStore(Protocol):
-    """The gradients of one model, by parameter."""
+    """Gradients of one model, by parameter."""
 
     def has(self, place: ParameterLocation, *, anywhere: bool) -> bool:
-        """Whether the step under way has a gradient of it.
+        """Return True if the current step has a gradient of the parameter.
 
         Args:
-            anywhere: also where only other ranks, or only other parameters of its unit, are known to have one.
+            anywhere: Return True also if only other ranks, or only other parameters of the unit, are known to have one.
         """
         ...
 
     def drop(self, place: ParameterLocation, *, zero: bool) -> None:
-        """Drop its gradient, or set it to zero."""
+        """Drop the parameter's gradient, or set it to zero."""
         ...
 
     def refuse(self, place: ParameterLocation, parameter: nn.Parameter) -> None:
-        """A script sets its gradient: raise, or take note."""
+        """Handle a script that sets the parameter's gradient: raise, or record it."""
         ...
 
     def hides(self) -> bool:
-        """Whether `.grad` reads as None all the time, but for functions that zero gradients."""
+        """Return True if `.grad` always reads as None, except in functions that zero gradients."""
         ...
 
 
 class ShardedGradient(torch.Tensor):
-    """Placeholder for the gradient of a sharded parameter. It has shape, dtype and device; `zero_()` zeroes the
-    gradient, and reading or changing values raises."""
+    """Placeholder for the gradient of a sharded parameter, with shape, dtype and device.
+
+    `zero_()` zeroes the gradient. Reading or changing values raises.
+    """
 
     place: ParameterLocation
 
     @classmethod
     def of(cls, parameter: nn.Parameter, place: ParameterLocation) -> ShardedGradient:
-        """The placeholder of a parameter's gradient."""
+        """Return the placeholder of a parameter's gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             made = torch.Tensor._make_subclass(cls, nan_placeholder(parameter), False)
         made.place = place
@@ -125,9 +127,11 @@ def _gradients_in(values: Any) -> list[ShardedGradient]:
 
 def _read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     raw: torch.Tensor | None = raw_grad(parameter)
+    # `.grad` may have a tensor of its own, e.g. during a backward or for parameters without an engine.
     if raw is not None or not is_registered(parameter) or (place := find(parameter)) is None:
         return raw
     caller = sys._getframe(1).f_code.co_name
+    # `zero_grad` skips parameters whose `.grad` is None, so show it gradients that only peers have, too.
     zeroing = caller == "zero_grad"
     store = place.model.script_gradients
     if caller in _TRACING or (store.hides() and not zeroing) or not store.has(place, anywhere=zeroing):
@@ -153,7 +157,7 @@ def _delete_gradient(parameter: nn.Parameter) -> None:
 
 
 def _read_data(parameter: nn.Parameter) -> torch.Tensor:
-    copies = sys._getframe(1).f_code is _DEEPCOPY  # and keeps no view of it
+    copies = sys._getframe(1).f_code is _DEEPCOPY  # deepcopy keeps no view of the data, so it cannot change it
     if not copies and is_registered(parameter) and (place := find(parameter)) is not None:
         place.model.track_data_edits(place)
     found: torch.Tensor = raw_data(parameter)
@@ -164,8 +168,9 @@ _users = 0
 
 
 def install(model: object) -> finalize[[], object]:
-    """Make `.grad` and `.data` properties as long as `model` lives, or until what this returns is called."""
+    """Make `.grad` and `.data` properties while `model` lives. The returned finalizer removes them earlier."""
     global _users
+    # Several engines share the properties; the last one removes them.
     _users += 1
     if _users == 1:
         setattr(nn.Parameter, _GRAD, property(_read_gradient, _set_gradient, _delete_gradient))

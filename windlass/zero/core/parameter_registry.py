@@ -1,4 +1,4 @@
-"""Finds the sharded model that a parameter belongs to."""
+"""Registry from parameters to the sharded models that own them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """Where a parameter lives: whose, in which unit, as which of its parameters."""
+    """Location of a parameter: its sharded model, its unit, and its index in the unit."""
 
     model: ShardedModel
     unit: Unit
@@ -32,27 +32,28 @@ _locations: dict[int, tuple[ReferenceType[nn.Parameter], ReferenceType[ShardedMo
 
 
 def register(model: ShardedModel) -> None:
-    """Remember the parameters of `model`."""
+    """Register the parameters of `model`."""
     for number, unit in enumerate(model.units):
         for index, parameter in enumerate(unit.parameters):
             _locations[id(parameter)] = ref(parameter), ref(model), number, index
 
 
 def unregister(model: ShardedModel) -> None:
-    """Forget them."""
+    """Remove the parameters of `model` from the registry."""
     for unit in model.units:
         for parameter in unit.parameters:
             _locations.pop(id(parameter), None)
 
 
 def is_registered(parameter: nn.Parameter) -> bool:
-    """Whether `find` has to look: cheap, and False for parameters of no engine (almost always)."""
+    """Return True if `parameter` may be registered. Cheap, and False for almost all parameters without an engine."""
     return id(parameter) in _locations
 
 
 def find(parameter: nn.Parameter) -> ParameterLocation | None:
-    """Where `parameter` lives, or None if no engine has it."""
+    """Return the location of `parameter`, or None if it belongs to no engine."""
     entry = _locations.get(id(parameter))
+    # The id may belong to a new object after the registered parameter was garbage-collected.
     if entry is None or entry[0]() is not parameter:
         return None
     model = entry[1]()
@@ -60,10 +61,10 @@ def find(parameter: nn.Parameter) -> ParameterLocation | None:
 
 
 def require(parameter: nn.Parameter) -> ParameterLocation:
-    """As `find`.
+    """Return the location of `parameter`.
 
     Raises:
-        ModelError: no engine has it.
+        ModelError: the parameter belongs to no engine.
     """
     place = find(parameter)
     if place is None:

@@ -1,4 +1,4 @@
-"""Knows from the last step in which order units are wanted: what to gather early, what not to release yet."""
+"""Prefetcher: predicts from the last step the order in which units are used."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from windlass.zero.core.unit import ShardState, Unit
 
 
 class Prefetcher:
-    """The sequence of units that one forward and backward asked for, and where in it this one is.
+    """Trace of the units used by one forward and backward, and the current position in it.
 
     Args:
-        ahead: elements to gather ahead of need (`stage3_prefetch_bucket_size`).
-        live: elements that may be present at once (`stage3_max_live_parameters`).
-        reuse: a unit wanted again within so many elements is not released (`stage3_max_reuse_distance`).
-        read: elements of this rank's cuts to read from disk ahead of their gathers (`offload_param.buffer_count` times
-            `buffer_size`).
+        prefetch_numel: Number of elements to gather ahead of use (`stage3_prefetch_bucket_size`).
+        max_live_numel: Maximum number of unsharded elements (`stage3_max_live_parameters`).
+        max_reuse_distance: A unit that is used again within this number of elements stays unsharded
+            (`stage3_max_reuse_distance`).
+        read_ahead_numel: Number of elements of this rank's shards to read from NVMe ahead of their gathers
+            (`offload_param.buffer_count` times `buffer_size`).
     """
 
-    MAX_IN_FLIGHT = 2  # gathers: one that is waited for and one behind it; more only take memory
+    MAX_IN_FLIGHT = 2  # gathers: the one that is waited for and the next one; more would only take memory
 
     def __init__(
         self, prefetch_numel: int, max_live_numel: int, max_reuse_distance: int, read_ahead_numel: int
@@ -36,30 +37,36 @@ class Prefetcher:
         self._trace_matches = False
 
     def begin_forward(self, *, had_backward: bool) -> None:
-        """A new forward begins; `complete`: the one before had a backward, so its sequence is worth knowing."""
+        """Begin the trace of a new forward.
+
+        `had_backward`: the trace of the last forward includes a backward, so predict from it.
+        """
+        # An evaluation forward must not replace the trace of a training step.
         if had_backward:
             self._previous_trace = self._trace
         self._trace, self._position = [], 0
         self._trace_matches = bool(self._previous_trace)
 
     def record_use(self, unit: Unit) -> None:
-        """`unit` is asked for now."""
+        """Record that `unit` is used now, and advance in the predicted trace."""
         self._trace.append(unit)
         if not self._trace_matches:
             return
+        # Skip predicted units that this rank did not use this time.
         for at in range(self._position, len(self._previous_trace)):
             if self._previous_trace[at] is unit:
                 self._position = at + 1
                 return
+        # The order changed: predict nothing until the next forward.
         self._trace_matches = False
 
     def units_to_prefetch(self, live_numel: int) -> Iterator[Unit]:
-        """The units to gather now, ahead of need.
+        """Yield the units to gather now, ahead of use.
 
         Args:
-            present: elements present or coming.
+            live_numel: Number of elements that are unsharded or in flight.
         """
-        budget, flying = self._prefetch_numel, 1
+        budget, flying = self._prefetch_numel, 1  # the unit in use counts as the first gather in flight
         for unit in self._previous_trace[self._position :] if self._trace_matches else ():
             if unit.shard_state is not ShardState.SHARDED:
                 continue
@@ -71,7 +78,7 @@ class Prefetcher:
             yield unit
 
     def units_to_read_ahead(self) -> Iterator[Unit]:
-        """The units whose cuts to read from disk now, beyond those that are gathered."""
+        """Yield the units whose shards to read from NVMe now, beyond those that are gathered."""
         budget = self._read_ahead_numel
         for unit in self._previous_trace[self._position :] if self._trace_matches else ():
             if unit.shard_state is ShardState.SHARDED and unit.tier is Tier.NVME:
@@ -81,7 +88,7 @@ class Prefetcher:
                 yield unit
 
     def is_reused_soon(self, unit: Unit, live_numel: int) -> bool:
-        """Whether `unit` is used again so soon that it should stay."""
+        """Return True if `unit` is used again so soon that it should stay unsharded."""
         if not self._trace_matches or self._max_reuse_distance <= 0 or live_numel > self._max_live_numel:
             return False
         distance = 0

@@ -1,4 +1,4 @@
-"""What a script does to the gradients of one model: see [Note: gradients that a script sees]."""
+"""Access of a script to the gradients of one model: see [Note: gradients that a script sees]."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 
 
 class ScriptGradients:
-    """Answers for `.grad` of a model's parameters, and drops gradients.
+    """Results of `.grad` of a model's parameters, and drops of gradients.
 
     Args:
-        gradients: of the model.
+        gradients: Reducer of the model's gradients.
 
     Attributes:
-        hidden: `.grad` reads as None, as DeepSpeed's does at stages 1 to 3. Functions called `zero_grad` still see that
-            there is something to drop.
-        keeps: whether what a script drops now is kept: gradients of micro-batches that the engine accumulates.
-        raises: whether setting a gradient raises at once.
-        dropping: called before gradients are dropped that the step has.
+        hidden: `.grad` returns None, as in DeepSpeed at stages 1 to 3. Functions named `zero_grad` still see the
+            gradient.
+        keeps: Returns True if drops are ignored now, because the engine accumulates gradients of micro-batches.
+        raises: Setting a gradient raises at once.
+        dropping: Called before gradients of the current step are dropped.
     """
 
     def __init__(self, gradients: GradientReducer) -> None:
@@ -55,7 +55,7 @@ class ScriptGradients:
         self._gradients.drop_gradient(number, place.index, zero=zero)
 
     def drop_all(self, parameters: Iterable[nn.Parameter], *, zero: bool) -> None:
-        """Drop the gradients of all `parameters` of any engine, what stands in their `.grad` too."""
+        """Drop the gradients of `parameters`, of any engine, and their `.grad`."""
         for parameter in parameters:
             raw = raw_grad(parameter)
             if raw is not None and zero:
@@ -79,9 +79,9 @@ class ScriptGradients:
 
 
 def format_foreign_gradients(names: list[str]) -> str:
-    """The message about gradients that a script set."""
+    """Return the message about gradients that a script set."""
     return (
-        f"{names[0]!r}.grad was set by hand ({len(names)} such): a step takes what backwards bring and reduce, and "
-        "drops this. Have it reduced: torch.autograd.backward(parameters, gradients); or set what was reduced: "
-        "windlass.zero.set_full_grad(parameter, gradient)"
+        f"{names[0]!r}.grad was set by hand ({len(names)} such): a step uses only gradients that a backward reduces, "
+        "and drops this one. To reduce it, call torch.autograd.backward(parameters, gradients); to replace the reduced "
+        "gradient, call windlass.zero.set_full_grad(parameter, gradient)"
     )

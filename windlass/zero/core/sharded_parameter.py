@@ -1,11 +1,12 @@
-"""What a parameter is while its values are spread over ranks, and what happens to who touches it.
+"""Placeholder for a sharded parameter. Accessing it gathers it or raises.
 
-[Note: parameters used elsewhere] A released parameter keeps its shape, dtype and place in its module, but its class is
-`Released` and its data are one NaN seen through zero strides. Any torch function that gets it as an argument comes by
-here, and its keeper is asked to bring the values. A unit does so inside a forward, and is from then on tied to the
-block that runs (a head that computes with `self.embed.weight` works); a parameter that was born sharded is brought
-while its model is still being built. Anything else raises and says how to read it. What does not come by here (C++ that
-was handed the data) reads NaN, and an in-place write to overlapping memory is refused by torch itself.
+[Note: parameters used elsewhere] A sharded parameter keeps its shape, dtype and place in its module, but its class is
+`ShardedParameter` and its data are one NaN expanded with zero strides. Every torch function that gets it as an argument
+passes through `__torch_function__`, which requests the values from the parameter's gather handler. Inside a forward, a
+unit is gathered and held by the block that runs, so a head that computes with `self.embed.weight` works. A parameter
+with sharded init is gathered while its model is still under construction. Every other access raises an error that names
+the ways to read the parameter. Code that bypasses torch functions (e.g. C++ that received the data) reads NaN. torch
+itself rejects in-place writes to the overlapping memory.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from windlass.base.errors import ShardedParameterError
 
 
 class GatherHandler(Protocol):
-    """Who has the values of a released parameter."""
+    """Owner of the values of sharded parameters, e.g. their unit."""
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """Make `parameter` present, if that can be done here; the other tensors of the call stay as present as they
-        are."""
+        """Gather `parameter` if possible here, and return True on success.
+
+        The other tensors of the call, `together`, must not be resharded by this.
+        """
         ...
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """What to call it in an error."""
+        """Return the name of `parameter` for error messages."""
         ...
 
 
-# The attributes themselves: see [Note: gradients that a script sees] for what reading `.grad` and `.data` may do.
+# Original accessors, without hooks. See [Note: gradients that a script sees] for the hooks on `.grad` and `.data`.
 _grad: Any = torch.Tensor.grad
 _data: Any = torch.Tensor.data
 raw_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
@@ -46,10 +49,10 @@ put_data: Callable[[torch.Tensor, torch.Tensor], None] = _data.__set__
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STATE_DICT = nn.Module._save_to_state_dict.__code__
-_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}  # by id, as long as it is released
+_sharded: dict[int, tuple[ReferenceType[GatherHandler], type[nn.Parameter]]] = {}  # by id(), while sharded
 _nan: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-# asked of a tensor without reading its values; looked up by the getter's or method's name
+# Attributes and methods that do not read values, by the name of the getter or method.
 METADATA_CALLS = frozenset(
     """
     shape size numel nelement dim ndim ndimension stride dtype device layout is_leaf requires_grad requires_grad_ grad
@@ -64,13 +67,13 @@ METADATA_CALLS = frozenset(
 
 
 def reads_only_metadata(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call asks something of a tensor without reading its values; `type(dtype)` is a cast."""
+    """Return True if a call reads only metadata of a tensor, not its values. `type(dtype)` is a cast, not metadata."""
     return name in METADATA_CALLS and not (name == "type" and len(args) + len(kwargs) > 1)
 
 
 _CAST_TO = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
-# calls that make another tensor of the same shape or dtype
+# Calls that create another tensor of the same shape or dtype.
 _FACTORIES = frozenset(
     (
         "new_empty",
@@ -85,7 +88,7 @@ _FACTORIES = frozenset(
     )
 )
 
-# in-place calls that overwrite every element and read none
+# In-place calls that overwrite every element and read none.
 _OVERWRITES = frozenset(
     """
     normal_ uniform_ fill_ zero_ copy_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ constant_ ones_
@@ -95,7 +98,7 @@ _OVERWRITES = frozenset(
 
 
 def call_name(function: Callable[..., Any]) -> str:
-    """What a torch function is called: an attribute's name where it reads one, `set name` where it writes one."""
+    """Return the name of a torch function: the attribute's name for a getter, `set name` for a setter."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         accessor = getattr(function, "__self__", None)
@@ -105,21 +108,25 @@ def call_name(function: Callable[..., Any]) -> str:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter whose values are not here."""
+    """Parameter whose full values are not on this rank."""
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = call_name(function)
+        # E.g. `module.to(device)` of a model with sharded parameters: the tiers are configured, so nothing moves.
         if args and isinstance(args[0], ShardedParameter) and _is_no_op(name, args, kwargs or {}):
             return args[0]
+        # `state_dict()` often needs only names and shapes: return a stub instead of gathering every parameter.
         if name == "detach" and sys._getframe(1).f_code is _STATE_DICT and allows_stub(args[0]):
             return StateDictStub.of(args[0])
         if not reads_only_metadata(name, args, kwargs or {}):
             found = _tensors_in((args, kwargs))
             for parameter in found:
                 if isinstance(parameter, ShardedParameter) and not _try_gather(parameter, found):
+                    # An initializer may overwrite a cast copy without reading it, so the error can wait until the copy
+                    # is read.
                     if args and parameter is args[0]:
                         dtype = _dtype_of_copy(name, args, kwargs or {})
                         if dtype is not None:
@@ -128,12 +135,13 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
         if name == "detach" and sys._getframe(1).f_code is _NEW_PARAMETER:
-            # `nn.Parameter(this)` saw a class of its own, and insists that what it detached has the class of this now
+            # `nn.Parameter(sharded)` detaches its argument and requires that the result has the argument's current
+            # class.
             return torch.Tensor._make_subclass(type(args[0]), result, False)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Released parameter of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+        return f"Sharded parameter of shape {tuple(self.shape)}, {self.dtype}: its values are sharded over ranks"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if not _try_gather(self, [self]):
@@ -146,8 +154,11 @@ class ShardedParameter(nn.Parameter):
 
 
 def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call only moves a released parameter, as `module.cpu()` and `module.to(device)` do with each,
-    casts it to the dtype that it has, or puts it where it is: its pieces rest where the configuration says."""
+    """Return True if a call only moves a sharded parameter, casts it to its own dtype, or assigns its own data to it.
+
+    Such calls (e.g. `module.cpu()` and `module.to(device)`) have no effect, because the configuration sets the tier of
+    the shards.
+    """
     if name == "set data":
         return args[1] is args[0]
     if name in _CAST_TO:
@@ -155,14 +166,15 @@ def _is_no_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name not in ("cpu", "cuda", "to", "type"):
         return False
     if name == "type" and not all(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
-        return False  # torch's old names of types, which name a device too
+        return False  # legacy tensor types such as torch.cuda.FloatTensor, which name a device too
+    # The arguments of `to` end with `non_blocking, copy`, so a second bool is `copy`.
     copies = kwargs.get("copy", False) or sum(isinstance(value, bool) for value in args[1:]) > 1
     asked = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor))]
     return not copies and all(getattr(value, "dtype", value) == args[0].dtype for value in asked)
 
 
 def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype to which a call casts its first argument; None where it is no cast."""
+    """Return the dtype to which a call casts its first argument; None if the call is not a cast."""
     if name not in ("to", "type"):
         return _CAST_TO.get(name)
     asked = (value for value in (*args[1:], *kwargs.values()) if isinstance(value, (torch.dtype, torch.Tensor)))
@@ -170,7 +182,7 @@ def _cast_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of a call's result where that is a `ReleasedCopy` of the first argument; None for any other call."""
+    """Return the dtype of a call's result if it is a `ShardedParameterCopy` of the first argument; else None."""
     if name == "_weight_norm":
         dtype: torch.dtype = args[0].dtype
         return dtype
@@ -179,11 +191,10 @@ def _dtype_of_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class _StandIn(torch.Tensor):
-    """A tensor in the place of a released parameter's values. Questions that read no values are answered; all other
-    calls go to `_use`."""
+    """Stand-in for the values of a sharded parameter. Metadata calls return results; all other calls go to `_use`."""
 
     _parameter: nn.Parameter
-    _comes_from = ""  # what errors name as the call, where it is no torch function
+    _comes_from = ""  # name of the call in errors, if it is not a torch function
 
     @classmethod
     def __torch_function__(
@@ -207,17 +218,17 @@ class _StandIn(torch.Tensor):
 
 
 class ShardedParameterCopy(_StandIn):
-    """Copy of a released parameter in another dtype or normalised by `weight_norm`, made where the values cannot be
-    gathered.
+    """Copy of a sharded parameter in another dtype or normalised by `weight_norm`, without values.
 
-    Initialisers overwrite such a copy without reading it (`init.normal_(weight.float())` in transformers 5.8, and
-    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped): it then becomes an
-    ordinary tensor. Any other use raises as the parameter does.
+    It is returned where the parameter cannot be gathered. Initialisers overwrite such a copy without reading it, and
+    the copy then becomes an ordinary tensor. Examples are `init.normal_(weight.float())` in transformers 5.8, and
+    `init.normal_(conv.weight)` of a convolution with weight_norm, whose results are dropped. Any other use raises the
+    error of the parameter.
     """
 
     @classmethod
     def of(cls, parameter: nn.Parameter, dtype: torch.dtype) -> ShardedParameterCopy:
-        """The copy of a released parameter."""
+        """Return a copy of a sharded parameter, without values."""
         with torch._C.DisableTorchFunctionSubclass():
             copied = torch.Tensor._make_subclass(cls, nan_placeholder(parameter, dtype), False)
         copied._parameter = parameter
@@ -226,6 +237,7 @@ class ShardedParameterCopy(_StandIn):
     @classmethod
     def _use(cls, name: str, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         if name in _FACTORIES:
+            # A zero-stride tensor has the shape, dtype and device that the factory copies, without memory.
             like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return function(like, *args[1:], **given)
         # Some callers of torch.nn.init pass the tensor by name.
@@ -244,7 +256,9 @@ class ShardedParameterCopy(_StandIn):
         self.__class__ = torch.Tensor  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Copy of a released parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not here"
+        return (
+            f"Copy of a sharded parameter, of shape {tuple(self.shape)}, {self.dtype}: its values are not on this rank"
+        )
 
 
 def _never(parameter: nn.Parameter) -> bool:
@@ -252,27 +266,29 @@ def _never(parameter: nn.Parameter) -> bool:
 
 
 allows_stub: Callable[[nn.Parameter], bool] = _never
-"""Whether a released parameter may stand in a `state_dict()` by name, shape and dtype (see `Stub`)."""
+"""Return True if a `StateDictStub` may represent a sharded parameter in `state_dict()`."""
 
 read_full_value: Callable[[nn.Parameter], torch.Tensor] | None = None
-"""Reads the values behind a stub, by all ranks together; None: they cannot be had from it."""
+"""Gather the values behind a stub, collectively on all ranks. None if stubs cannot be read."""
 
 
 class StateDictStub(_StandIn):
-    """What stands for a released parameter in a `state_dict()` of which often only the names are wanted: transformers
-    asks for it while it loads, and peft on one rank while it saves. It has shape and dtype. Who asks for its values
-    gets them from `whole_of`, or an error; nobody can change them."""
+    """Stub of a sharded parameter in a `state_dict()`, with shape and dtype.
+
+    Callers often need only the names: transformers calls `state_dict()` while it loads, and peft on one rank while it
+    saves. An access to the values returns the result of `read_full_value` or raises. The values cannot be changed.
+    """
 
     _comes_from = "state_dict"
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter for which it stands."""
+        """Parameter that the stub represents."""
         return self._parameter
 
     @classmethod
     def of(cls, parameter: ShardedParameter) -> StateDictStub:
-        """The stub of a released parameter."""
+        """Return the stub of a sharded parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             stub = torch.Tensor._make_subclass(cls, raw_data(parameter), False)
         stub._parameter = parameter
@@ -292,15 +308,17 @@ class StateDictStub(_StandIn):
         return read_full_value(self._parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are spread over ranks"
+        return f"Stub of shape {tuple(self.shape)}, {self.dtype}: its values are sharded over ranks"
 
 
 def mark_sharded(parameter: nn.Parameter, handler: GatherHandler) -> None:
-    """Take the values from `parameter`; one that has none stays as it is."""
+    """Remove the values of `parameter` and make it a `ShardedParameter`. A sharded parameter is unchanged."""
     if isinstance(parameter, ShardedParameter):
         return
+    # A weak reference, because the handler (the unit) refers to its parameters.
     _sharded[id(parameter)] = ref(handler), type(parameter)
     put_data(parameter, nan_placeholder(parameter))
+    # Change the class in place: modules and optimizers keep references to the parameter object.
     parameter.__class__ = ShardedParameter
 
 
@@ -308,28 +326,30 @@ def nan_placeholder(parameter: torch.Tensor, dtype: torch.dtype | None = None) -
     """Return a tensor of a parameter's shape and device without memory of its own: every element is one NaN.
 
     Args:
-        dtype: by default the parameter's. Dtypes without a NaN get 0.
+        dtype: By default the parameter's. Dtypes without a NaN get 0.
     """
     dtype = dtype or parameter.dtype
     key = (dtype, parameter.device)
     if key not in _nan:
-        empty = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        _nan[key] = torch.full((), empty, dtype=dtype, device=parameter.device)
+        if dtype.is_floating_point or dtype.is_complex:
+            _nan[key] = torch.full((), float("nan"), dtype=dtype, device=parameter.device)
+        else:
+            _nan[key] = torch.full((dtype.itemsize,), 255, dtype=torch.uint8, device=parameter.device).view(dtype)[0]
     return _nan[key].expand(parameter.shape)
 
 
 def mark_unsharded(parameter: nn.Parameter) -> None:
-    """Make `parameter` an ordinary one again; its data are set by who calls."""
+    """Restore the class of `parameter`. The caller sets its data."""
     _, parameter.__class__ = _sharded.pop(id(parameter))
 
 
 def forget_sharded(identity: int) -> None:
-    """A released parameter with this id is gone."""
+    """Forget a sharded parameter with this id, which was garbage-collected."""
     _sharded.pop(identity, None)
 
 
 def handler_of(parameter: nn.Parameter) -> GatherHandler | None:
-    """Who has the values of a released parameter; None for any other tensor."""
+    """Return the gather handler of a sharded parameter; None for any other tensor."""
     entry = _sharded.get(id(parameter)) if isinstance(parameter, ShardedParameter) else None
     return entry[0]() if entry is not None else None
 
@@ -348,7 +368,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _try_gather(parameter: ShardedParameter, together: Sequence[torch.Tensor]) -> bool:
-    """Have the keeper make the parameter present, where that is possible."""
+    """Gather the parameter through its handler. Return True on success."""
     keeper = handler_of(parameter)
     return keeper is not None and keeper.gather_parameter(parameter, together)
 
@@ -357,7 +377,7 @@ def _error(parameter: nn.Parameter, what: str) -> ShardedParameterError:
     keeper = handler_of(parameter)
     name = keeper.name_of(parameter) if keeper is not None else "?"
     return ShardedParameterError(
-        f"{what!r} on parameter {name!r}: its values are spread over ranks (stage 3 outside of a forward, or built "
+        f"{what!r} on parameter {name!r}: its values are sharded over ranks (stage 3 outside of a forward, or built "
         "under windlass.zero.Init); read or "
         "change it inside `with windlass.zero.GatheredParameters([parameter], modifier_rank=None or a rank):`, or read "
         "it with windlass.zero.full_param(parameter)"

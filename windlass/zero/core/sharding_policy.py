@@ -1,4 +1,4 @@
-"""What a ZeRO stage means: which kinds of slots are cut. The only place that reads the stage number."""
+"""Sharding policy: the kinds of slots that a ZeRO stage shards. Only this module interprets the stage number."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from windlass.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """Which slots are cut over the shard axis of the data mesh.
+    """Kinds of slots that are sharded over the shard axis of the data mesh.
 
     Attributes:
-        stage: for people to read; no code branches on it.
-        param: every rank keeps only its cut of a parameter while nobody uses it; else each keeps all.
-        grad: gradients are reduced at every backward, and only the cut is kept; else once, at the accumulation
-        boundary.
-        state: master weights and optimizer state exist only for the cut.
+        stage: ZeRO stage, for display only. No code branches on it.
+        param: Each rank keeps only its shard of a parameter between uses; else every rank keeps full parameters.
+        grad: Gradients are reduced in every backward, and only the shard is kept; else they are reduced once, at the
+            accumulation boundary.
+        state: Master weights and optimizer states exist only for the shard.
     """
 
     stage: int
@@ -34,14 +34,13 @@ _STAGES = {
 
 
 def sharding_policy(stage: int, shards: int, *, away: bool = False) -> ShardingPolicy:
-    """The policy of a stage over `shards` ranks. A cut over one rank is no cut, unless it shall rest away from the
-    device.
+    """Return the policy of a stage over `shards` ranks. On one rank nothing is sharded, unless slots are offloaded.
 
     Args:
-        away: some slots have another home than the device.
+        away: Some slots are offloaded to another tier than the device.
 
     Raises:
-        ConfigError: there is no such stage.
+        ConfigError: the stage does not exist.
     """
     if stage not in _STAGES:
         raise ConfigError(f"zero_optimization.stage = {stage!r}; there are stages 0, 1, 2 and 3")

@@ -1,4 +1,4 @@
-"""What all ranks agree on before a step, and what they then know of the gradient: its copies, its first bad element."""
+"""Agreement of all ranks before a step: gradient norm, sums over replicas, first non-finite gradient."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ T = TypeVar("T")
 
 
 class StepAgreement:
-    """Reached once a step, in one small reduction; in two where some ranks reduced what others did not, or replicas of
-    a parameter are to be added up. Collective over all ranks when it is made.
+    """Agreement of all ranks before a step, in one small reduction.
+
+    A second one follows if some ranks still have unreduced gradients, or if replicas of a parameter are summed. Its
+    construction is collective over all ranks.
 
     Args:
-        gradients: of this rank.
-        units: of its model, those too that are not trained yet.
-        policy: over which ranks they are cut.
-        mesh: all ranks.
-        traffic: what counts the bytes of it.
-        device: where collectives take what is said.
-        bad: whether a disk of this rank failed by now, as a number.
+        gradients: Gradient reducer of this rank.
+        units: All units of the model, trainable or not.
+        policy: Sharding policy of the gradients.
+        mesh: Mesh of all ranks.
+        traffic: Counter of the bytes sent.
+        device: Device of the collectives.
+        has_local_failure: Returns 1 if a disk of this rank has failed, else 0.
     """
 
     def __init__(
@@ -50,25 +52,25 @@ class StepAgreement:
         self._gradients, self._policy, self._mesh = gradients, policy, mesh
         self._traffic, self._device, self._has_local_failure = traffic, device, has_local_failure
         self._norm_vector = NormVector(mesh, device)
-        self._has_replicas = any(
-            mesh.gather_from_world(any(unit.extra_reduce_groups for unit in units))
-        )  # on any rank: all agree twice then
-        self._replicas_summed = False  # gradients are the sum over replicas already
+        # Over all ranks, so that either all of them agree twice or none does.
+        self._has_replicas = any(mesh.gather_from_world(any(unit.extra_reduce_groups for unit in units)))
+        self._replicas_summed = False  # gradients are summed over replicas
         self._warned_uneven = False
 
     def agree(self, flags: list[float]) -> StepStatus:
-        """Reduce what is left, add up replicas, and agree. Collective over all ranks.
+        """Reduce the remaining gradients, sum replicas, and exchange the step status. Collective over all ranks.
 
         Args:
-            flags: numbers to add up over ranks on the same trip; in the verdict that of bad disks follows them.
+            flags: Numbers to sum over ranks in the same exchange. In the result, the sum of disk failures follows them.
         """
+        # The norm needs the final sums.
         self._gradients.finish()
         self._replicas_summed = False
         verdict = self._reduce_status(flags)
-        again = self._has_replicas or verdict.flags.pop() > 0
+        again = self._has_replicas or verdict.flags.pop() > 0  # the last flag: some rank has unreduced gradients
         rest = verdict.unreduced
         used = [any(of_unit) for of_unit in verdict.used]
-        if self._has_replicas:  # another replica may have used what none of these ranks did
+        if self._has_replicas:  # another replica may have used a parameter that none of these ranks used
             rest = [
                 left or (had and bool(slot.unit.extra_reduce_groups) and not slot.has_reduced)
                 for slot, left, had in zip(self._gradients.slots, rest, used, strict=True)
@@ -80,6 +82,7 @@ class StepAgreement:
                 if had and slot.unit.extra_reduce_groups:
                     self._sum_in_place(slot)
             self._replicas_summed = True
+        # The first status lacked the gradients that were reduced or summed just now.
         if again:
             verdict = self._reduce_status(flags)
             verdict.flags.pop()
@@ -89,10 +92,10 @@ class StepAgreement:
         return verdict
 
     def refuse_diverged(self) -> None:
-        """Collective over the data ranks, where all know that they diverged.
+        """Raise because the data ranks diverged. Collective over the data ranks, which all have this status.
 
         Raises:
-            ModelError: ranks dropped gradients that others kept.
+            ModelError: ranks dropped gradients that other ranks kept.
         """
         ranks, drops = self._mesh.dense.data.ranks, self._all_gather_from_data_ranks(self._gradients.dropped_names)
         said = "; ".join(
@@ -100,13 +103,13 @@ class StepAgreement:
             for rank, mine in zip(ranks, drops, strict=True)
         )
         raise ModelError(
-            f"ranks dropped gradients that were reduced already, and not the same at the same place: {said}. Each rank "
-            "has a shard of every gradient, so zero_grad() or parameter.grad = None has to be called by all ranks, "
-            "after the same backwards. This step was not made and all its gradients are dropped"
+            f"ranks dropped reduced gradients differently: {said}. Each rank has a shard of every gradient, so all "
+            "ranks must call zero_grad() or set parameter.grad = None after the same backwards. This step was skipped "
+            "and all its gradients are dropped"
         )
 
     def first_name(self, mine: str) -> str:
-        """The name that the first rank has that has one. Collective over all ranks."""
+        """Return the first nonempty name in rank order; empty if no rank has one. Collective over all ranks."""
         found = [mine] * self._mesh.world.size
         if len(found) > 1:
             dist.all_gather_object(found, mine, group=self._mesh.world.process_group)
@@ -118,13 +121,13 @@ class StepAgreement:
             counts = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks, made, strict=True))
             logger.warning(
                 "ranks made different numbers of backwards in this step (%s): the gradient is the mean over ranks of "
-                "each rank's sum, as with DistributedDataParallel's no_sync around all backwards but the last. This is "
-                "not said again",
+                "each rank's sum, as with DistributedDataParallel's no_sync around all backwards but the last. This "
+                "warning is logged once",
                 counts,
             )
 
     def _all_gather_from_data_ranks(self, mine: T) -> list[T]:
-        """What each data rank has. Collective over them."""
+        """All-gather an object from the data ranks. Collective over them."""
         data = self._mesh.dense.data
         found = [mine] * data.size
         if data.size > 1:
@@ -132,25 +135,33 @@ class StepAgreement:
         return found
 
     def forget(self) -> None:
-        """The gradients that were agreed on are gone."""
+        """Forget that replicas were summed, because the gradients of the last agreement are gone."""
         self._replicas_summed = False
 
     def local_part(self, unit: Unit, reduced: torch.Tensor) -> torch.Tensor:
-        """What this rank's reductions bring of a unit's reduced gradient `[state_stop - state_start]`: a view."""
+        """Return this rank's part of a unit's reduced gradient `[state_stop - state_start]`, as a view."""
         group = unit.dp_group.group
         return reduced if self._policy.state else local_shard(reduced, group.index, group.size)
 
     def sum_replicas(self, unit: Unit, part: torch.Tensor) -> torch.Tensor:
-        """Add to `own_part` of a unit, in place, those of ranks that have the same and reduced it among others, unless
-        the step under way did. Collective over them."""
+        """Sum `part` in place over the unit's further groups, unless this step's agreement did so already.
+
+        Collective over these groups.
+
+        Args:
+            part: The `local_part` of the unit.
+        """
         if not self._replicas_summed:
             for group in unit.extra_reduce_groups:
                 dist.all_reduce(part, group=group.process_group)
         return part
 
     def first_nonfinite(self) -> str:
-        """The first parameter in model order whose reduced gradient is not finite; empty if all are, and only the sum
-        of their squares is not. Collective over all ranks."""
+        """Return the first parameter in model order whose reduced gradient is not finite.
+
+        Return an empty string if all are finite, and only the sum of their squares overflows. Collective over all
+        ranks.
+        """
         mine: list[tuple[int, int, int, str]] = []
         stage = self._mesh.pp.index
         for slot in self._gradients.slots:
@@ -166,10 +177,10 @@ class StepAgreement:
         return min((bad for bads in found for bad in bads), default=(0, 0, 0, ""))[-1]
 
     def refuse_unused(self, used: list[list[bool]]) -> None:
-        """Collective where not all ranks are data ranks of the same.
+        """Raise if a parameter had no gradient. Collective if the mesh has other axes than data-parallel ones.
 
         Args:
-            used: as `Verdict.used`.
+            used: `StepStatus.used`.
 
         Raises:
             ModelError: a parameter had no gradient on any rank.
@@ -199,7 +210,10 @@ class StepAgreement:
         return verdict
 
     def _merge_stage_usage(self, verdict: StepStatus) -> None:
-        """What several stages of a pipeline hold is used where any of them uses it. Collective over those stages."""
+        """Mark a parameter that several pipeline stages share as used if any of the stages used it.
+
+        Collective over these stages.
+        """
         for stages, axis in self._mesh.stages.items():
             numbers = [
                 number for number, slot in enumerate(self._gradients.slots) if slot.unit.kind.shared_stages == stages

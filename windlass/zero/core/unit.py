@@ -1,4 +1,4 @@
-"""A unit: parameters that are gathered, reduced and stepped together, as views into one flat buffer."""
+"""Unit: parameters that are gathered, reduced and updated together, as views of one flat buffer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windlass.zero.core.unit_partition import Block, UnitPlan
 
 
 class ShardState(Enum):
-    """Where the whole parameters of a unit are."""
+    """State of the full parameters of a unit on this rank."""
 
     SHARDED = "released"
     UNSHARDING = "coming"
@@ -31,27 +31,28 @@ class ShardState(Enum):
 
 
 class Unit:
-    """Parameters, their layout, and the flat tensors that hold them.
+    """Parameters of one unit, their layout, and the flat tensors that hold them.
 
-    [Note: released parameters] At stage 3 `full` exists only while a block that uses the unit runs. On shared memory
-    it is one buffer for all ranks, each owning its cut, and a gather only waits until the owners have updated.
-    Elsewhere (a wire, or parameters that rest away from the device) its memory is vacated and occupied again: views
-    that autograd saved alias it, so they hold the right values again after the gather before their backward; it is
-    never lent to another unit. A released parameter keeps its shape but all its elements are one NaN (see access.py),
-    so that no use of it can go unnoticed.
+    [Note: released parameters] At stage 3 the full parameters exist only while a block that uses the unit runs. On
+    shared memory `full` is one buffer for all ranks: each rank owns its shard, and a gather only waits until the owners
+    have published their updates. On other transports, or if the parameters are offloaded, the memory of `full` is freed
+    and allocated again under the same tensor object. Views that autograd saved alias `full`, so they hold the right
+    values again after the gather before their backward. The memory of `full` is never reused for another unit. A
+    sharded parameter keeps its shape, but all its elements are one NaN (see sharded_parameter.py), so that every
+    accidental use is visible.
 
     Attributes:
-        full: `[layout.padded]` in the compute dtype; parameters are views of it while present.
-        frees: releasing gives memory back (else only the names go).
-        lowered: its gradients travel in `Settings.lowered_wire`.
-        family: the ranks that it is cut and reduced over.
-        placements: of each parameter, what of the whole one lies here.
-        sums: groups over which its reduced cut is added up besides.
-        speaks: of the ranks beside each other that have the same of it, this one counts where each element counts once.
-        share: factor of the squares of its elements in the norm, see `family.share`.
-        rests: this rank's cut of the parameters where `full` is freed; else the cut is that of `full`.
-        home: of the parameters between uses.
-        state_home: of master weights and optimizer states.
+        full: `[layout.padded]` in `dtype`. Parameters are views of it while the unit is unsharded.
+        frees_memory: Resharding frees the memory of `full`. If False, resharding only marks the parameters as sharded.
+        lowered: Gradients are sent in the lowered reduce dtype of the settings.
+        dp_group: Ranks over which the unit is sharded and reduced.
+        placements: Placement of each parameter: the part of the full parameter that lies on this rank.
+        extra_reduce_groups: Further groups over which the reduced gradient shard is summed.
+        is_primary_replica: True on the one rank whose copy is counted when replicas are summed.
+        norm_weight: Factor for the squares of the unit's elements in the norm.
+        shard_slot: This rank's shard of the parameters if `frees_memory`; else None, and the shard is part of `full`.
+        tier: Tier of the parameters while they are sharded.
+        state_tier: Tier of master weights and optimizer states.
     """
 
     def __init__(
@@ -77,49 +78,48 @@ class Unit:
         self.is_primary_replica = True
         self.reshards = reshards
         self.shard_state = ShardState.UNSHARDED
-        self.users = 0  # blocks now between their gather and their release
-        self.keep_unsharded = False  # a graph of gradients may come back to it at any time
+        self.users = 0  # blocks between their unshard and their reshard
+        self.keep_unsharded = False  # a later backward may use the parameters at any time
         self.state_start, self.state_stop = 0, layout.padded
         self.tier, self.state_tier = tier, state_tier
         self.shard_slot: Slot | None = None
         self.secondary_shard: torch.Tensor | None = None
-        self.data_snapshots: dict[
-            int, torch.Tensor
-        ] = {}  # by parameter, values when a script read `.data` since the gather
-        self.lost_edit_name = ""  # a parameter that was changed through `.data` before it was released
+        # By parameter: values when a script read `.data` since the unshard.
+        self.data_snapshots: dict[int, torch.Tensor] = {}
+        self.lost_edit_name = ""  # parameter that a script changed through `.data` before it was resharded
         self.privately_held: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
-        self.unshard_for_current_block: Callable[[Unit], bool] | None = (
-            None  # set by the runtime: gather it for whoever runs now
-        )
-        self.order_pending: Callable[[Pending], Pending] = lambda pending: pending  # set by the order
-        self.unsharded_for_peers = False  # gathered before anybody here needed it
+        # Set by the runtime: unshards the unit for the running block.
+        self.unshard_for_current_block: Callable[[Unit], bool] | None = None
+        self.order_pending: Callable[[Pending], Pending] = lambda pending: pending  # set by the collective scheduler
+        self.unsharded_for_peers = False  # gathered for peers before this rank needed it
         self._pending: Pending = DONE
-        self._secondary_valid = False  # the second copy is of the present values
-        self._all_ranks_gathered = True  # on all ranks, since the values changed
-        self.update_count = 0  # times that the cut was given new values
+        self._secondary_valid = False  # `secondary_shard` equals the current values
+        self._all_ranks_gathered = True  # all ranks have gathered since the values changed
+        self.update_count = 0  # number of updates of the local shard
 
     @property
     def transport(self) -> Transport:
-        """Over the ranks that it is cut over."""
+        """Transport over the ranks that the unit is sharded over."""
         return self.dp_group.transport
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters, padding left out."""
+        """Number of elements of the parameters, without padding."""
         return self.layout.numel
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `full`."""
+        """Size of `full` in bytes."""
         return self.layout.padded * self.dtype.itemsize
 
     @property
     def kind(self) -> PlacementKey:
-        """What decides who else has it, and who reduces it."""
+        """Placement key: determines which ranks hold replicas of the unit and which ranks reduce it."""
         return self.placements[0].key
 
     def buffer_request(self) -> BufferRequest:
-        """The buffer to allocate for `full`."""
+        """Return the request for the buffer that holds `full`."""
+        # Offloaded parameters need `full` only while gathered, so it does not go to memory shared by all ranks.
         away = self.reshards and self.tier is not Tier.DEVICE
         return BufferRequest(self.layout.padded, self.dtype, shared=self.reshards and not away, transient=self.reshards)
 
@@ -129,10 +129,11 @@ class Unit:
         ledger: DeviceMemoryLedger,
         make_shard_slot: Callable[[Unit, int], Slot],
     ) -> None:
-        """Take `buffer` for `full`; its content is set by `views` and `settle_in` afterwards.
+        """Use `buffer` as `full`. The caller fills it afterwards through `views` and then calls `finish_init`.
 
         Args:
-            rests: makes a slot of so many elements for a cut whose `full` is freed.
+            make_shard_slot: Returns a slot of the given number of elements, for the local shard of a unit that frees
+                `full`.
         """
         self.buffer, self.full, self._ledger = buffer, buffer.local, ledger
         self.frees_memory = self.reshards and not buffer.shared
@@ -142,13 +143,15 @@ class Unit:
             self.shard_slot = make_shard_slot(self, self.local_shard.numel())
             self.shard_slot.set_content_description(self._names_in_shard)
         self._make_views()
+        # A second shard over nearby ranks saves traffic between nodes in the backward; it needs a `full` that is freed.
         self._regather = self.dp_group.secondary_transport if self.frees_memory else None
         if self._regather is not None:
             near = self._regather.group
             self.secondary_shard = torch.empty_like(local_shard(self.full, near.index, near.size))
 
     def move_to(self, buffer: TransportBuffer) -> None:
-        """Take another `buffer` for `full`, with the same values; of a unit that is never released."""
+        """Copy the values of `full` to another `buffer` and use it from now on. For units that are never resharded."""
+        # Parameters may have been given other memory; copy their values into `full` first.
         self.recapture_parameters()
         buffer.local.copy_(self.full)
         self.buffer, self.full = buffer, buffer.local
@@ -163,75 +166,80 @@ class Unit:
 
     @property
     def local_shard(self) -> torch.Tensor:
-        """This rank's cut of `full`, over the transport's group."""
+        """This rank's shard of `full`, as a view."""
         return local_shard(self.full, self.transport.group.index, self.transport.group.size)
 
     def read_local_shard(self) -> torch.Tensor:
-        """This rank's cut of the parameters in memory; change it and give it to `write_cut`."""
+        """Return this rank's shard of the parameters in memory. Pass it to `write_local_shard` after a change."""
         return self.shard_slot.read() if self.shard_slot is not None else self.local_shard
 
     def write_local_shard(self, values: torch.Tensor) -> None:
-        """Put what `read_cut` gave back."""
+        """Store the shard that `read_local_shard` returned."""
         if self.shard_slot is not None:
             self.shard_slot.write(values)
 
     def views(self) -> list[torch.Tensor]:
-        """The parameters' places in `full`, shaped; valid while present."""
+        """Return the shaped views of the parameters in `full`. Their values are valid while the unit is unsharded."""
         return self._views
 
     def store_local_shard(self, values: torch.Tensor) -> None:
-        """Take this rank's cut, in the compute dtype and on the device, to where it rests while `full` is freed."""
+        """Store this rank's shard, given in the parameter dtype on the device, in its slot. Only if `frees_memory`."""
         assert self.shard_slot is not None
         self.shard_slot.put(values).wait()
 
     def finish_init(self) -> None:
-        """After the cut was filled for the first time: point the parameters, let the rest go."""
+        """Point the parameters at `full` and reshard if configured. Called once, after the local shard is filled."""
         self.point()
         if self.reshards:
             if not self.frees_memory:
+                # Peers may read this rank's part of the shared buffer only after it is published.
                 self.transport.publish(self.buffer)
             self.reshard()
 
     def read_ahead(self) -> bool:
-        """Start to read this rank's cut from disk, for the next gather; False if there is no room for it."""
+        """Start to read this rank's shard from NVMe for the next gather. Return False if there is no room for it."""
         return self.shard_slot is None or self.shard_slot.prefetch()
 
     def unshard(self, *, backward: bool = False) -> None:
-        """Start to make the parameters present; `await_present` finishes that."""
+        """Start to unshard the parameters; `wait_for_unshard` finishes."""
         if self.shard_state is ShardState.SHARDED:
             self._start_unshard(backward=backward)
 
     def join_unshard(self, *, backward: bool = False) -> None:
-        """Take part in a gather that some rank needs, whether the parameters are present here or not."""
+        """Take part in a gather that some rank needs, even if the parameters are unsharded on this rank."""
+        # This rank joins the collective again, so its own gather in flight has to end first.
         if self.shard_state is not ShardState.SHARDED:
             self.wait_for_unshard()
         self._start_unshard(backward=backward)
 
     def _start_unshard(self, *, backward: bool) -> None:
-        here = self.shard_state is ShardState.UNSHARDED  # then peers' cuts come once more, the same as they are
+        here = self.shard_state is ShardState.UNSHARDED  # then the gather receives the same values again
         self._pending = self._start_all_gather(here, backward=backward)
-        if not here:  # not before: where there is no memory for it, it is as it was
+        if not here:  # set afterwards: if allocation fails, the state stays as it was
             self.shard_state = ShardState.UNSHARDING
 
     def _start_all_gather(self, is_unsharded: bool, *, backward: bool) -> Pending:
         if self.shard_slot is None:
+            # Shared buffer: `full` is always allocated, the gather only waits for the owners.
             return self.transport.all_gather(self.buffer, elements=self.numel)
         if not is_unsharded:
             self._account_memory(self.nbytes)
             self.transport.allocate_memory(self.buffer)
-        # whether nearer ranks are asked must be the same on all, whatever each of them released
+        # All ranks must choose the same group, even if only some of them resharded the unit in between.
         if backward and self._regather is not None and self.secondary_shard is not None and self._all_ranks_gathered:
             if not is_unsharded:
                 group = self._regather.group
+                # With the secondary shard in place, only nearby ranks take part, which saves traffic between nodes.
                 local_shard(self.full, group.index, group.size).copy_(self.secondary_shard)
             return self.order_pending(self._regather.all_gather(self.buffer, elements=self.numel))
         self._all_ranks_gathered = True
+        # An unsharded rank has its shard in `full` already and must not overwrite it while it is in use.
         fetched = DONE if is_unsharded else self.shard_slot.fetch(self.local_shard)
         with WaitScope("gather", self.names):
             return self.order_pending(self.transport.all_gather(self.buffer, elements=self.numel, ready=fetched))
 
     def wait_for_unshard(self, *, backward: bool = False) -> None:
-        """Gather if nobody has, wait, and point the parameters at their values."""
+        """Unshard unless that has started, wait, and point the parameters at their values."""
         if self.shard_state is ShardState.UNSHARDED:
             return
         self.unshard(backward=backward)
@@ -241,17 +249,20 @@ class Unit:
         self.point()
 
     def reshard(self, *, stale: bool = False) -> None:
-        """Release: the parameters lose their values, and the memory of `full` goes back.
+        """Reshard: mark the parameters as sharded, and free the memory of `full` if `frees_memory`.
 
         Args:
-            stale: the cut at rest has newer values than `full`, so that no second copy may be taken from it.
+            stale: The shard slot has newer values than `full`, so `full` must not be copied to the secondary shard.
         """
+        # The memory must not be freed while a gather still writes to it.
         self._pending.wait()
         self._pending, self.unsharded_for_peers = DONE, False
+        # Copy the secondary shard while `full` is unsharded, before its memory is freed.
         if self._regather is not None and self.secondary_shard is not None and not self._secondary_valid and not stale:
             near = self._regather.group
             self.secondary_shard.copy_(local_shard(self.full, near.index, near.size))
             self._secondary_valid = True
+        # Edits through `.data` are lost with the memory, so detect them before it is freed.
         if self.data_snapshots:
             self._record_data_edits()
         for index, parameter in enumerate(self.parameters):
@@ -263,7 +274,7 @@ class Unit:
             self._account_memory(0)
 
     def snapshot_data(self, index: int) -> None:
-        """A script reads `.data` of a gathered parameter: find out, when it is released, whether it changed values."""
+        """Copy the values of an unsharded parameter when a script reads `.data`, to detect changes at the reshard."""
         if (
             self.shard_state is ShardState.UNSHARDED
             and index not in self.privately_held
@@ -272,15 +283,19 @@ class Unit:
             self.data_snapshots[index] = self._views[index].clone()
 
     def _record_data_edits(self) -> None:
-        """Note parameters that were changed through `.data`. Their versions stay: a backward would refuse them."""
+        """Record a parameter that was changed through `.data`.
+
+        Its version counter is not incremented, because a backward would then reject its saved views.
+        """
         for index, before in self.data_snapshots.items():
             if not torch.equal(before, self._views[index]):
                 self.lost_edit_name = self.lost_edit_name or self.names[index]
         self.data_snapshots.clear()
 
     def mark_updated(self) -> None:
-        """The cut has new values, which peers may gather."""
+        """Record that the local shard has new values, and publish them to peers that share the buffer."""
         self.update_count += 1
+        # The secondary shard is now stale; the next gather has to include all ranks.
         self._secondary_valid = self._all_ranks_gathered = False
         if self.reshards and not self.frees_memory:
             self.transport.publish(self.buffer)
@@ -289,15 +304,18 @@ class Unit:
         self._ledger.set_held_bytes(f"parameters of {self.names[0]}", nbytes)
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """As `Keeper`: inside a forward, and from then on tied to the block that runs."""
+        """Unshard for the block that runs, which then holds the unit.
+
+        Return False outside a forward. See `GatherHandler`.
+        """
         return self.unshard_for_current_block is not None and self.unshard_for_current_block(self)
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """As `Keeper`."""
+        """Return the parameter's name, for errors. See `GatherHandler`."""
         return next((n for n, p in zip(self.names, self.parameters, strict=True) if p is parameter), "?")
 
     def point(self) -> None:
-        """Make the parameters views of `full`, which has their values."""
+        """Make the parameters views of `full`, and mark the unit unsharded."""
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if index in self.privately_held:
                 continue
@@ -307,10 +325,10 @@ class Unit:
         self.shard_state = ShardState.UNSHARDED
 
     def recapture_parameters(self) -> None:
-        """Copy parameters that were given other memory into their places, and point them there again.
+        """Copy parameters that were given other memory into `full`, and make them views of it again.
 
         Raises:
-            ModelError: one was resized.
+            ModelError: a parameter was resized.
         """
         for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if not view.numel() or parameter.data_ptr() == view.data_ptr():
@@ -319,10 +337,11 @@ class Unit:
             with torch.no_grad():
                 view.copy_(raw_data(parameter))
             put_data(parameter, view)
+            # `put_data` does not increment the version, but the values may differ from those that autograd saved.
             torch.autograd.graph.increment_version(parameter)
 
     def require_shape(self, index: int, shape: torch.Size) -> None:
-        """Raises ModelError where a parameter, or its gradient, has another shape than it had."""
+        """Raise ModelError if the parameter at `index`, or its gradient, no longer has its original shape."""
         if shape != self.shapes[index]:
             raise ModelError(
                 f"{self.names[index]!r} had shape {tuple(self.shapes[index])} at initialize and has {tuple(shape)} "
@@ -330,11 +349,11 @@ class Unit:
             )
 
     def pieces(self) -> Iterator[LayoutPiece]:
-        """This rank's parts of the parameters, within its state span."""
+        """Return this rank's fragments of the parameters, within its state span."""
         return self.layout.pieces(self.state_start, self.state_stop)
 
     def names_in(self, start: int, stop: int) -> Iterator[str]:
-        """Names of the parameters in elements `[start, stop)` of the whole unit, quoted."""
+        """Return the quoted names of the parameters in elements `[start, stop)` of the full unit."""
         return (repr(self.names[piece.index]) for piece in self.layout.pieces(start, stop))
 
     def _names_in_shard(self, start: int, stop: int) -> Iterator[str]:
@@ -342,15 +361,17 @@ class Unit:
         return self.names_in(begin + start, begin + stop)
 
     def local_span(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's state span of a flat tensor over the whole unit."""
+        """Return this rank's state span of a flat tensor over the full unit."""
         return flat[self.state_start : self.state_stop]
 
     def parameter_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """The place of one parameter in a flat tensor over the whole unit, shaped."""
+        """Return the shaped view of one parameter in a flat tensor over the full unit."""
         return flat.narrow(0, self.layout.offsets[index], self.layout.numels[index]).view(self.shapes[index])
 
 
 def expert_data_group(units: Sequence[Unit]) -> RankGroup | None:
-    """The data ranks of units of experts, who read and set them by themselves; None where other units are among them,
-    whose ranks are all."""
+    """Return the data-parallel group of expert units, whose ranks access the experts independently of other ranks.
+
+    Return None if `units` is empty or contains other units: then all ranks take part.
+    """
     return units[0].dp_group.mesh.data if units and all(unit.kind.is_expert for unit in units) else None

@@ -1,4 +1,4 @@
-"""Where each parameter of a unit lies in its flat buffer, and where each rank's cut falls: arithmetic alone."""
+"""Unit layout: offset of each parameter in a unit's flat buffer, and range of each rank's shard. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ALIGN = 16  # elements: 64 bytes of float32, a cache line and the widest vector
-_ALIGN_FROM = 1024  # a smaller parameter gains nothing from it and would be mostly padding
+ALIGN = 16  # in elements: 64 bytes of float32, one cache line and the widest vector
+_ALIGN_FROM = 1024  # in elements: aligning smaller parameters brings nothing and would add mostly padding
 
 
 @dataclass(frozen=True)
 class LayoutPiece:
-    """The part of one parameter that lies in a span: elements `[start, stop)` of it, at `offset` in the span."""
+    """Part of one parameter that lies in a span: elements `[start, stop)` of the parameter, at `offset` in the span."""
 
     index: int
     start: int
@@ -27,11 +27,11 @@ class LayoutPiece:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """A unit's parameters in model order, end to end, padded so that every rank's cut has the same size.
+    """Unit's parameters in model order, end to end, padded so that every rank's shard has the same size.
 
     Args:
-        numels: elements of each parameter; zero is allowed.
-        ranks: over how many ranks the unit may be cut; any divisor of it divides the buffer too.
+        numels: Elements of each parameter; zero is allowed.
+        ranks: Maximum number of shards. The buffer can also be divided into any divisor of this number.
     """
 
     numels: tuple[int, ...]
@@ -39,7 +39,7 @@ class UnitLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts in the buffer."""
+        """Start of each parameter in the buffer."""
         offsets, end = [], 0
         for numel in self.numels:
             if numel >= _ALIGN_FROM:
@@ -50,32 +50,35 @@ class UnitLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameters, padding left out."""
+        """Number of elements of the parameters, without padding."""
         return sum(self.numels)
 
     @cached_property
     def padded(self) -> int:
-        """Elements of the buffer: a multiple of `ranks`, and each cut a whole number of cache lines."""
+        """Number of elements of the buffer: a multiple of `ranks`, and each shard a whole number of cache lines."""
         end = max((o + n for o, n in zip(self.offsets, self.numels, strict=True)), default=0)
         step = self.ranks * ALIGN
         return -(-end // step) * step
 
     def shard_range(self, index: int, count: int) -> tuple[int, int]:
-        """`[start, stop)` of the buffer that the `index`-th of `count` ranks owns; `count` divides `ranks`."""
+        """Return the range `[start, stop)` of the buffer that the `index`-th of `count` ranks owns.
+
+        `count` divides `ranks`.
+        """
         if self.ranks % count:
-            raise ValueError(f"a layout for {self.ranks} ranks can't be cut in {count}")
+            raise ValueError(f"a layout for {self.ranks} ranks cannot be divided into {count} shards")
         size = self.padded // count
         return index * size, (index + 1) * size
 
     def pieces(self, start: int, stop: int) -> Iterator[LayoutPiece]:
-        """The parts of parameters in the span `[start, stop)` of the buffer; empty parameters have none."""
+        """Yield the parts of parameters in the span `[start, stop)` of the buffer. Empty parameters have none."""
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             first, last = max(start, offset), min(stop, offset + numel)
             if first < last:
                 yield LayoutPiece(index, first - offset, last - offset, first - start)
 
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The padding in the span `[start, stop)`, as `[first, last)` of the buffer."""
+        """Yield the padding in the span `[start, stop)`, as ranges `[first, last)` of the buffer."""
         end = start
         for piece in self.pieces(start, stop):
             if start + piece.offset > end:
@@ -86,5 +89,5 @@ class UnitLayout:
 
 
 def layout_of(shapes: Sequence[Sequence[int]], ranks: int) -> UnitLayout:
-    """The layout of parameters with these shapes."""
+    """Return the layout of parameters with these shapes."""
     return UnitLayout(tuple(math.prod(shape) for shape in shapes), ranks)

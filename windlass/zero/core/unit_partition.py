@@ -1,4 +1,4 @@
-"""Which modules are blocks, and which parameters form a unit."""
+"""Partition of a model into blocks and units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(eq=False)
 class Block:
-    """A module whose call triggers units: they are gathered before it and released after it."""
+    """Module whose call unshards units: before its forward, with a reshard afterwards."""
 
     name: str
     module: nn.Module
@@ -24,15 +24,15 @@ class Block:
 
 @dataclass(frozen=True)
 class UnitRules:
-    """How a model is cut into units.
+    """Rules for the partition of a model into units.
 
     Args:
-        keep_below: parameters of fewer elements are never released (`stage3_param_persistence_threshold`).
-        keep_at_most: elements that may be kept that way in all (`stage3_model_persistence_threshold`).
-        merge_below: neighbours of fewer elements become one unit; 0: never.
-        split_above: a block with more elements is cut into its own children where it has any.
-        blocks: names of modules or of their classes that are to be blocks; empty: found automatically.
-        lowered: ids of parameters whose gradients travel in a dtype of their own.
+        persistence_threshold: Parameters of fewer elements are never resharded (`stage3_param_persistence_threshold`).
+        max_persistent_numel: Maximum number of elements of such parameters (`stage3_model_persistence_threshold`).
+        merge_below: Neighbouring units of fewer elements are merged; 0: never.
+        split_above: A block of more elements is split into its children, if it has any.
+        blocks: Names of the modules, or of their classes, that become blocks; empty: found automatically.
+        lowered: ids of parameters whose gradients are sent in `lowered_reduce_dtype`.
     """
 
     persistence_threshold: int = 0
@@ -45,8 +45,11 @@ class UnitRules:
 
 @dataclass(eq=False)
 class UnitPlan:
-    """The parameters of a unit to be: all of one dtype, all trainable or all frozen, all kept or all released, all cut
-    and reduced over the same ranks, in one dtype."""
+    """Plan of a unit.
+
+    Its parameters have one dtype, are all trainable or all frozen, and all persistent or none. They are sharded and
+    reduced over the same ranks, in one dtype.
+    """
 
     names: list[str]
     parameters: list[nn.Parameter]
@@ -72,19 +75,21 @@ class UnitPlan:
 
     @property
     def full_numel(self) -> int:
-        """Elements of the whole parameters: the same on all ranks, which have more or fewer of them."""
+        """Number of elements of the full parameters: equal on all ranks, even if their parts differ in size."""
         return sum(get_global_numel(p) for p in self.parameters)
 
 
-_PERSISTENT_BUCKET = 1 << 18  # kept parameters are small and many: reduced together, up to 1 MiB of float32
+# Persistent parameters are many and small: they are reduced in buckets of up to 1 MiB of float32.
+_PERSISTENT_BUCKET = 1 << 18
 
 
 def find_blocks(model: nn.Module, rules: UnitRules) -> list[Block]:
-    """The blocks of `model` in model order; together they hold every parameter, a tied one more than once.
+    """Return the blocks of `model` in model order. Together they hold every parameter, a tied one more than once.
 
-    By default a block is an element of a ModuleList, ModuleDict or Sequential (so one transformer block), or a child
-    that holds no such container (an embedding, a head, a final norm). A parameter that a module with deeper blocks
-    holds itself belongs to that module's own block. The model is always a block, if only to know when it runs.
+    By default a block is an element of a ModuleList, ModuleDict or Sequential (e.g. one transformer layer), or a child
+    without such a container (e.g. an embedding, a head, a final norm). A parameter held directly by a module with
+    deeper blocks belongs to that module's own block. The model itself is always a block, at least to detect when it
+    runs.
     """
     blocks = [Block("", model, list(model.parameters(recurse=False)))]
     if rules.blocks:
@@ -126,7 +131,7 @@ def _has_container(module: nn.Module) -> bool:
 
 
 def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
-    """Blocks by name of module or class; what is in none of them belongs to the modules that hold it."""
+    """Return the blocks with these module or class names. Each other parameter belongs to a block of its module."""
     blocks: list[Block] = []
 
     def visit(module: nn.Module, name: str) -> None:
@@ -145,11 +150,11 @@ def _named_blocks(model: nn.Module, wanted: Sequence[str]) -> list[Block]:
 
 
 def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[UnitPlan]]:
-    """Cut `model` into units, in model order.
+    """Partition `model` into units, in model order.
 
-    Parameters share a unit if the same blocks use them and they agree in dtype, trainability, in what they are cut and
-    reduced over, and in whether they are kept. Kept ones need no block, so neighbours are bundled. What several stages
-    of a pipeline hold is a unit of its own, which is the same in all of them.
+    Parameters share a unit if the same blocks use them and they agree in dtype, trainability, persistence, and the
+    ranks over which they are sharded and reduced. Persistent parameters belong to no block, so neighbours are merged. A
+    parameter that several pipeline stages hold is a unit of its own, which is equal in all of them.
     """
     blocks = find_blocks(model, rules)
     users: dict[int, list[Block]] = {}
@@ -160,12 +165,12 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
     plans: dict[tuple[object, ...], UnitPlan] = {}
     kept_elements = 0
     for name, parameter in model.named_parameters():
-        kind, numel = (
-            get_placement(parameter).key,
-            get_global_numel(parameter),
-        )  # the same on all ranks, however it is cut
+        # Both are equal on all ranks, however the parameter is sharded.
+        kind, numel = get_placement(parameter).key, get_global_numel(parameter)
         kept = numel < rules.persistence_threshold and kept_elements + numel <= rules.max_persistent_numel
+        # Experts are not counted: ranks may hold different numbers of them, and must decide alike.
         kept_elements += numel if kept and not kind.is_expert else 0
+        # Parameters that no block lists belong to the model's own block.
         used_by = users.get(id(parameter), blocks[:1])
         alone = id(parameter) if kind.shared_stages else None
         used_in = tuple(id(block) for block in used_by)
@@ -181,9 +186,8 @@ def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
     merged: list[UnitPlan] = []
     last: dict[tuple[object, ...], _Growing] = {}
     for plan in plans:
-        if (
-            plan.kind.shared_stages or plan.kind.is_expert
-        ):  # ranks may have more or fewer experts, but have as many units
+        # Not merged: ranks may hold different numbers of experts, but must have the same number of units.
+        if plan.kind.shared_stages or plan.kind.is_expert:
             merged.append(plan)
             continue
         kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.persistent, plan.lowered)
@@ -198,20 +202,21 @@ def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
 
 
 class _Growing:
-    """A plan that takes over the parameters of others, with its elements and blocks counted on the way: to count
-    them anew for each plan that joins takes time that grows with the square of their number.
+    """Plan that absorbs the parameters of other plans, with running counts of its elements and blocks.
+
+    Counting again for each absorbed plan would take quadratic time.
 
     Attributes:
-        whole: elements of its whole parameters.
+        whole: Number of elements of its full parameters.
     """
 
     def __init__(self, plan: UnitPlan, whole: int) -> None:
         self._plan, self.whole = plan, whole
-        plan.blocks = list(plan.blocks)  # it may be shared with another plan
+        plan.blocks = list(plan.blocks)  # the list may be shared with another plan
         self._blocks = {id(block) for block in plan.blocks}
 
     def add(self, plan: UnitPlan, whole: int) -> None:
-        """Take over a plan of `whole` elements."""
+        """Absorb a plan of `whole` elements."""
         self.whole += whole
         self._plan.names += plan.names
         self._plan.parameters += plan.parameters

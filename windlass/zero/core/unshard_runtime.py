@@ -1,4 +1,4 @@
-"""The one place that decides when units are gathered and released."""
+"""Unshard runtime: the only module that decides when units are unsharded and resharded."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from windlass.zero.core.unit_partition import Block
 
 @dataclass(eq=False)
 class BlockCall:
-    """One call of a block: which units it uses, in its forward and again in its backward."""
+    """One call of a block, with the units that it uses in its forward and again in its backward."""
 
     block: Block
     units: list[Unit] = field(default_factory=list)
-    inputs: list[torch.Tensor] = field(default_factory=list)  # what it was called with, until it returns
+    inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
 
 
 class UnshardRuntime:
-    """Gathers before use, releases after, in forward and backward.
+    """Unshards units before use and reshards them afterwards, in forward and backward.
 
-    [Note: when a unit may go] After a forward, unless that runs inside a backward (recomputation). After the backward
-    of
-    a call, which is when the gradient of one of the block's inputs is complete: autograd runs ready nodes last made
-    first, so by then every node of the block has run. A block whose inputs need no gradient keeps its units to the end
-    of the outermost backward. "Its own gradients arrived" is no sign: a frozen weight is still needed by what lies
-    below.
+    [Note: when a unit may go] A unit is resharded after a forward, unless the forward runs inside a backward
+    (recomputation). It is resharded after the backward of a call, i.e. when the gradient of one of the block's inputs
+    is complete: autograd runs ready nodes in reverse order of their creation, so every node of the block has run by
+    then. A block whose inputs need no gradient keeps its units to the end of the outermost backward. The arrival of a
+    block's own gradients is not sufficient: the backward of the layers below still needs frozen weights.
     """
 
     def __init__(
@@ -44,12 +43,12 @@ class UnshardRuntime:
         self.units = units
         self.prefetcher, self.scheduler = prefetcher, scheduler
         scheduler.reshard_unused = self._reshard
-        self.will_reduce: Callable[[], bool] = lambda: False  # whether the backward that begins will reduce gradients
+        # Returns True if the backward that begins will reduce gradients.
+        self.will_reduce: Callable[[], bool] = lambda: False
         self.on_backward_begin: list[Callable[[], None]] = []
         self.on_backward_end: list[Callable[[], None]] = []
-        self.after_unshard_all: Callable[[RankGroup | None], None] = lambda among: (
-            None
-        )  # when what `holding` holds is present
+        # Called when the units of `unsharded` are unsharded.
+        self.after_unshard_all: Callable[[RankGroup | None], None] = lambda among: None
         self._units_of_block: dict[int, list[Unit]] = {id(block): [] for block in blocks}
         for unit in units:
             unit.unshard_for_current_block = self.unshard_for_current_block
@@ -59,51 +58,55 @@ class UnshardRuntime:
         self._call_stack: list[BlockCall] = []
         self._depth = 0
         self._open_backwards: set[int] = set()
-        self._calls_in_backward: dict[int, set[int]] = {
-            unit.index: set() for unit in units
-        }  # calls whose backward runs
+        # By unit: calls whose backward runs.
+        self._calls_in_backward: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._had_backward = False
 
     @property
     def in_forward(self) -> bool:
-        """Whether the model runs forward now."""
+        """True while the model runs forward."""
         return self._depth > 0
 
     def live_numel(self) -> int:
-        """Elements of releasable units that are present or coming."""
+        """Return the number of elements of reshardable units that are unsharded or in flight."""
         return sum(u.numel for u in self.units if u.reshards and u.shard_state is not ShardState.SHARDED)
 
     def begin_model_forward(self) -> None:
-        """The outermost module begins its forward."""
-        self._depth += 1  # first: what ends a forward is called even where this fails
+        """Begin a forward of the outermost module."""
+        self._depth += 1  # first, because `end_model_forward` is called even if this method raises
+        # A recomputation inside a backward is part of that backward's phase.
         if self._depth == 1 and current_backward_id() < 0:
             self.prefetcher.begin_forward(had_backward=self._had_backward)
             self._had_backward = False
             self.scheduler.begin_phase(FORWARD if torch.is_grad_enabled() else EVALUATION, reduces=False)
 
     def end_model_forward(self) -> None:
-        """The outermost module ended its forward, or failed in it."""
+        """End a forward of the outermost module, after success or failure."""
         self._depth -= 1
         if self._depth == 0:
             self._call_stack.clear()
             self.scheduler.end_phase(FORWARD, EVALUATION)
 
     def pre_forward(self, block: Block) -> BlockCall:
-        """Before a block runs: its units are present when this returns."""
+        """Unshard the units of a block before its forward, and wait for them."""
         call = BlockCall(block, list(self._units_of_block[id(block)]))
         self._call_stack.append(call)
         if current_backward_id() >= 0:
-            self.register_backward()  # a recomputation: the backward around it must be known before any nested one
-        for unit in call.units:  # all at once: `exit_block` counts all of them off, also where this fails half-way
+            self.register_backward()  # a recomputation: the outer backward must be registered before any nested one
+        # Before any unshard, because `post_forward` decrements all of them even if an unshard raises.
+        for unit in call.units:
             unit.users += 1
         for unit in call.units:
             self._unshard(unit, backward=False)
         return call
 
     def post_forward(self, block: Block, output: object = None) -> BlockCall | None:
-        """After a block ran: its units go unless something still needs them, as who gets a view of a parameter does."""
+        """Reshard the block's units after its forward, unless they are still in use.
+
+        A unit is still in use if, for example, the output is a view of one of its parameters.
+        """
         if not self._call_stack or self._call_stack[-1].block is not block:
-            return None  # something failed before it was entered, and torch calls what comes after all the same
+            return None  # an error occurred before `pre_forward`, and torch calls forward hooks in any case
         call = self._call_stack.pop()
         recomputing = current_backward_id() >= 0
         for unit in call.units:
@@ -113,36 +116,39 @@ class UnshardRuntime:
                 and unit.frees_memory
                 and any(_is_view_of_unit(tensor, unit) for tensor in iterate_tensors(output))
             ):
+                # The enclosing block may use the view, so it holds the unit until its own end.
                 self.unshard_for_current_block(unit)
+            # After a recomputation the backward of the block follows at once.
             if not recomputing:
                 self._reshard(unit)
         return call
 
     def pre_backward(self, call: BlockCall) -> None:
-        """A gradient reached an output of `call`: its units are present when this returns."""
+        """Unshard the units of `call` when a gradient reaches one of its outputs, and wait for them."""
         self.register_backward()
         for unit in call.units:
             self._calls_in_backward[unit.index].add(id(call))
             if torch.is_grad_enabled():
-                unit.keep_unsharded = (
-                    True  # create_graph: nodes made now come back to its values at a time nobody knows
-                )
+                unit.keep_unsharded = True  # create_graph: nodes created now may use the values at any later time
             self._unshard(unit, backward=True)
 
     def post_backward(self, call: BlockCall) -> None:
-        """The gradient of an input of `call` is complete, so its backward is."""
+        """Reshard the units of `call` when the gradient of one of its inputs is complete, and so its backward."""
         for unit in call.units:
             self._calls_in_backward[unit.index].discard(id(call))
             self._reshard(unit)
 
     def unshard_for_current_block(self, unit: Unit) -> bool:
-        """Gather `unit` for a block that uses it without owning it, and tie it to that block; False outside a
-        forward."""
+        """Unshard `unit` for a running block that does not own it, and add it to that block.
+
+        Return False outside a forward.
+        """
         if not self._call_stack:
             return False
         call = self._call_stack[-1]
         if unit in call.units:
             return True
+        # Later calls of the block then unshard the unit too.
         self._units_of_block[id(call.block)].append(unit)
         unit.blocks.append(call.block)
         call.units.append(unit)
@@ -151,15 +157,19 @@ class UnshardRuntime:
         return True
 
     def keep_until_step(self, call: BlockCall) -> None:
-        """The backward of `call` will not be announced."""
+        """Keep the units of `call` unsharded until the step, because no hook will see the start of its backward."""
         for unit in call.units:
             unit.keep_unsharded = True
             self._unshard(unit, backward=False)
 
     def register_backward(self) -> None:
-        """Called by every hook that runs in a backward, so that its end is seen; nested ones count until all ended."""
+        """Register the running backward, to detect its end.
+
+        Every hook in a backward calls this. A nested backward keeps the outermost one open until all have ended.
+        """
         number = current_backward_id()
         if number >= 0 and number not in self._open_backwards:
+            # A backward inside a forward (`_depth` > 0) belongs to the phase of the forward.
             if not self._open_backwards and not self._depth:
                 for callback in self.on_backward_begin:
                     callback()
@@ -168,8 +178,11 @@ class UnshardRuntime:
             queue_end_of_backward(lambda: self._end_backward(number))
 
     def reshard_all(self) -> None:
-        """Release whatever nothing needs; pins are lifted. Between a backward and a forward only: what did not say that
-        it ended (an exception in a backward, Ctrl-C in a forward) is over."""
+        """Reshard all units that are not in use, and clear `keep_unsharded`.
+
+        Only between a backward and a forward: calls without a recorded end (an exception in a backward, Ctrl-C in a
+        forward) count as ended.
+        """
         if current_backward_id() < 0:
             self._open_backwards.clear()
             for active in self._calls_in_backward.values():
@@ -185,16 +198,18 @@ class UnshardRuntime:
 
     @contextmanager
     def unsharded(self, units: list[Unit], *, experts_only: bool = False, names: Sequence[str] = ()) -> Iterator[None]:
-        """Keep `units` present; collective, as gathers are.
+        """Keep `units` unsharded inside the context. Collective, like the gathers.
 
         Args:
-            apart: over the ranks that hold the same experts, whose units they are; others may have none to read.
-            names: of the parameters that are read; by default all of the first unit. Reports of hangs name them.
+            experts_only: `units` are experts, so only ranks that hold the same experts take part. Other ranks may have
+                none.
+            names: Parameters to name in reports of hangs; by default all of the first unit.
         """
+        # Counted first, because the sync may reshard units without users.
         for unit in units:
             unit.users += 1
         try:
-            with WaitScope("gather", names or (units[0].names if units else ())):  # the watchdog reports them
+            with WaitScope("gather", names or (units[0].names if units else ())):  # for the reports of the watchdog
                 self.scheduler.unshard_all(units, "parameters gathered whole", experts_only=experts_only)
                 for unit in units:
                     unit.wait_for_unshard()
@@ -208,14 +223,18 @@ class UnshardRuntime:
     def _unshard(self, unit: Unit, *, backward: bool) -> None:
         if not unit.reshards:
             return
+        # Record also uses of unsharded units: the trace has the order of uses, not of gathers.
         self.prefetcher.record_use(unit)
         self.scheduler.unshard(unit, backward=backward)
         unit.wait_for_unshard(backward=backward)
+        # Start the next gathers now, to overlap them with this block's computation.
         if unit.frees_memory:
             for other in self.prefetcher.units_to_prefetch(self.live_numel()):
                 if not self.scheduler.prefetch(other, backward=backward):
+                    # The agreed order has another collective next; prefetching further would leave the order.
                     break
             self.scheduler.advance()
+            # Reading from NVMe takes longest, so it starts ahead of the gathers.
             for other in self.prefetcher.units_to_read_ahead():
                 if not other.read_ahead():
                     break
@@ -225,6 +244,7 @@ class UnshardRuntime:
             return
         if unit.shard_state is ShardState.SHARDED:
             return
+        # Keep a unit that is used again soon, e.g. the last block between forward and backward.
         if keep_if_reused and self.prefetcher.is_reused_soon(unit, self.live_numel()):
             return
         unit.reshard()
@@ -233,7 +253,9 @@ class UnshardRuntime:
         self._open_backwards.discard(number)
         if self._open_backwards:
             return
+        # The next forward may then use this step's trace as its prediction.
         self._had_backward = True
+        # Blocks whose inputs need no gradient have no end-of-backward hook.
         for active in self._calls_in_backward.values():
             active.clear()
         for unit in self.units:
@@ -244,7 +266,7 @@ class UnshardRuntime:
 
 
 def _is_view_of_unit(tensor: torch.Tensor, unit: Unit) -> bool:
-    """Whether a tensor is a view into the memory of `full`."""
+    """Return True if a tensor is a view into the memory of `full`."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     return tensor.untyped_storage().data_ptr() == unit.full.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""What the core is told, and what it tells of a step, in its own words."""
+"""Settings of the ZeRO core, and the result of a step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from windlass.zero.core.unit_partition import UnitRules
 
 @dataclass(frozen=True)
 class Placements:
-    """Where slots rest.
+    """Tiers of the slots.
 
     Attributes:
-        param: cuts of released parameters.
-        state: master weights and optimizer states.
-        gradient: reduced gradients of units whose states rest away from the device.
-        ratio: the share of elements whose states rest at `state`; the rest stays on the device.
-        pin: page-lock host memory.
-        disk: for NVMe homes.
-        staging: lends the host memory through which what is on disk comes and goes.
-        read_ahead: elements of parameters to read from disk ahead of their gathers.
-        at_once: elements that one batch of an update on disk may have.
+        param: Tier of the shards of sharded parameters.
+        state: Tier of master weights and optimizer states.
+        gradient: Tier of reduced gradients of units whose states are offloaded.
+        ratio: Fraction of elements whose states are in tier `state`; the others stay on the device.
+        pin: Page-lock host memory.
+        disk: Disk tier for NVMe slots.
+        staging: Pool of host memory for transfers to and from NVMe.
+        max_update_numel: Maximum number of elements in one batch of an update on NVMe.
+        read_ahead_numel: Number of parameter elements to read from NVMe ahead of their gathers.
     """
 
     param: Tier = Tier.DEVICE
@@ -44,22 +44,23 @@ class Placements:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """Everything the core needs to know; `initialize` fills it from the configuration.
+    """Settings of the ZeRO core. `initialize` fills them from the configuration.
 
     Attributes:
-        compute: dtype that floating-point parameters are cast to; None: each keeps its own.
-        master: dtype of master weights; None: float32, or float64 where the parameters have it.
-        state: dtype in which the optimizer steps and keeps its states; None: that of the master weights.
-        accumulate, wire: dtypes of kept gradients and of their travel.
-        lowered_wire: that of gradients of `Rules.lowered`; None: `wire`.
-        before, after: factors of a gradient before and after the ranks' parts are added.
-        ways: how transports send.
-        contiguous: gradients leave `.grad` as they arrive; else when their unit is complete.
-        ignore_unused: a parameter without gradient is left alone; else it is an error.
-        sub_group: elements that are updated at once.
-        ahead, live, reuse: see `Foresight`.
-        homes: where slots rest.
-        delayed: updates may go on while the next forward and backward run; see [Note: delayed update].
+        param_dtype: Dtype that floating-point parameters are cast to; None: each keeps its own.
+        accumulation_dtype: Dtype of kept gradients.
+        reduce_dtype: Dtype in which gradients are sent.
+        lowered_reduce_dtype: Dtype in which gradients of `UnitRules.lowered` are sent; None: `reduce_dtype`.
+        master_dtype: Dtype of master weights; None: float32, or float64 for float64 parameters.
+        state_dtype: Dtype in which the optimizer computes and keeps its states; None: that of the master weights.
+        predivide_factor, postdivide_factor: Factors of a gradient before and after the sum over ranks.
+        wire_options: Options of wire transports.
+        contiguous_gradients: Gradients leave `.grad` as they arrive; else when their unit is complete.
+        ignore_unused_parameters: A parameter without gradient is not updated; else it is an error.
+        sub_group_size: Number of elements that are updated at once.
+        prefetch_numel, max_live_numel, max_reuse_distance: See `Prefetcher`.
+        tiers: Tiers of the slots.
+        delayed_update: Updates may run during the next forward and backward; see [Note: delayed update].
     """
 
     policy: ShardingPolicy
@@ -87,20 +88,20 @@ class ZeroSettings:
 
     @property
     def widens_masters(self) -> bool:
-        """Whether an update widens master weights for the optimizer and rounds what it made."""
+        """True if an update widens master weights to `state_dtype` for the optimizer and rounds the result back."""
         return self.master_dtype is not None and self.state_dtype is not None and self.master_dtype != self.state_dtype
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did.
+    """Outcome of a step.
 
     Attributes:
-        norm: of the whole unclipped gradient, loss scale removed.
-        applied: the parameters were updated. If not, the gradient was not finite and is dropped.
-        clip: the factor that clipping came to.
-        flags: sums over ranks of the caller's numbers.
-        bad: the first parameter whose gradient is not finite, where that was looked for.
+        norm: Norm of the full unclipped gradient, without the loss scale.
+        applied: The parameters were updated. If False, the gradient was not finite and is dropped.
+        clip: Clipping factor of the gradient.
+        flags: Sums over ranks of the caller's numbers.
+        bad: First parameter with a non-finite gradient; empty if there is none or the check did not run.
     """
 
     norm: float

@@ -260,7 +260,7 @@ def _label(module: nn.Module, name: str) -> str:
 
 
 def _marks(promise: DeferredTensor) -> dict[str, Any]:
-    """What a loader wrote on the tensor for later."""
+    """Return the attributes that a loader set on the deferred tensor."""
     own = ("source", "computed", "computes", "_is_param")
     return {name: value for name, value in vars(promise).items() if name not in own}
 

@@ -12,7 +12,7 @@ from windlass.zero.sharded_init.initial_shard import flat_of, gather, scatter, s
 
 
 class DeferredSource(Protocol):
-    """Where values come from."""
+    """Source of a deferred tensor's values."""
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Elements `[start, stop)`, flat, in the dtype that the source has."""

@@ -1,11 +1,13 @@
-"""Which parameters are whole while a model is being built: the last few that were made or touched.
+"""Registry of the parameters that are unsharded while a model is being built: the most recently created or used
+ones.
 
-[Note: whole while recent] An initialiser, whoever wrote it, must see whole values. So a parameter stays whole after it
-was made, and one that is touched again is made whole again, until newer ones need the room: then the oldest are cut,
-from the values of rank 0. At most about one parameter of the largest size is kept so, besides what the present call
-needs. A parameter whose memory someone else still sees (a view, `.data` in a variable) stays whole, since what is
-written through that must not be lost. Memory is seen differently on different ranks (the garbage collector runs when it
-likes), so rank 0 decides what is cut and tells the others; when that happens follows from sizes alone.
+[Note: whole while recent] Initialisers need full values. So a parameter stays unsharded after its construction,
+and is unsharded again when it is used, until newer parameters need the memory. Then the oldest are sharded, from
+the values of rank 0. Besides the parameters of the running call, at most about one parameter of the largest size
+is kept unsharded. A parameter whose memory is referenced elsewhere (a view, `.data` in a variable) stays
+unsharded, because a write through that reference must not be lost. References differ between ranks, because the
+garbage collector runs at different times. So rank 0 decides which parameters are sharded and sends the list to
+the others; the time of this decision depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.initial_shard import Home, ShardedInit
 
 _FLOOR = 1 << 20  # bytes: less than this is always kept whole, or small models would be cut a hundred times
-_AT_ONCE = 32  # cuts that are told of in one message
+_AT_ONCE = 32  # parameters to shard, per message
 _USES = getattr(torch._C, "_storage_Use_Count", None)  # nothing public tells; without it nothing counts as seen
 
 
@@ -63,7 +65,7 @@ class InitRegistry:
         initial_shard.shard_parameter(parameter, birth)
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether it was admitted."""
+        """Return True if the parameter was admitted."""
         entry = self._numbers.get(id(parameter))
         return entry is not None and entry[0]() is parameter
 
@@ -164,5 +166,5 @@ def _can_be_cut(parameter: nn.Parameter) -> bool:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How many tensors see its memory, and a constant."""
+    """Return the number of tensors that share its memory, plus a constant."""
     return int(_USES(tensor.untyped_storage()._cdata)) if _USES is not None else 0

@@ -1,4 +1,4 @@
-"""Where pieces of parameters are kept from their birth to `initialize`: device memory, host memory, or a file."""
+"""Tiers that hold shards between construction and `initialize`: device memory, host memory, or a file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DEVICES = (None, "none", "cpu", "nvme")
 
 
 def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple[Home, bool]:
-    """What puts a piece where it shall be kept, and whether that is other memory than the device's.
+    """Return the function that stores a shard on its tier, and True if that tier is not the device.
 
     Args:
-        remote_device: None, none, cpu or nvme; None: as the configuration's `offload_param` says.
-        pin_memory: pin host memory, where there is an accelerator.
+        remote_device: None, none, cpu or nvme; None: as the configuration's `offload_param`.
+        pin_memory: pin host memory, if there is an accelerator.
         config: a `Config`, or None.
 
     Raises:
-        ConfigError: a device that does not exist, or nvme without a usable path.
+        ConfigError: an unknown device, or nvme without a usable path.
     """
     if remote_device not in _DEVICES:
         raise ConfigError(f"remote_device={remote_device!r}; it is None, 'none', 'cpu' or 'nvme'")

@@ -20,7 +20,7 @@ from windlass.zero.core.sharded_parameter import forget_sharded, mark_sharded, m
 
 
 class ShardStorage(Protocol):
-    """Where a cut lies between uses."""
+    """Storage of a shard between uses."""
 
     def load(self) -> torch.Tensor:
         """The cut, flat; not to be written to."""
@@ -46,15 +46,15 @@ class ShardInMemory:
 
 
 class ShardedInit:
-    """What this rank has of one parameter that was born sharded.
+    """This rank's shard of one parameter constructed under `zero.Init`.
 
     Args:
-        label: what to call it in errors; its name in the model is not known yet.
+        label: name for errors, because the parameter's name in the model is not known yet.
         like: a tensor of its shape, strides, dtype and device.
-        group: the ranks that have the pieces.
-        home: where to keep this rank's piece.
-        number: of this birth among those of its model, the same on every rank.
-        lends_name: whether `state_dict()` may give a stub for it (see `access.Stub`).
+        group: the ranks over which it is sharded.
+        home: stores this rank's shard on its tier.
+        number: index among the model's parameters constructed so, equal on every rank.
+        lends_name: True if `state_dict()` may contain a stub for it (see `StateDictStub`).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedInit:
 
     @property
     def row_major(self) -> bool:
-        """Whether elements lie in memory in the order of their indices."""
+        """Return True if the elements are in memory in the order of their indices."""
         return is_row_major(self.shape, self.stride)
 
     @property
@@ -114,18 +114,20 @@ _builder: Callable[[nn.Parameter, ShardedInit, Sequence[torch.Tensor]], bool] | 
 
 
 def set_builder(builder: Callable[[nn.Parameter, ShardedInit, Sequence[torch.Tensor]], bool] | None) -> None:
-    """Who brings a parameter that is touched while a model is being built; None: nobody."""
+    """Set the function that gathers a parameter used while a model is being built; None: no function."""
     global _builder
     _builder = builder
 
 
 def is_building() -> bool:
-    """Whether a model is being built sharded now."""
+    """Return True while a model is being built under `zero.Init`."""
     return _builder is not None
 
 
 def find(parameter: nn.Parameter) -> ShardedInit | None:
-    """This rank's piece of `parameter`, or None if that was not born sharded, or is whole now."""
+    """Return this rank's shard of `parameter`, or None if it was not constructed under `zero.Init` or is unsharded
+    now.
+    """
     entry = _sharded_inits.get(id(parameter))
     return entry[1] if entry is not None and entry[0]() is parameter else None
 
@@ -210,7 +212,7 @@ def flat_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether elements lie end to end in memory, in whatever order."""
+    """Return True if the elements are contiguous in memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -221,7 +223,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie in memory in the order of their indices."""
+    """Return True if the elements are in memory in the order of their indices."""
     pairs = zip(shape, stride, _row_major(shape), strict=True)
     return 0 in shape or all(size == 1 or have == want for size, have, want in pairs)
 

@@ -1,4 +1,4 @@
-"""From pieces of single parameters to units: what `initialize` does with a model that was born sharded."""
+"""Conversion of single sharded parameters to units, in `initialize` of a model constructed under `zero.Init`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def mark_full_parameters(model: nn.Module, stage: int) -> None:
 
 
 def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch.Tensor]) -> None:
-    """Make those that were born sharded whole, in `places`, one at a time, and drop the pieces. Collective."""
+    """Gather the full values of parameters constructed under `zero.Init` into `places`, one at a time, and free the
+    shards. Collective.
+    """
     for parameter, place in zip(parameters, places, strict=True):
         birth = initial_shard.find(parameter)
         if birth is not None:
@@ -38,11 +40,13 @@ def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch
 def local_shard_values(
     parameters: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """This rank's cut of the unit of `parameters`, by one exchange of pieces; these are dropped. Collective.
+    """Return this rank's shard of the unit of `parameters`, by one exchange of fragments, and free their shards.
+    Collective.
 
     Returns:
-        `[padded / ranks]`, zeros where nothing lies; None if pieces can't be moved one by one (a parameter was not
-        born sharded, or does not lie in memory in the order of its indices): nothing was done then.
+        `[padded / ranks]`, with zeros as padding. None, without any change, if fragments cannot be exchanged: a
+        parameter
+        was not constructed under `zero.Init`, or is not in memory in the order of its indices.
     """
     births = [birth for parameter in parameters if (birth := initial_shard.find(parameter)) is not None]
     if len(births) < len(parameters) or not all(birth.row_major for birth in births):
@@ -80,8 +84,9 @@ def local_shard_values(
 def _overlaps(
     layout: UnitLayout, births: list[ShardedInit], *, owner: int, holder: int, group: RankGroup
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """What `holder` has of `owner`'s cut of the unit: `(parameter, start of the holder's piece, first, last, offset in
-    the owner's cut)`, with elements `[first, last)` of the parameter."""
+    """Yield the fragments that `holder` has of `owner`'s shard of the unit: `(parameter, start of the holder's
+    shard, first, last, offset in the owner's shard)`, with elements `[first, last)` of the parameter.
+    """
     for piece in layout.pieces(*layout.shard_range(owner, group.size)):
         begin, end = births[piece.index].span(holder)
         first, last = max(piece.start, begin), min(piece.stop, end)

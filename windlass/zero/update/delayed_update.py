@@ -80,7 +80,7 @@ class DelayedUpdate:
 
     @property
     def in_progress(self) -> bool:
-        """Whether an update was started and not finished; the same on all ranks."""
+        """True while an update is started and not finished; equal on all ranks."""
         return self._running is not None
 
     def start(self, batches: Iterator[list[UpdateChunk]]) -> None:

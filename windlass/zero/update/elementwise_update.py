@@ -104,13 +104,14 @@ class ElementwiseUpdate:
         self._batches = batch_chunks(self.chunks, self._sub_group)
 
     def cannot_step(self, dtype: torch.dtype, home: Tier) -> bool:
-        """Whether masters of this dtype, at this home, cannot be stepped beside those that are: by a kernel that takes
-        float32 in host memory."""
+        """Return True if master weights of this dtype on this tier cannot be updated together with the others, by a
+        kernel for float32 in host memory.
+        """
         native = isinstance(self._inner, CPUOptimizer) and type(self._inner) is not type(self.optimizer)
         return native and (dtype != torch.float32 or home is Tier.DEVICE)
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
-        """Whose optimizer states this rank has, of one unit or all: one for each piece that it steps."""
+        """Yield the state entries of one unit or all, one for each fragment that this rank updates."""
         for chunk in self.chunks if unit is None else self._masters.chunks_of(unit):
             for segment in self._of_chunk[id(chunk)]:
                 piece = segment.piece
@@ -118,7 +119,9 @@ class ElementwiseUpdate:
                 yield StateEntry(chunk, segment.tensor, piece.index, piece.start, piece.stop, shape)
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
-        """How states are kept where the rule says so: by id of a parameter, then by name."""
+        """Return the storage formats of states, if the optimizer defines them: by id of a parameter, then by state
+        name.
+        """
         return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
@@ -216,8 +219,9 @@ class ElementwiseUpdate:
             self._lowered = {}
 
     def _parts(self, chosen: dict[int, list[ParameterSegment]]) -> list[dict[int, list[nn.Parameter]]]:
-        """What may be stepped in one call. Torch's fused SGD takes tensors with a momentum or ones without, not
-        both."""
+        """Split the parameters into groups for one optimizer call each. Torch's fused SGD takes only tensors with a
+        momentum or only tensors without.
+        """
         tensors = {number: [segment.tensor for segment in segments] for number, segments in chosen.items()}
         if type(self._inner) is not torch.optim.SGD:
             return [tensors]
@@ -245,7 +249,7 @@ class ElementwiseUpdate:
 
 
 def _widened(chunk: UpdateChunk) -> bool:
-    """Whether the optimizer steps a wider copy of a chunk's master weights."""
+    """Return True if the optimizer updates a wider copy of a chunk's master weights."""
     return chunk.dtype != chunk.state_dtype
 
 
@@ -260,7 +264,9 @@ def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: Upd
 
 
 def formats_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> dict[int, dict[str, StateFormat]]:
-    """How `inner`, which steps for `optimizer`, keeps states; empty for a rule that does not say."""
+    """Return the storage formats of the states that `inner` keeps for `optimizer`; empty if the optimizer defines
+    none.
+    """
     if not isinstance(inner, CPUOptimizer):
         return {}
     kept = [(inner.state_formats(group), group["params"]) for group in optimizer.param_groups]

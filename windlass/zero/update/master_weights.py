@@ -31,18 +31,18 @@ _KEPT = 0.5  # of the staging memory has to be free for new parameters to be kep
 
 
 class MasterWeights:
-    """What the optimizer steps: weights in float32, or in what `dtype` says, which are the parameters themselves where
-    those have that dtype and rest in the same memory.
+    """Weights that the optimizer updates: in float32 or `dtype`. They are the parameters themselves if these have
+    that dtype and are on the same tier.
 
     Args:
         slots: gradients of the trainable units.
-        limit: elements of a chunk.
-        homes: where they rest, unit by unit already in `Unit.state_home`.
-        device: where the model computes.
-        health: of the disk.
-        state_bytes: see `Residence`.
-        dtype, state_dtype: see `Settings.master` and `Settings.state`.
-        delayed: updates are; see [Note: delayed update].
+        limit: maximum elements of a chunk.
+        homes: tiers; each unit's is already in `Unit.state_tier`.
+        device: device of the model.
+        health: health of the disk.
+        state_bytes: see `OptimizerStateOffload`.
+        dtype, state_dtype: see `ZeroSettings.master_dtype` and `ZeroSettings.state_dtype`.
+        delayed: updates may be delayed; see [Note: delayed update].
     """
 
     def __init__(
@@ -197,14 +197,15 @@ class MasterWeights:
     def opened(
         self, chunk: UpdateChunk, refilled: dict[nn.Parameter, dict[str, torch.Tensor]] | None = None, *, changes: bool
     ) -> Iterator[None]:
-        """One chunk in memory, on this rank alone; parameters follow what is changed.
+        """Context with one chunk in memory, on this rank alone. The parameters follow its changes.
 
         Args:
-            refilled: which states it shall have; see `Residence.refilled`. By default those that it has.
-            changes: are kept.
+            refilled: states that the chunk shall have (see `OptimizerStateOffload`); by default its current
+                states.
+            changes: True if changes are kept.
 
         Raises:
-            StorageError: it can't be read. All ranks are to be asked then (`Health.check`).
+            StorageError: the chunk cannot be read. All ranks must then call `DiskHealth.check`.
         """
         if refilled is not None:
             bringing = self.state_offload.overwritten(chunk, refilled, came=self._health.raise_local_failure)
@@ -216,7 +217,7 @@ class MasterWeights:
                 self.write_back(chunk).wait()
 
     def is_separate(self, unit: Unit) -> bool:
-        """Whether the masters of a unit are other memory than its parameters."""
+        """Return True if a unit's master weights are separate from its parameters."""
         return bool(self.chunks_of(unit)) and self._same_memory(unit) is None
 
     def full_span(self, unit: Unit) -> torch.Tensor | None:
@@ -276,8 +277,10 @@ class MasterWeights:
         return DONE
 
     def lowered_output(self, chunk: UpdateChunk) -> torch.Tensor:
-        """Where an update in host memory shall write a chunk's parameters in the compute dtype `[stop - start]`: to
-        where they rest, if that is host memory too and nobody computes with the old ones any more."""
+        """Return the tensor `[stop - start]` into which a host update writes a chunk's parameters in the
+        param_dtype: directly into their storage, if that is host memory and no computation uses the old values
+        any more.
+        """
         rests = chunk.unit.shard_slot
         if not self._delayed and rests is not None and rests.tier is Tier.HOST and rests.tensor is not None:
             return rests.tensor[chunk.start : chunk.stop]
@@ -355,8 +358,9 @@ class MasterWeights:
         return None
 
     def pop_lost_edit(self, units: list[Unit]) -> str:
-        """The name of a parameter whose values were changed while they were gathered, which nobody keeps; empty: there
-        is none. It counts as seen from now on."""
+        """Return the name of a parameter whose values were changed while it was unsharded, a change that is lost;
+        empty if none. The record is cleared.
+        """
         found = ""
         with torch._C.DisableTorchFunctionSubclass():  # nothing but versions is asked of released parameters
             for unit in units:

@@ -27,7 +27,7 @@ KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_
 
 @dataclass
 class _OffloadedTensors:
-    """What one holder has of the device, and copies of it."""
+    """Tensors of one holder on the device, and their offloaded copies."""
 
     holder: str
     tensors: list[torch.Tensor]
@@ -58,7 +58,7 @@ class StateOffloader:
 
     @property
     def offloaded_kinds(self) -> bool:
-        """Whether anything is away now."""
+        """Return the kinds of state that are offloaded now."""
         return bool(self._offloaded)
 
     def offload(self, kinds: Iterable[str], *, pin: bool) -> int:
@@ -107,7 +107,7 @@ class StateOffloader:
         self._offloaded = []
 
     def _of(self, kind: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """What of this kind rests on the device in memory of its own: who holds it, and the tensors."""
+        """Yield the holders of this kind of state with their tensors in device memory of their own."""
         if kind == "lp_params":
             for unit in self._units:
                 rests = unit.shard_slot

@@ -1,14 +1,15 @@
-"""Where master weights and optimizer states rest between steps, and how they come to hand for one.
+"""Tiers of master weights and optimizer states between steps, and their transfer to memory for a step.
 
-[Note: homes] Elementwise or not, an optimizer sees tensors in memory. Those that rest on the device or in host memory
-are always there. Those on disk come in batch by batch: while one is updated, the next are read and those before are
-written. What a rule keeps for a parameter is whatever tensors it put into its `state`; they travel with the master
-weights of their chunk as one contiguous record, so any rule can be kept on disk.
+[Note: homes] Every optimizer needs its tensors in memory. Tensors on the device or in host memory are always
+resident. Tensors on disk are loaded batch by batch: during the update of one batch, the next batches are read
+and earlier ones are written. The state of a parameter is all tensors that the optimizer put into its `state`.
+They move with the master weights of their chunk as one contiguous record, so states of any optimizer can be on
+disk.
 
-[Note: reading ahead] What is on disk changes only here, so a record may be read at any time before its step: as soon
-as the gradient of its unit has landed, while the backward goes on. The last writes of a step go on in the next
-forward; the tier keeps a later reading of the same bytes behind them. How much is on its way at once is what
-`Staging` has room for.
+[Note: reading ahead] Only this file changes data on disk, so a record may be read at any time before its step:
+as soon as the gradient of its unit is on its tier, while the backward continues. The last writes of a step
+continue in the next forward; the tier orders later reads of the same bytes after them. The room in the staging
+pool limits the amount in flight.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ _Found = tuple[nn.Parameter | None, str, torch.Tensor]  # what is to be laid out
 
 @dataclass
 class _StateRecord:
-    """What a chunk keeps on disk.
+    """Record of a chunk on disk.
 
     Attributes:
-        discarded: it holds nothing until it is written anew.
+        discarded: the record has no content until it is written again.
     """
 
     entries: list[_RecordEntry] = field(default_factory=list)
@@ -81,7 +82,9 @@ class _StateRecord:
     )
 
     def of(self, tenant: nn.Parameter) -> list[_RecordEntry]:
-        """The entries of one tenant. They are grouped once: a chunk may have thousands of tenants."""
+        """Return the record entries of one parameter. They are grouped once, because a chunk may have thousands of
+        parameters.
+        """
         if self._grouped[0] is not self.entries:
             self._grouped = self.entries, {}
             for entry in self.entries:
@@ -109,10 +112,10 @@ class _FetchedChunk:
 
 @dataclass(frozen=True)
 class StateRecordOnDisk:
-    """What a chunk has on disk now, to be read by another thread before anything is written over it.
+    """Current record of a chunk on disk, to be read by another thread before it is overwritten.
 
     Attributes:
-        extent: where.
+        extent: its location.
     """
 
     extent: Extent
@@ -121,10 +124,10 @@ class StateRecordOnDisk:
     _nbytes: int
 
     def read(self) -> dict[tuple[nn.Parameter | None, str], torch.Tensor]:
-        """By tenant and key, in memory of its own; the master weights under `(None, "")`.
+        """Read the record into new memory, by parameter and key, with the master weights under `(None, "")`.
 
         Raises:
-            StorageError: it can't be read.
+            StorageError: the record cannot be read.
         """
         buffer, _ = aligned_buffer(max(self._nbytes, 1))
         self._tier.read_unguarded(self.extent, 0, buffer[: self._nbytes])
@@ -132,20 +135,21 @@ class StateRecordOnDisk:
 
 
 class OptimizerStateOffload:
-    """Brings chunks to hand and takes them home.
+    """Loads chunks into memory and stores them on their tiers.
 
     Args:
-        device: where the model computes.
-        tier: the disk, where any chunk rests on it.
-        staging: lends the memory through which they come from there.
+        device: device of the model.
+        tier: the disk, if any chunk is on it.
+        staging: pool of host buffers for transfers from and to disk.
         pin: page-lock host memory.
-        state_bytes: of the states to come, an element of a dtype: space is taken for them when their chunk first goes
-            to disk, so that a full one shows before a step begins.
+        state_bytes: bytes per element of future states, by dtype. Disk space for them is reserved when their
+            chunk first
+            goes to disk, so that a full disk raises before a step begins.
 
     Attributes:
-        arrived: called with each chunk that came to hand.
-        name_of: the name of the parameter that a tenant of a chunk belongs to, for messages.
-        states: of the optimizer, by tenant.
+        on_fetched: called with each chunk that was loaded.
+        state_name_of: returns the parameter name of a state entry, for messages.
+        states: the optimizer's states, by parameter.
     """
 
     def __init__(
@@ -168,8 +172,7 @@ class OptimizerStateOffload:
         self._read_ahead_queue: deque[UpdateChunk] = deque()  # to be read ahead once there is room
 
     def read_ahead(self, chunks: list[UpdateChunk]) -> None:
-        """Start to read records that the next step will want, in the order in which it will, as far as there is room
-        for them."""
+        """Start to read the records of the next step, in its order, as far as the staging pool has room."""
         self._read_ahead_queue += [
             c for c in chunks if c.tier is Tier.NVME and c.master is None and id(c) not in self._fetched
         ]
@@ -199,12 +202,12 @@ class OptimizerStateOffload:
     def resident(
         self, chunks: list[UpdateChunk], *, changes: bool = True, came: Callable[[], None] = lambda: None, room: int = 0
     ) -> Iterator[None]:
-        """Masters and states of `chunks` in memory, all at once.
+        """Context with master weights and states of `chunks` in memory, all at once.
 
         Args:
-            changes: what is changed is kept; else what is on disk stays as it is.
-            came: called when all of it is here. If it raises, nothing goes back to the disk.
-            room: bytes of the memory in which a chunk on disk comes, at least.
+            changes: store the changed values; otherwise the data on disk stays unchanged.
+            came: called when all chunks are in memory. If it raises, no data is written to disk.
+            room: minimum bytes of the host buffer for a chunk on disk.
         """
         away = [chunk for chunk in chunks if chunk.master is None]
         for chunk in away:
@@ -233,12 +236,13 @@ class OptimizerStateOffload:
         *,
         came: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """A chunk at hand to be filled with other values, which are kept.
+        """Load a chunk to replace its values, which are then stored.
 
         Args:
-            states: by tenant and key, what states it shall have besides counts, described by tensors without memory.
-                Others are dropped, those that it has not are made, zero.
-            came: as in `at_hand`.
+            states: by parameter and key, the non-scalar states that the chunk shall have, described by tensors
+                without memory.
+                Other states are dropped; missing ones are created with zeros.
+            came: as in `resident`.
         """
         wanted = [(tenant, key, like) for tenant, state in states.items() for key, like in state.items()]
         master: _Found = (None, "", torch.empty(chunk.numel, dtype=chunk.dtype, device="meta"))
@@ -256,7 +260,7 @@ class OptimizerStateOffload:
             yield
 
     def describe_state(self, chunk: UpdateChunk, tenant: nn.Parameter) -> dict[str, Any]:
-        """The state of a tenant; what of it is on disk now is described by tensors without memory."""
+        """Return the state of a parameter of a chunk. Values on disk are described by tensors without memory."""
         state = dict(self.states.get(tenant, {}))
         if chunk.master is None:
             for entry in self._records[id(chunk)].of(tenant):
@@ -264,7 +268,7 @@ class OptimizerStateOffload:
         return state
 
     def record_of(self, chunk: UpdateChunk) -> StateRecordOnDisk | None:
-        """What a chunk has there; None for one that is in memory."""
+        """Return a chunk's record on disk; None for a chunk in memory."""
         record = self._records.get(id(chunk))
         if chunk.master is not None or record is None or record.extent is None or self._tier is None:
             return None
@@ -306,8 +310,9 @@ class OptimizerStateOffload:
                 self._start_store(visit.chunk)
 
     def _has_room(self, batch: list[UpdateChunk], *, spare: float = 0.0) -> bool:
-        """Whether a batch may set out before its turn: it rests on disk, and there is memory for it, leaving a share of
-        all to others."""
+        """Return True if a batch can be loaded early: it is on disk, and the staging pool has room, with a fraction
+        `spare` left free.
+        """
         if self._staging is None or any(chunk.tier is not Tier.NVME for chunk in batch):
             return False
         waiting = [chunk for chunk in batch if id(chunk) not in self._fetched]
@@ -477,7 +482,7 @@ class OptimizerStateOffload:
                 self._discard_fetched(visit.chunk)
 
     def _tensors_to_store(self, chunk: UpdateChunk) -> list[_Found]:
-        """What a chunk has to take home: its master weights, and every tensor of its tenants' state but scalars."""
+        """Return the tensors of a chunk to store: its master weights, and all non-scalar tensors of its states."""
         found: list[_Found] = [(None, "", chunk.values())]
         for tenant in chunk.state_keys:
             for key, value in self.states.get(tenant, {}).items():
@@ -496,7 +501,7 @@ class OptimizerStateOffload:
 
 
 def is_offloadable(value: Any) -> bool:
-    """Whether a value of a state goes where the master weights go: all tensors do but scalars."""
+    """Return True if a state value is offloaded with the master weights: all tensors except scalars."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
 
 
@@ -518,8 +523,9 @@ def _lay_out(found: list[_Found]) -> list[_RecordEntry]:
 
 
 def _fits_in_place(laid: list[_RecordEntry], found: list[_Found], record: torch.Tensor) -> bool:
-    """Whether every tensor that lies in the record already lies where it belongs: moving them there could overwrite
-    others."""
+    """Return True if every tensor in the record is already at its place. Otherwise moving tensors could overwrite
+    others.
+    """
     storage = record.untyped_storage().data_ptr()
     return all(
         tensor.device.type == "meta"

@@ -13,7 +13,8 @@ from windlass.comm.rank_group import RankGroup
 
 _NOT_SHARED = frozenset(
     """
-    state param_groups step _optimizer_step_pre_hooks _optimizer_step_post_hooks grad_scale found_inf low_precision_copies
+    state param_groups step _optimizer_step_pre_hooks _optimizer_step_post_hooks
+    grad_scale found_inf low_precision_copies
     """.split()  # noqa: SIM905
 )
 

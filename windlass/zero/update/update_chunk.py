@@ -19,17 +19,17 @@ _LEAST_ON_DISK = 1 << 20  # elements
 
 @dataclass(eq=False)
 class UpdateChunk:
-    """Elements `[start, stop)` of what this rank updates of a unit.
+    """Elements `[start, stop)` of this rank's update of a unit.
 
     Attributes:
         start, stop: within the unit's state span.
-        home: where master weights and states rest between steps.
-        dtype: of the master weights.
-        state_dtype: in which the optimizer steps them and keeps its states.
-        master: `[stop - start]` in the memory where it is stepped; None while it is on disk.
-        gradient: `[stop - start]` in the same memory; None while it is not at hand.
-        lowered: `[stop - start]` the new parameters in the compute dtype, where the update itself wrote them.
-        tenants: what carries optimizer states for this chunk: the keys of the optimizer's `state`.
+        tier: tier of master weights and states between steps.
+        dtype: dtype of the master weights.
+        state_dtype: dtype of the update and of the states.
+        master: `[stop - start]`, in the memory where it is updated; None while it is on disk.
+        gradient: `[stop - start]`, in the same memory; None while it is not resident.
+        lowered_params: `[stop - start]`, new parameters in the param_dtype, if the update itself wrote them.
+        state_keys: keys of the optimizer's `state` for this chunk.
     """
 
     slot: GradientSlot
@@ -63,7 +63,7 @@ class UpdateChunk:
 
     @property
     def device(self) -> torch.device:
-        """Where it is stepped."""
+        """Device on which the chunk is updated."""
         return self.unit.full.device if self.tier is Tier.DEVICE else torch.device("cpu")
 
     def values(self) -> torch.Tensor:
@@ -74,10 +74,10 @@ class UpdateChunk:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """A tenant of a chunk, and of what its state is: elements `[start, stop)` of one of the unit's parameters.
+    """State entry of a chunk: elements `[start, stop)` of one of the unit's parameters.
 
     Attributes:
-        shape: of a state that has one value an element.
+        shape: shape of a state with one value per element.
     """
 
     chunk: UpdateChunk

@@ -1,13 +1,13 @@
-"""Steps an optimizer that needs whole parameters: norms of a layer (LAMB), matrices (Muon), or a rule nobody knows.
+"""Update with an optimizer that needs full parameters: layer norms (LAMB), matrices (Muon), or any unknown rule.
 
-Each parameter has one owner rank. Before the step the owner collects the pieces of its master weight and gradient,
-steps the user's optimizer class on the parameter in its own shape, and sends the pieces back. The state stays with the
-owner. Ranks that keep everything (no cut) each step everything, as plain data parallelism does.
+Each parameter has one owner rank. Before the step, the owner collects the fragments of its master weight and
+gradient, runs the user's optimizer class on the parameter in its own shape, and sends the fragments back. The
+state stays on the owner. Without sharding, every rank updates every parameter, as in plain data parallelism.
 
-[Note: whole steps of parts] Of a parameter that is cut over tp or ep, each part has an owner among the data ranks of
-its part, at the same place. These owners put weight, gradient and states of their parts together, all step the whole,
-and each keeps its own part of weight and states. So states rest and are saved as those of elementwise rules are, and a
-state that has another shape than its parameter (one value a row) is the same on all of them.
+[Note: whole steps of parts] A parameter that is sharded over tp or ep has one owner per part, at the same
+position in each part's data-parallel group. The owners all-gather weight, gradient and states of their parts,
+all update the full parameter, and each keeps its own part of weight and states. So states are stored and saved
+as those of elementwise optimizers are. A state of another shape (one value per row) is equal on all owners.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OwnedParameter:
 
     @property
     def placement(self) -> Placement:
-        """What of the whole parameter lies among the ranks of its group."""
+        """Placement of the parameter: the part of the full parameter that the ranks of its group hold."""
         return self.chunk.unit.placements[self.index]
 
     @property
@@ -75,12 +75,12 @@ class WholeParameterUpdate:
 
     Args:
         optimizer: the user's.
-        chunks: what this rank keeps of each trainable unit, one a unit.
-        residence: of their masters and states.
-        families: the ranks among which state is cut; those of dense parameters first.
-        axes: of the mesh, by name: those along which parameters are cut beside.
-        whole: each rank keeps all state: nothing is exchanged.
-        sub_group: elements gathered at a time.
+        chunks: this rank's chunks of the trainable units, one per unit.
+        residence: offload of their master weights and states.
+        dp_groups: groups over which states are sharded, that of dense parameters first.
+        axes: mesh axes by name along which parameters are sharded otherwise.
+        whole: each rank keeps all states and exchanges nothing.
+        sub_group: elements that are gathered at a time.
     """
 
     def __init__(
@@ -169,14 +169,15 @@ class WholeParameterUpdate:
         turn.end(None if self._whole else self._dp_groups[0].group)
 
     def _size(self, chunk: UpdateChunk) -> int:
-        """What a chunk counts in a batch, the same on all ranks that step together: batches are."""
+        """Return the size of a chunk in a batch, equal on all ranks of an update because batches must be equal."""
         unit = chunk.unit
         alike = not unit.kind.is_expert or all(not placement.is_full for placement in unit.placements)
         return sum(map(get_global_numel, unit.parameters)) // unit.dp_group.group.size if alike else 0
 
     def _wanted(self, used: dict[int, list[bool]], group_of: dict[int, int]) -> set[int]:
-        """Which parameters are stepped, by id of the entry: those with a gradient, on any rank that has another part.
-        Collective where parameters are cut."""
+        """Return the ids of the parameters to update: those with a gradient on any rank with another part.
+        Collective if parameters are sharded over tp or ep.
+        """
         mine = [
             owned.chunk.slot.has_reduced
             and used[owned.chunk.unit.index][owned.index]
@@ -219,7 +220,7 @@ class WholeParameterUpdate:
                 state[key] = select_local_shard(value, placement)
 
     def _assign(self, chunks: list[UpdateChunk]) -> list[OwnedParameter]:
-        """An owner for each parameter, the largest first to whoever has least."""
+        """Assign an owner to each parameter: the largest first, to the rank with the fewest elements."""
         found = [
             (get_global_numel(parameter), number, index)  # the same wherever another part lies
             for number, chunk in enumerate(chunks)
@@ -244,7 +245,7 @@ class WholeParameterUpdate:
         return owned
 
     def _spans(self, owned: OwnedParameter) -> list[tuple[int, int, int, int]]:
-        """Who has which part of a parameter: `(rank, start, stop, offset in that rank's span)`."""
+        """Return the parts of a parameter by rank: `(rank, start, stop, offset in that rank's span)`."""
         layout, group = owned.chunk.unit.layout, owned.group
         if self._whole or group.size == 1:
             return [(group.index, 0, layout.numels[owned.index], layout.offsets[owned.index])]
@@ -304,7 +305,7 @@ class WholeParameterUpdate:
 
 @dataclass(eq=False)
 class _PointToPointMoves:
-    """What ranks of a family tell each other at once."""
+    """Point-to-point transfers between the ranks of a group, all started together."""
 
     family: DataParallelGroup
     sends: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -316,7 +317,7 @@ class _PointToPointMoves:
 
 
 def _is_part(key: str, value: Any, placement: Placement) -> bool:
-    """Whether a state of a part has one value for each of its elements."""
+    """Return True if a state of a part has one value for each of its elements."""
     shaped = isinstance(value, torch.Tensor) and value.dim() > 0 and key not in SCALAR_STATES
     return shaped and tuple(value.shape) == placement.local_shape
 

@@ -6,17 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.parallel.sequence.attention_mask import (
-    BIDIRECTIONAL,
-    CAUSAL,
-    AttentionMask,
-    MaskBand,
-    make_document_mask,
-    make_full_mask,
-    make_padding_mask,
-)
+from windlass.attention.mask_pattern import BIDIRECTIONAL, CAUSAL, MaskBand
 from windlass.parallel.sequence.attention_tiles import Tile, is_any_visible, make_visible_tiles
 from windlass.parallel.sequence.sequence_sharding import SequenceShardPattern
+from windlass.parallel.sequence.visible_ranges import BatchMask, make_document_mask, make_full_mask, make_padding_mask
 
 BANDS = st.one_of(
     st.sampled_from([CAUSAL, BIDIRECTIONAL]),
@@ -35,7 +28,7 @@ def packed(ends: list[set[int]], length: int) -> torch.Tensor:
 
 
 @st.composite
-def sights(draw: st.DrawFn, length: int) -> tuple[AttentionMask, torch.Tensor]:
+def sights(draw: st.DrawFn, length: int) -> tuple[BatchMask, torch.Tensor]:
     """What a batch of two sees, and the same as a mask [samples, queries, keys]."""
     kind = draw(st.sampled_from(["all", "packed", "padded"]))
     if kind == "all":

@@ -6,21 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from windlass.attention.mask_pattern import BIDIRECTIONAL, CAUSAL, MaskBand
 from windlass.comm.mesh_axis import single_rank_axis
 from windlass.parallel.sequence.attention_dropout import AttentionDropout
-from windlass.parallel.sequence.attention_mask import (
-    BIDIRECTIONAL,
-    CAUSAL,
-    AttentionMask,
-    MaskBand,
-    make_document_mask,
-    make_full_mask,
-    make_padding_mask,
-)
 from windlass.parallel.sequence.sequence_attention import SequenceMask, sequence_attention
 from windlass.parallel.sequence.sequence_shard import SequenceShard
 from windlass.parallel.sequence.sequence_sharding import SequenceSharding, SequenceShardPattern
 from windlass.parallel.sequence.tile_kernels import FlashTileKernel, MatmulTileKernel, ScoreSpec, TileKernels
+from windlass.parallel.sequence.visible_ranges import BatchMask, make_document_mask, make_full_mask, make_padding_mask
 
 LENGTH, SAMPLES, HEADS, KEYS, FEATURES = 37, 2, 4, 2, 8
 
@@ -40,7 +33,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: 
     return torch.nan_to_num(scores.softmax(-1)) @ v  # who sees nothing gets nothing
 
 
-def sight_and_mask(kind: str) -> tuple[AttentionMask, Tensor]:
+def sight_and_mask(kind: str) -> tuple[BatchMask, Tensor]:
     """What is seen but for the band."""
     if kind == "packed":
         number = (POSITIONS == 0).cumsum(1).expand(SAMPLES, -1)
@@ -50,7 +43,7 @@ def sight_and_mask(kind: str) -> tuple[AttentionMask, Tensor]:
     return make_full_mask(SAMPLES, LENGTH), torch.ones(SAMPLES, LENGTH, LENGTH, dtype=torch.bool)
 
 
-def mask_of(sight: AttentionMask, band: MaskBand, cut: SequenceSharding | None = None) -> SequenceMask:
+def mask_of(sight: BatchMask, band: MaskBand, cut: SequenceSharding | None = None) -> SequenceMask:
     cut = SequenceShardPattern(1, 1).shard(LENGTH) if cut is None else cut
     return SequenceMask(
         SequenceShard(cut, sight, single_rank_axis("sp"), full_length=LENGTH, gathers_outputs=True), band
@@ -124,5 +117,5 @@ def test_tokens_that_are_not_this_ranks_are_refused() -> None:
     mask = mask_of(make_full_mask(SAMPLES, LENGTH), CAUSAL)
     with pytest.raises(ModelError, match="key of 2 samples and 30 tokens.* has 2 and 37"):
         sequence_attention(q, k[:, :, :30], v, mask)
-    with pytest.raises(ModelError, match="3 heads of keys don't divide 4 of queries"):
+    with pytest.raises(ModelError, match="3 key heads do not divide 4 query heads"):
         sequence_attention(q, torch.cat([k, k[:, :1]], dim=1), v, mask)

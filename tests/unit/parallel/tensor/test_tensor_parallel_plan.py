@@ -104,12 +104,12 @@ ATTENTION = {"q_proj": (8, 8), "k_proj": (8, 8), "v_proj": (8, 8), "o_proj": (8,
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "fused": (
         lambda: beside(linears(qkv=(8, 24), proj=(8, 8)), num_heads=2),
-        r"can't cut blocks\.0\.qkv: it is not known how 2 query and 2 key heads lie in its 24 features",
+        r"can't cut blocks\.0\.qkv: it is not known how its 24 features hold 2 query and 2 key heads",
         r'"blocks\\.\\d+\\.qkv": "column:8+8+8", "blocks\\.\\d+\\.proj": "row"',
     ),
     "no heads": (
         lambda: linears(**ATTENTION),
-        r"can't cut blocks\.0: it does not tell how many heads it has",
+        r"can't cut blocks\.0: its number of heads is unknown",
         r'"blocks\\.\\d+\\.q_proj": "column of 8 heads"',
     ),
     "two ends": (
@@ -261,7 +261,7 @@ def test_modules_may_be_left_out_of_what_is_refused() -> None:
 
 WRONG = {
     "no regular expression": ({"(": "row"}, r"has '\(', no regular expression"),
-    "another word": ({"lm_head": "diagonal"}, "says 'diagonal' of 'lm_head'; it may say column, row, vocabulary"),
+    "another word": ({"lm_head": "diagonal"}, "has 'diagonal' for 'lm_head'; allowed are column, row, vocabulary"),
     "no module": (
         {r"model\.layer\.\d": "row"},
         r"has 'model\\\\.layer\\\\.\\\\d', which fits no module.* nearest names",
@@ -281,11 +281,11 @@ def test_a_wrong_table_is_refused(case: str) -> None:
 MISFITS = {
     "a column alone": (
         {r".*mlp\.(gate|up)_proj": "replicated", r".*down_proj": "column"},
-        "its output features are to be cut, and nothing beside it takes such",
+        "its output features are sharded, but no row layer takes them",
     ),
     "a row alone": (
         {r".*mlp\.(gate|up)_proj": "replicated", r".*down_proj": "row"},
-        "it is to take cut features, and nothing beside it makes such",
+        "its input features are sharded, but no column layer makes them",
     ),
     "sections too small": ({r".*q_proj": "column:16+8"}, r"sections of 16\+8 don't make its 32 output features"),
     "a head as vocabulary": ({r".*norm": "vocabulary"}, "its weight is used by a LlamaRMSNorm"),

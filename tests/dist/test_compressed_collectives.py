@@ -1,0 +1,344 @@
+"""Compressed collectives equal their explicit computation in torch, bit for bit, from the tensors of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.harness import RankError, run_ranks
+from tests.toy_codecs import BlockInt8Codec, SignCodec
+from windlass.base.errors import CommunicationError
+from windlass.comm.byte_channel import ByteChannel
+from windlass.comm.choose_channel import choose_channel
+from windlass.comm.codec import Codec, accumulation_dtype, get_codec
+from windlass.comm.compressed_collectives import CompressedCollectives
+from windlass.comm.mesh import build_mesh
+from windlass.comm.mesh_shape import MeshShape
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.shared_memory_channel import SharedMemoryChannel
+
+WORLDS = [(1, "shm"), (1, "gloo"), (2, "shm"), (2, "gloo"), (4, "shm"), (4, "gloo")]
+CODECS: list[Codec] = [get_codec("identity"), get_codec("bf16"), BlockInt8Codec(), SignCodec()]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "odd": lambda t: t[:37],
+    "matrix": lambda t: t[:36].view(12, 3),
+    "transposed": lambda t: t[:35].view(5, 7).t(),
+    "strided": lambda t: t[:54:2],
+    "fewer than ranks": lambda t: t[:1],
+    "empty": lambda t: t[:0],
+    "empty rows": lambda t: t[:0].view(3, 0),
+}
+TIMEOUT = timedelta(seconds=60)
+
+
+def world_group() -> RankGroup:
+    return RankGroup(dist.group.WORLD, tuple(range(dist.get_world_size())), dist.get_rank())  # type: ignore[arg-type]
+
+
+class CountingChannel:
+    """Passes everything on and counts the bytes that really went through."""
+
+    def __init__(self, inner: ByteChannel) -> None:
+        self.inner, self.name, self.group, self.received = inner, inner.name, inner.group, 0
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        self.received += sum(tensor.numel() for tensor in receives.values())
+        self.inner.exchange(sends, receives)
+
+    def all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> None:
+        self.received += sum(tensor.numel() for tensor in receives.values())
+        self.inner.all_gather(own, receives)
+
+    def broadcast(self, message: torch.Tensor, source: int) -> None:
+        self.received += message.numel() if source != self.group.index else 0
+        self.inner.broadcast(message, source)
+
+
+def collectives(transport: str, codec: Codec) -> CompressedCollectives:
+    """With windows of 48 bytes in shared memory, so that messages take several."""
+    channel = choose_channel("auto", world_group(), torch.device("cpu"), timeout=TIMEOUT)
+    assert channel.name == ("alone" if channel.group.size == 1 else transport)
+    if transport == "shm" and channel.group.size > 1:
+        channel = SharedMemoryChannel(world_group(), TIMEOUT, window=48)
+    return CompressedCollectives(CountingChannel(channel), codec)
+
+
+def of_ranks(shape: str, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
+    """The tensor of each rank."""
+    made = []
+    for rank in range(ranks):
+        generator = torch.Generator().manual_seed(40 + rank)
+        made.append(SHAPES[shape](torch.randn(64, generator=generator).to(dtype)))
+    return made
+
+
+# ----------------------------------------------------------------- the same, computed from all tensors
+
+
+def passed(codec: Codec, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The tensor after one message, in the dtype of sums; bf16 and identity without the codec's own code."""
+    wide = accumulation_dtype(tensor.dtype)
+    if codec.name == "identity" or ranks == 1:
+        return tensor.to(wide)
+    if codec.name == "bf16":
+        return tensor.bfloat16().to(wide)
+    flat, out = tensor.contiguous().view(-1), torch.empty(tensor.numel(), dtype=wide)
+    if flat.numel():
+        encoded = torch.empty(codec.encoded_size(flat.numel(), tensor.dtype), dtype=torch.uint8)
+        codec.encode(flat, encoded)
+        codec.decode(encoded, out, tensor.dtype)
+    return out.view(tensor.shape)
+
+
+def summed(codec: Codec, parts: list[torch.Tensor], factor: float) -> torch.Tensor:
+    total = passed(codec, parts[0], len(parts)).clone()
+    for part in parts[1:]:
+        total = total + passed(codec, part, len(parts))
+    return (total * factor).to(parts[0].dtype)
+
+
+def cut(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    return list(torch.tensor_split(tensor, ranks))
+
+
+def nbytes(codec: Codec, tensor: torch.Tensor) -> int:
+    return codec.encoded_size(tensor.numel(), tensor.dtype) if tensor.numel() else 0
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape, (what, found.shape, wanted.shape)
+    assert torch.equal(found.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8)), (
+        what
+    )
+
+
+class Case:
+    """One tensor for each rank, and what each collective must make of them and receive in bytes."""
+
+    def __init__(self, calls: CompressedCollectives, codec: Codec, shape: str, dtype: torch.dtype) -> None:
+        self.calls, self.codec, self.what = calls, codec, (codec.name, shape, dtype)
+        self.ranks, self.rank = calls.size, calls.group.index
+        self.tensors = of_ranks(shape, dtype, self.ranks)
+        self.own, self.dtype = self.tensors[self.rank], dtype
+
+    def check(self) -> None:
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+            before = self.own.clone()
+            self.received(getattr(self, name), name)
+            same(self.own, before, (self.what, name, "changed its input"))
+
+    def received(self, check: Callable[[], list[int]], name: str) -> None:
+        """Run the check; bytes received by the channel, and those counted, are those that it lists by sender."""
+        counter, key = self.calls.channel, f"compressed_{name}"
+        assert isinstance(counter, CountingChannel)
+        counter.received, counted = 0, self.calls.traffic.bytes_moved[key]
+        wanted = sum(size for sender, size in enumerate(check()) if sender % self.ranks != self.rank)
+        assert counter.received == wanted, (self.what, name, counter.received, wanted)
+        assert self.calls.traffic.bytes_moved[key] - counted == wanted, (self.what, name)
+
+    def all_reduce(self) -> list[int]:
+        flat = [cut(tensor.contiguous().view(-1), self.ranks) for tensor in self.tensors]
+        sums = [summed(self.codec, [parts[i] for parts in flat], 0.5) for i in range(self.ranks)]
+        wanted = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in sums])
+        found = self.own.clone(memory_format=torch.preserve_format)
+        assert self.calls.all_reduce(found, factor=0.5) is found
+        same(found, wanted.view(self.own.shape), self.what)
+        return [nbytes(self.codec, flat[0][self.rank])] * self.ranks + [nbytes(self.codec, part) for part in sums]
+
+    def reduce_scatter(self) -> list[int]:
+        parts = [cut(tensor, self.ranks)[self.rank] for tensor in self.tensors]
+        same(self.calls.reduce_scatter(self.own, factor=0.25), summed(self.codec, parts, 0.25), self.what)
+        sizes = [0] * (self.ranks - 1) + [self.own.shape[0]]  # all of it to the last
+        mine = [tensor.split(sizes)[self.rank] for tensor in self.tensors]
+        same(self.calls.reduce_scatter(self.own, sizes), summed(self.codec, mine, 1.0), self.what)
+        return [nbytes(self.codec, parts[0])] * self.ranks + [nbytes(self.codec, mine[0])] * self.ranks
+
+    def all_gather(self) -> list[int]:
+        lengths = [max(0, self.own.shape[0] - rank) for rank in range(self.ranks)]
+        parts = [tensor[:length] for tensor, length in zip(self.tensors, lengths, strict=True)]
+        wanted = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in parts])
+        same(self.calls.all_gather(parts[self.rank], lengths), wanted, self.what)
+        whole = torch.cat([passed(self.codec, tensor, self.ranks).to(self.dtype) for tensor in self.tensors])
+        same(self.calls.all_gather(self.own), whole, self.what)
+        return [nbytes(self.codec, part) for part in (*parts, *self.tensors)]
+
+    def all_to_all(self) -> list[int]:
+        tables = [[cut_.shape[0] for cut_ in cut(self.own, self.ranks)]] * self.ranks
+        tables = [row[rank:] + row[:rank] for rank, row in enumerate(tables)]  # rows from each rank to each
+        from_each = [self.tensors[rank].split(tables[rank])[self.rank] for rank in range(self.ranks)]
+        wanted = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in from_each])
+        found = self.calls.all_to_all(self.own, tables[self.rank], [row[self.rank] for row in tables])
+        same(found, wanted, self.what)
+        return [nbytes(self.codec, part) for part in from_each]
+
+    def broadcast(self) -> list[int]:
+        source = self.ranks - 1
+        found = self.own.clone(memory_format=torch.preserve_format)
+        wanted = passed(self.codec, self.tensors[source], self.ranks).to(self.dtype)
+        same(self.calls.broadcast(found, source), wanted, self.what)
+        return [0] * source + [nbytes(self.codec, self.own)]
+
+
+def all_cases(transport: str) -> int:
+    count = 0
+    for codec in CODECS:
+        calls = collectives(transport, codec)
+        for shape in SHAPES:
+            for dtype in DTYPES:
+                Case(calls, codec, shape, dtype).check()
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize(("ranks", "transport"), WORLDS)
+def test_collectives_equal_their_explicit_computation(ranks: int, transport: str) -> None:
+    wanted = len(CODECS) * len(SHAPES) * len(DTYPES)
+    assert run_ranks(all_cases, ranks, transport, transport=transport, timeout=120.0) == [wanted] * ranks
+
+
+# ------------------------------------------------------------------- identity beside plain collectives
+
+
+def beside_plain(transport: str) -> float:
+    """The largest relative difference to gloo's own all-reduce, which sums in another order."""
+    calls, ranks = collectives(transport, get_codec("identity")), dist.get_world_size()
+    own = torch.randn(1003, generator=torch.Generator().manual_seed(dist.get_rank()))
+    plain = own.clone()
+    dist.all_reduce(plain)
+    found = calls.all_reduce(own.clone())
+    gathered = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(gathered, own)
+    same(calls.all_gather(own), torch.cat(gathered), "all_gather")
+    rows = own[:1000].view(ranks * 2, -1).clone()
+    swapped = torch.empty_like(rows)
+    dist.all_to_all_single(swapped, rows)
+    same(calls.all_to_all(rows), swapped, "all_to_all")
+    counts = torch.arange(7) * (dist.get_rank() + 1)
+    assert torch.equal(calls.all_reduce(counts.clone()), torch.arange(7) * ranks * (ranks + 1) // 2)
+    return float(((found - plain).abs() / plain.abs().clamp(min=1e-3)).max())
+
+
+@pytest.mark.parametrize(("ranks", "transport"), WORLDS)
+def test_identity_is_the_plain_collective(ranks: int, transport: str) -> None:
+    # two addends have one order, and only then the sum is the same to the bit
+    limit = 0.0 if ranks <= 2 else 1e-3
+    assert max(run_ranks(beside_plain, ranks, transport, transport=transport)) <= limit
+
+
+# ----------------------------------------------------------------------------- the rest of the surface
+
+
+def along_axes_and_rings(transport: str) -> None:
+    """Messages along one axis of a mesh, and around a ring in which all send before they receive."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = build_mesh(MeshShape(tp=2, dp_shard=ranks // 2))
+    calls = CompressedCollectives.over_axis(mesh.tp, "bf16")
+    values = torch.full((5,), 1.001 + rank)
+    together = torch.full((5,), 1.001 + rank // 2 * 2).bfloat16().float()
+    together = (together + torch.full((5,), 1.001 + rank // 2 * 2 + 1).bfloat16().float()).bfloat16().float()
+    same(calls.all_reduce(values.clone()), together, "over an axis")
+    own, others = (3, 2) if rank % 2 == 0 else (2, 3)
+    assert mesh.tp.traffic.bytes_moved["compressed_all_reduce"] == 2 * own + 2 * others
+    ring = collectives(transport, get_codec("bf16"))
+    if rank == 0:
+        ring.send(values.repeat(100), 1)
+        received = ring.recv(torch.empty(500), ranks - 1)
+    else:
+        received = ring.recv(torch.empty(500), rank - 1)
+        ring.send(values.repeat(100), (rank + 1) % ranks)
+    same(received, torch.full((500,), 1.001 + (rank - 1) % ranks).bfloat16().float(), "around a ring")
+    assert ring.traffic.bytes_moved["compressed_recv"] == 1000
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "shm"), (2, "gloo"), (4, "shm")])
+def test_axes_and_point_to_point(ranks: int, transport: str) -> None:
+    run_ranks(along_axes_and_rings, ranks, transport, transport=transport)
+
+
+def round_trips(transport: str) -> None:
+    calls = collectives(transport, BlockInt8Codec())
+    own = torch.randn(100, generator=torch.Generator().manual_seed(dist.get_rank()))
+    gathered = calls.all_gather(own).view(2, 100)[dist.get_rank()]
+    same(calls.round_trip(own), gathered, "one message")
+    assert not torch.equal(own, gathered)
+    swapped = calls.all_to_all(own, [30, 70], [30, 30] if dist.get_rank() == 0 else [70, 70])
+    parts = calls.round_trip(own, [30, 70]).split([30, 70])
+    mine = swapped.view(2, -1)[dist.get_rank()]
+    same(mine, parts[dist.get_rank()], "cut as the collective cuts")
+    parameter = torch.nn.Parameter(own.clone())
+    same(calls.all_reduce(parameter).detach(), calls.all_reduce(own.clone()), "a parameter")
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_round_trip_shows_what_peers_decode(transport: str) -> None:
+    run_ranks(round_trips, 2, transport, transport=transport)
+
+
+def absent(case: str) -> str:
+    """What rank 0 is told of a peer that does not come."""
+    group = world_group()
+    channel = SharedMemoryChannel(group, timedelta(seconds=1), window=48)
+    calls = CompressedCollectives(channel, "identity")
+    said = ""
+    if group.index == 0:
+        cases: dict[str, Callable[[], Any]] = {
+            "recv": lambda: calls.recv(torch.empty(5), 1),
+            "send": lambda: calls.send(torch.zeros(500), 1),
+            "all_reduce": lambda: calls.all_reduce(torch.zeros(5)),
+        }
+        try:
+            cases[case]()
+        except CommunicationError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("case", ["recv", "send", "all_reduce"])
+def test_a_peer_that_does_not_come_is_named(case: str) -> None:
+    said, nothing = run_ranks(absent, 2, case)
+    assert "did not join a compressed collective in shared memory within 1 s" in said and said.startswith("rank 1")
+    assert nothing == ""
+
+
+def wrong(case: str) -> None:
+    group = world_group()
+    channel = choose_channel("auto", group, torch.device("cpu"), timeout=TIMEOUT)
+    if case == "codecs":
+        CompressedCollectives(channel, "bf16" if group.index else "identity")
+    calls = CompressedCollectives(channel, "bf16")
+    cases: dict[str, Callable[[], Any]] = {
+        "dtype": lambda: calls.all_reduce(torch.zeros(3, 2, dtype=torch.int32)),
+        "name": lambda: CompressedCollectives(channel, "zip"),
+        "sizes": lambda: calls.reduce_scatter(torch.zeros(5), [2, 2]),
+        "own": lambda: calls.all_gather(torch.zeros(5), [4, 4]),
+        "rows": lambda: calls.all_to_all(torch.zeros(5)),
+        "peer": lambda: calls.send(torch.zeros(5), group.index),
+        "scalar": lambda: calls.all_gather(torch.tensor(1.0)),
+    }
+    cases[case]()
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("codecs", "CodecError", "different codecs (rank 0: 'identity', rank 1: 'bf16')"),
+        ("dtype", "CodecError", "codec 'bf16' does not accept a tensor of torch.int32 and shape (3, 2)"),
+        ("name", "CodecError", "there is no codec named 'zip'"),
+        ("sizes", "CollectiveArgumentError", "5 rows cannot be cut into parts of [2, 2] for 2 ranks"),
+        ("own", "CollectiveArgumentError", "has 5 rows"),
+        ("rows", "CollectiveArgumentError", "all_to_all cannot cut 5 rows into 2 equal parts"),
+        ("peer", "CollectiveArgumentError", "is no peer of rank"),
+        ("scalar", "CollectiveArgumentError", "a scalar has no rows"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_sent(case: str, kind: str, text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(wrong, 2, case)
+    assert kind in caught.value.kinds and text in str(caught.value)

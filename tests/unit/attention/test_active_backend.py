@@ -1,0 +1,177 @@
+"""Active backends: nesting, exceptions, threads, recomputation, and the registry of names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from windlass.attention import (
+    CAUSAL,
+    AttentionBackend,
+    AttentionMask,
+    attention,
+    backend_names,
+    bind_mask,
+    checkpoint_context_fn,
+    get_active_backend,
+    get_backend,
+    register_backend,
+    use_backend,
+)
+from windlass.attention import backend_registry as registry
+from windlass.attention.eager_backend import EagerBackend
+from windlass.base.errors import ConfigError, ModelError
+
+
+class Doubling(EagerBackend):
+    """Returns twice the attention."""
+
+    name = "doubling"
+
+    def attend(self, *arguments: Any, **named: Any) -> Tensor:
+        return 2 * super().attend(*arguments, **named)
+
+
+@pytest.fixture
+def names() -> Iterator[None]:
+    """The registry as it was before."""
+    before = dict(registry._factories)
+    yield
+    registry._factories.clear()
+    registry._factories.update(before)
+
+
+def tensors(heads: int = 4, keys: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 7, 8, dtype=torch.float64).requires_grad_() for n in (heads, keys, keys))
+    return q, k, v
+
+
+def test_contexts_nest_and_an_exception_leaves_none_behind() -> None:
+    outer, inner = Doubling(), Doubling()
+    assert get_active_backend() is None
+    with use_backend(outer) as found:
+        assert found is outer and get_active_backend() is outer
+        with use_backend(None):
+            assert get_active_backend() is None
+        with pytest.raises(RuntimeError, match="inside"), use_backend(inner):
+            assert get_active_backend() is inner
+            raise RuntimeError("inside")
+        assert get_active_backend() is outer
+    assert get_active_backend() is None
+
+
+def test_a_thread_has_its_own_backends() -> None:
+    seen: dict[str, Any] = {}
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        seen["before"] = get_active_backend()
+        with use_backend("eager"):
+            inside.set()
+            assert done.wait(60)
+            seen["during"] = get_active_backend()
+
+    backend = Doubling()
+    with use_backend(backend):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(60)
+        assert get_active_backend() is backend
+        done.set()
+        thread.join(60)
+    assert seen["before"] is None and isinstance(seen["during"], EagerBackend)
+    assert get_active_backend() is None
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["all", "causal", "padded", "tensor"])
+def test_the_function_is_torchs(backend: str | None, kind: str) -> None:
+    q, k, v = tensors()
+    given: dict[str, Any] = {"is_causal": True} if kind == "causal" else {}
+    wanted: dict[str, Any] = dict(given)
+    if kind in ("padded", "tensor"):
+        padding = torch.ones(2, 7, dtype=torch.bool)
+        padding[0, 5:] = False
+        description = AttentionMask(2, 7, 7, padding=padding)
+        wanted["attn_mask"] = description.to_dense()
+        given["mask"] = description if kind == "padded" else wanted["attn_mask"]
+    expected = scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3, **wanted)
+    gradient = torch.randn_like(expected)
+    wanted_gradients = torch.autograd.grad(expected, (q, k, v), gradient)
+    with use_backend(backend):
+        output = attention(q, k, v, scaling=0.3, **given)
+    found = torch.autograd.grad(output, (q, k, v), gradient)
+    for one, other in zip((output, *found), (expected, *wanted_gradients), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_a_bound_mask_and_a_recomputation_keep_their_backend() -> None:
+    q, k, v = tensors()
+    plain = scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True)
+    wanted = torch.autograd.grad((2 * plain).square().sum(), q)[0]
+    with use_backend(Doubling()):
+        bound = bind_mask(AttentionMask(2, 7, 7, CAUSAL))
+        whole = checkpoint(
+            lambda x: attention(x, k, v, is_causal=True), q, use_reentrant=False, context_fn=checkpoint_context_fn
+        )
+        masked = checkpoint(lambda x: attention(x, k, v, bound), q, use_reentrant=False)
+    assert get_active_backend() is None
+    torch.testing.assert_close(attention(q, k, v, bound), 2 * plain)
+    for output in (whole, masked):
+        torch.testing.assert_close(torch.autograd.grad(output.square().sum(), q)[0], wanted)
+
+
+def test_windlass_checkpointing_keeps_the_backend() -> None:
+    from windlass.checkpointing import checkpoint as windlass_checkpoint
+
+    q, k, v = tensors()
+    plain = scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True)
+    wanted = torch.autograd.grad((2 * plain).square().sum(), q)[0]
+    with use_backend(Doubling()):
+        output = windlass_checkpoint(lambda x: attention(x, k, v, is_causal=True), q)
+    torch.testing.assert_close(torch.autograd.grad(output.square().sum(), q)[0], wanted)
+
+
+def test_wrong_arguments_are_named() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ModelError, match="mask and is_causal=True"):
+        attention(q, k, v, AttentionMask(2, 7, 7), is_causal=True)
+    with pytest.raises(ModelError, match=r"\['softcap'\].*\"sdpa\" does not support"):
+        attention(q, k, v, softcap=2.0)
+    with pytest.raises(ModelError, match="4 query heads are no multiple of 3 key heads"):
+        attention(*tensors(4, 3))
+    with pytest.raises(ModelError, match="mask of type str"):
+        attention(q, k, v, "causal")  # type: ignore[arg-type]
+
+
+def test_registry(names: None) -> None:
+    assert {"sdpa", "eager"} <= set(backend_names())
+    register_backend("doubling", Doubling)
+    register_backend("doubling", Doubling)
+    assert isinstance(get_backend("doubling"), Doubling)
+    with use_backend("doubling"):
+        assert isinstance(get_active_backend(), Doubling)
+    with pytest.raises(ConfigError, match='"doubling" is registered already'):
+        register_backend("doubling", EagerBackend)
+    with pytest.raises(ConfigError, match="non-empty"):
+        register_backend("", EagerBackend)
+    with pytest.raises(ConfigError, match='no attention backend "flashy" is registered; registered are .*eager'):
+        get_backend("flashy")
+    with pytest.raises(ConfigError, match=r"\"doubling\" got the options \['speed'\]"):
+        get_backend("doubling", speed=3)
+    with pytest.raises(ConfigError, match="flashy"), use_backend("flashy"):
+        pass
+    assert get_active_backend() is None
+
+
+def test_a_backend_is_one_by_its_methods() -> None:
+    assert isinstance(EagerBackend(), AttentionBackend)
+    assert not isinstance(nn.Linear(1, 1), AttentionBackend)

@@ -1,0 +1,91 @@
+"""Codecs and their registry: sizes and the flag `exact` are true, values equal the explicit computation in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.toy_codecs import BlockInt8Codec, SignCodec
+from windlass.base.errors import CodecError, WindlassError
+from windlass.comm import codec as codecs
+from windlass.comm.codec import Codec, accumulation_dtype, get_codec, list_codecs, register_codec
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+ALL: list[Codec] = [get_codec("identity"), get_codec("bf16"), BlockInt8Codec(), SignCodec()]
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    before = dict(codecs._codecs)
+    yield
+    codecs._codecs.clear()
+    codecs._codecs.update(before)
+
+
+def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+
+
+def through(codec: Codec, tensor: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Encode and decode, in a buffer with guard bytes behind it that must stay."""
+    size = codec.encoded_size(tensor.numel(), tensor.dtype)
+    memory = torch.full((size + 8,), 77, dtype=torch.uint8)
+    codec.encode(tensor, memory[:size])
+    assert bool((memory[size:] == 77).all()), codec.name
+    out = torch.full((tensor.numel(),), float("nan"), dtype=out_dtype)
+    codec.decode(memory[:size].clone(), out, tensor.dtype)
+    return out
+
+
+@pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("numel", [1, 7, 64, 65, 1000])
+def test_decoded_values_agree_in_the_dtype_and_in_that_of_sums(codec: Codec, dtype: torch.dtype, numel: int) -> None:
+    tensor = values(numel, dtype)
+    same, wide = through(codec, tensor, dtype), through(codec, tensor, accumulation_dtype(dtype))
+    assert bool(torch.isfinite(wide).all())
+    assert torch.equal(same, wide.to(dtype))
+    if codec.exact:
+        assert torch.equal(same.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bf16_rounds_as_torch_does(dtype: torch.dtype) -> None:
+    tensor = torch.cat(
+        [values(1001, dtype), torch.tensor([0.0, -0.0, float("inf"), 1 + 2**-8, 1 + 3 * 2**-8], dtype=dtype)]
+    )
+    found = through(get_codec("bf16"), tensor, dtype)
+    assert torch.equal(found, tensor.bfloat16().to(dtype))
+    assert get_codec("bf16").encoded_size(1001, dtype) == 2002
+
+
+def test_identity_takes_every_dtype_and_bf16_floats_alone() -> None:
+    for dtype in (torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e5m2):
+        assert get_codec("identity").accepts(dtype) and not get_codec("bf16").accepts(dtype)
+        tensor = torch.ones(5).to(dtype)
+        encoded = torch.empty(5 * dtype.itemsize, dtype=torch.uint8)
+        get_codec("identity").encode(tensor, encoded)
+        out = torch.zeros(5).to(dtype)
+        get_codec("identity").decode(encoded, out, dtype)
+        assert torch.equal(out.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_sums_are_in_float32_or_wider() -> None:
+    assert {accumulation_dtype(d) for d in (torch.float16, torch.bfloat16, torch.float32)} == {torch.float32}
+    assert accumulation_dtype(torch.float64) == torch.float64
+    assert accumulation_dtype(torch.int64) == torch.int64
+
+
+@pytest.mark.usefixtures("registry")
+def test_registry() -> None:
+    assert list_codecs() == ["bf16", "identity"]
+    mine = SignCodec()
+    register_codec(mine)
+    register_codec(mine)  # again the same: nothing to complain of
+    assert get_codec("toy-sign") is mine and "toy-sign" in list_codecs()
+    with pytest.raises(CodecError, match="'toy-sign' is registered already"):
+        register_codec(SignCodec())
+    with pytest.raises(WindlassError, match=r"no codec named 'zip'; use one of bf16, identity, toy-sign"):
+        get_codec("zip")

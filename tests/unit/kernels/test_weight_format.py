@@ -1,0 +1,156 @@
+"""Weight formats: the stated rounding of what is packed, and products as of the unpacked weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from windlass.base.errors import WeightFormatError
+from windlass.kernels import packed_matmul, weight_format
+from windlass.kernels.weight_format import (
+    Int8WeightFormat,
+    bits_per_weight,
+    get_weight_format,
+    list_weight_formats,
+    register_weight_format,
+)
+
+NAMES = ("fp32", "bf16", "int8")
+SHAPES = ((5, 7), (1, 1), (64, 33), (0, 4), (4, 0))
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    before = dict(weight_format._formats)
+    yield
+    weight_format._formats.clear()
+    weight_format._formats.update(before)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows * 100 + columns)
+    return (torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 2, rows)[:, None]).to(dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_tensors_have_the_form_that_files_have(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    form = get_weight_format(name)
+    packed = form.pack(matrix(*shape))
+    said = {key: (one.dtype, one.shape) for key, one in form.file_form(*shape).items()}
+    assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in packed.items()} == said
+    assert sum(tensor.numel() * tensor.element_size() for tensor in packed.values()) == sum(
+        one.nbytes for one in form.file_form(*shape).values()
+    )
+    save_file(packed, tmp_path / "file.safetensors")
+    again = load_file(tmp_path / "file.safetensors")
+    assert torch.equal(form.unpack(again), form.unpack(packed))
+
+
+def test_bits_per_weight() -> None:
+    found = {name: bits_per_weight(get_weight_format(name), 10, 64) for name in NAMES}
+    assert found == {"fp32": 32, "bf16": 16, "int8": 8 + 32 / 64}
+    assert bits_per_weight(get_weight_format("int8"), 0, 64) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_unpacked_values(dtype: torch.dtype) -> None:
+    weight = matrix(31, 65, dtype)
+    assert torch.equal(get_weight_format("fp32").unpack(get_weight_format("fp32").pack(weight)), weight.float())
+    assert torch.equal(get_weight_format("bf16").unpack(get_weight_format("bf16").pack(weight)), weight.bfloat16())
+    form = get_weight_format("int8")
+    packed = form.pack(weight)
+    found = form.unpack(packed)
+    limit = weight.float().abs().amax(1, keepdim=True) / 127 / 2 * (1 + 1e-5)
+    assert bool(((found - weight.float()).abs() <= limit).all())
+    assert bool((packed["weight"].abs().amax(1) == 127).all()), "the largest of a row is the end of the range"
+    again = form.pack(found)
+    assert torch.equal(again["weight"], packed["weight"]), "packing what was unpacked changes nothing"
+
+
+def test_int8_rounds_half_to_even_and_takes_rows_of_zeros() -> None:
+    weight = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5], [0.0] * 6, [1e-45] * 6])
+    packed = get_weight_format("int8").pack(weight)
+    assert packed["weight"].tolist()[:2] == [[127, 0, 2, 2, 0, -2], [0] * 6]
+    assert packed["weight_scale"].flatten().tolist()[:2] == [1.0, 0.0]
+    found = get_weight_format("int8").unpack(packed)
+    assert bool(torch.isfinite(found).all()) and torch.equal(found[1], torch.zeros(6))
+
+
+def gradients(
+    call: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Output and gradients of input and bias, for an upstream gradient that is not constant."""
+    leaves = [one.detach().clone().requires_grad_() for one in (x, bias) if one is not None]
+    out = call(leaves[0], leaves[1] if bias is not None else None)
+    out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_linear_is_that_of_the_unpacked_weight(name: str, dtype: torch.dtype, with_bias: bool) -> None:
+    form, weight = get_weight_format(name), matrix(19, 33) / 100
+    packed = form.pack(weight)
+    x = torch.randn(3, 4, 33, generator=torch.Generator().manual_seed(5)).to(dtype)
+    bias = torch.linspace(-1, 1, 19).to(dtype) if with_bias else None
+    found = gradients(lambda x, b: form.linear(x, packed, b), x, bias)
+    wanted = gradients(lambda x, b: F.linear(x, form.unpack(packed).to(dtype), b), x, bias)
+    assert len(found) == 2 + with_bias
+    for have, want in zip(found, wanted, strict=True):
+        assert torch.equal(have, want) and have.dtype == dtype
+    # several blocks of rows, the last one smaller: other sums in the gradient of the input
+    bound = 1e-2 if dtype.itemsize == 2 else 1e-5
+    with mock.patch.object(packed_matmul, "BLOCK_NUMEL", 33 * 5):
+        blocks = gradients(lambda x, b: form.linear(x, packed, b), x, bias)
+    for have, want in zip(blocks, wanted, strict=True):
+        torch.testing.assert_close(have, want, rtol=bound, atol=bound)
+
+
+def test_no_unpacked_weight_outlives_the_forward() -> None:
+    form = get_weight_format("int8")
+    packed, saved = form.pack(matrix(64, 64)), []
+    x = torch.ones(2, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        form.linear(x, packed, None)
+    assert sorted(tensor.numel() * tensor.element_size() for tensor in saved) == [4 * 64, 64 * 64]
+
+
+@pytest.mark.usefixtures("registry")
+def test_registry() -> None:
+    assert list_weight_formats() == ["bf16", "fp32", "int8"]
+
+    class Mine(Int8WeightFormat):
+        name = "int8_too"
+
+    mine = Mine()
+    register_weight_format(mine)
+    register_weight_format(mine)
+    assert get_weight_format("int8_too") is mine
+    with pytest.raises(WeightFormatError, match="'int8_too' is registered already"):
+        register_weight_format(Mine())
+    mine.name = "a.b"
+    with pytest.raises(WeightFormatError, match=r"'a\.b' is badly named"):
+        register_weight_format(mine)
+    with pytest.raises(WeightFormatError, match="no weight format named 'nf5'; use one of bf16, fp32, int8, int8_too"):
+        get_weight_format("nf5")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_cannot_be_packed(name: str) -> None:
+    form, bad = get_weight_format(name), matrix(3, 4)
+    bad[1, 2] = float("nan")
+    with pytest.raises(WeightFormatError, match=rf"{name}.*element \[1, 2\] of a weight of shape \(3, 4\): it"):
+        form.pack(bad)
+    for wrong in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.int8), torch.zeros(2, 2, device="meta")):
+        with pytest.raises(WeightFormatError):
+            form.pack(wrong)
+    with pytest.raises(WeightFormatError, match="outside of the range of torch"):
+        form.pack(torch.full((1, 1), 1e300, dtype=torch.float64))

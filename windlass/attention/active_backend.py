@@ -1,0 +1,88 @@
+"""Stack of the attention backends that are active in the running context.
+
+[Note: active backends] The stack is a context variable: each thread and each asyncio task has its own, and an
+exception unwinds it. Only a call switches the backend; modules hold no reference to one, so two engines can use the
+same modules. A mask remembers the backend that made it, so a layer that is recomputed in the backward, after the
+context has ended and perhaps in a thread of autograd, uses the backend of its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+from windlass.attention.attention_backend import AttentionBackend
+from windlass.attention.attention_mask import AttentionMask
+from windlass.attention.backend_registry import get_backend
+
+BackendStack = tuple[AttentionBackend | None, ...]
+
+_stack: ContextVar[BackendStack] = ContextVar("windlass_attention_backends", default=())
+
+
+@contextmanager
+def use_backend(backend: AttentionBackend | str | None) -> Iterator[AttentionBackend | None]:
+    """Make a backend active inside the `with` block. Blocks nest; the innermost backend computes.
+
+    A backend may delegate to the one outside it: Ulysses sequence parallelism computes its local heads with it.
+
+    Args:
+        backend: a backend, the name of one that needs no options, or None for plain attention.
+
+    Raises:
+        ConfigError: no backend of this name is registered.
+    """
+    found = get_backend(backend) if isinstance(backend, str) else backend
+    with restore_backends((*_stack.get(), found)):
+        yield found
+
+
+def get_active_backend() -> AttentionBackend | None:
+    """Return the innermost active backend; None if attention is plain."""
+    stack = _stack.get()
+    return stack[-1] if stack else None
+
+
+def get_backend_stack() -> BackendStack:
+    """Return all active backends, the innermost last, for `restore_backends`."""
+    return _stack.get()
+
+
+@contextmanager
+def restore_backends(stack: BackendStack) -> Iterator[None]:
+    """Replace the whole stack inside the `with` block, e.g. to recompute a forward as it ran."""
+    token = _stack.set(stack)
+    try:
+        yield
+    finally:
+        _stack.reset(token)
+
+
+def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts for `torch.utils.checkpoint.checkpoint(..., context_fn=checkpoint_context_fn)`.
+
+    Code that calls `windlass.attention.attention` inside torch's own checkpointing needs it, since the recomputation
+    runs outside of `use_backend`. Masks of transformers' models, and masks of `bind_mask`, need nothing.
+    """
+    return nullcontext(), restore_backends(_stack.get())
+
+
+class BoundMask:
+    """Mask of a forward together with the backend that made it.
+
+    It travels with the arguments of layers. It has no `__dict__` and is no dataclass, so that searches for tensors in
+    arguments (`base/tensor_tree`) do not descend into it.
+    """
+
+    __slots__ = ("backend", "mask")
+
+    def __init__(self, backend: AttentionBackend, mask: Any) -> None:
+        self.backend, self.mask = backend, mask
+
+
+def make_bound_mask(backend: AttentionBackend, mask: AttentionMask) -> BoundMask:
+    """Let the active `backend` make its mask. While it does, the active backend is the one outside it."""
+    with restore_backends(_stack.get()[:-1]):
+        return BoundMask(backend, backend.make_mask(mask))

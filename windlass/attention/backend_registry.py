@@ -1,0 +1,51 @@
+"""Registry of attention backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from windlass.attention.attention_backend import AttentionBackend
+from windlass.base.errors import ConfigError
+
+BackendFactory = Callable[..., AttentionBackend]
+"""Builds a backend, from keyword arguments of its own; usually the class."""
+
+_factories: dict[str, BackendFactory] = {}
+
+
+def register_backend(name: str, factory: BackendFactory) -> None:
+    """Register a backend under a name. Registering the same factory again changes nothing.
+
+    Raises:
+        ConfigError: the name is empty, or taken by another factory.
+    """
+    if not name:
+        raise ConfigError("an attention backend needs a name; give register_backend a non-empty string")
+    if _factories.setdefault(name, factory) is not factory:
+        raise ConfigError(f'an attention backend "{name}" is registered already ({_factories[name]}); use another name')
+
+
+def get_backend(name: str, **options: Any) -> AttentionBackend:
+    """Build the backend of this name.
+
+    Args:
+        options: arguments of its factory.
+
+    Raises:
+        ConfigError: no backend of this name is registered, or its factory does not take the options.
+    """
+    if name not in _factories:
+        raise ConfigError(
+            f'no attention backend "{name}" is registered; registered are {", ".join(backend_names())}. Import the '
+            "package that defines it, or call windlass.attention.register_backend"
+        )
+    try:
+        return _factories[name](**options)
+    except TypeError as error:
+        raise ConfigError(f'attention backend "{name}" got the options {sorted(options)}: {error}') from error
+
+
+def backend_names() -> list[str]:
+    """Return the registered names, sorted."""
+    return sorted(_factories)

@@ -1,0 +1,72 @@
+"""Attention by matrix products that hold the scores of all pairs, with every variation that models ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.attention.attention_backend import AttentionBackend, HeadSlice
+from windlass.attention.attention_mask import AttentionMask
+from windlass.attention.backend_registry import register_backend
+from windlass.attention.sdpa_backend import repeat_kv_heads, resolve_mask
+
+
+class EagerBackend(AttentionBackend):
+    """Backend `"eager"`: the reference. It takes `samples * heads * queries * keys` elements of memory.
+
+    Subclasses override `bias_scores` for a bias that depends on heads and positions.
+    """
+
+    name = "eager"
+    supported_arguments = frozenset({"is_causal", "softcap", "position_bias"})
+    computes_local_heads = True
+
+    def make_mask(self, mask: AttentionMask) -> torch.Tensor:
+        """Return the dense mask."""
+        return mask.to_dense()
+
+    def bias_scores(self, scores: torch.Tensor, heads: HeadSlice) -> torch.Tensor:
+        """Return `scores`, `[samples, heads, queries, keys]`, with the bias of these heads added. None by default."""
+        return scores
+
+    def attend(
+        self,
+        module: nn.Module | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        *,
+        scaling: float | None,
+        dropout: float,
+        heads: HeadSlice,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Compute attention; the softmax is in fp32 or better.
+
+        Of `arguments`, a `softcap` c bends scores to `c * tanh(score / c)` before the mask (Gemma 2), and a
+        `position_bias` `[1 or samples, heads, queries, keys]` is added to the scores.
+        """
+        softcap, position_bias = arguments.get("softcap"), arguments.get("position_bias")
+        key, value = repeat_kv_heads(key, query.shape[1]), repeat_kv_heads(value, query.shape[1])
+        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if position_bias is not None:
+            scores = scores + position_bias
+        scores = self.bias_scores(scores, heads)
+        dense, causal = resolve_mask(module, query, mask, arguments.get("is_causal"))
+        if causal:
+            q, k = (torch.arange(length, device=query.device) for length in scores.shape[2:])
+            dense = q[:, None] >= k
+        if dense is not None:
+            lowest = torch.finfo(scores.dtype).min  # not -inf: a row without visible keys must not become nan
+            scores = torch.where(dense, scores, lowest) if dense.dtype == torch.bool else scores + dense
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(dim=-1, dtype=wide).to(query.dtype)
+        return nn.functional.dropout(weights, dropout) @ value
+
+
+register_backend("eager", EagerBackend)

@@ -1,0 +1,79 @@
+"""Transfers of bytes between the ranks of a group: the part of a transport that compressed collectives need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from windlass.base.collective_activity import WaitScope
+from windlass.comm.mesh_axis import run_pending_checks
+from windlass.comm.point_to_point import exchange_tensors
+from windlass.comm.rank_group import RankGroup
+
+
+class ByteChannel(Protocol):
+    """Transfers of uint8 tensors over one group.
+
+    Both ends of a transfer know its size. Messages between two ranks arrive in the order in which they are sent. Calls
+    block until the outgoing tensors may be written again and the incoming ones are complete (on a GPU: in the order of
+    the current stream).
+    """
+
+    name: str
+    group: RankGroup
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send one tensor to each of some peers and receive one from each of some peers.
+
+        Args:
+            sends, receives: contiguous uint8 tensors by group index of the peer. Empty ones are not transferred.
+        """
+        ...
+
+    def all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> None:
+        """Send `own` to every peer and receive the tensor of every peer. Collective.
+
+        Args:
+            own: contiguous uint8 tensor; ranks may give different sizes.
+            receives: by group index, of all peers.
+        """
+        ...
+
+    def broadcast(self, message: torch.Tensor, source: int) -> None:
+        """Copy `message` of the rank with group index `source` to `message` of all others. Collective."""
+        ...
+
+
+class ProcessGroupChannel:
+    """Channel over the process group of torch.distributed: gloo for CPU tensors, NCCL for GPU tensors.
+
+    Args:
+        group: ranks that communicate.
+        what: name of the group in reports of the watchdog.
+    """
+
+    def __init__(self, group: RankGroup, what: str = "a process group") -> None:
+        self.group, self._what = group, f"a compressed collective over {what}"
+        self.name = "alone" if group.size == 1 else str(dist.get_backend(group.process_group))
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        run_pending_checks()
+        # both ends know that an empty message is empty, so that neither waits for it
+        with WaitScope(self._what):
+            exchange_tensors(
+                self.group,
+                [(peer, tensor) for peer, tensor in sends.items() if tensor.numel()],
+                [(peer, tensor) for peer, tensor in receives.items() if tensor.numel()],
+            )
+
+    def all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> None:
+        self.exchange(dict.fromkeys(receives, own), receives)
+
+    def broadcast(self, message: torch.Tensor, source: int) -> None:
+        run_pending_checks()
+        if message.numel():
+            with WaitScope(self._what):
+                dist.broadcast(message, self.group.ranks[source], group=self.group.process_group)

@@ -1,0 +1,35 @@
+"""Choice of the channel of compressed collectives, by the rules of `choose_transport`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+
+from windlass.comm.byte_channel import ByteChannel, ProcessGroupChannel
+from windlass.comm.choose_transport import choose_transport_name
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.shared_memory_channel import SharedMemoryChannel
+
+
+def choose_channel(
+    requested: str, group: RankGroup, device: torch.device, *, timeout: timedelta, what: str = "a process group"
+) -> ByteChannel:
+    """Return the channel for `group`. Collective.
+
+    Args:
+        requested: auto, shm, gloo or nccl; the environment's `WINDLASS_TRANSPORT` overrides it.
+        device: of the tensors.
+        timeout: how long to wait for a peer in shared memory; other channels have the time-out of the process group.
+        what: name of the group in reports of the watchdog.
+
+    Raises:
+        ConfigError: `requested` does not exist, or cannot serve this device or these ranks.
+    """
+    name, _ = choose_transport_name(requested, group, device)
+    if name == "shm" and group.size > 1:
+        return SharedMemoryChannel(group, timeout)
+    if name == "gloo":
+        group = replace(group, process_group=group.cpu_group)
+    return ProcessGroupChannel(group, what)

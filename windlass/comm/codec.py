@@ -1,0 +1,137 @@
+"""Codecs: encodings of a message before it is sent and after it arrives, and their registry.
+
+[Note: codecs] A codec maps a flat tensor to bytes and back. It has no state: error feedback, statistics and random
+numbers belong to the caller. The size of an encoding depends on the number of elements and the dtype alone, so that a
+receiver allocates its buffer without asking the sender. `windlass.comm.compressed_collectives` sends every message
+through a codec.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from windlass.base.errors import CodecError
+
+_BF16_SOURCES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Codec(Protocol):
+    """Stateless encoding of flat tensors as bytes.
+
+    Attributes:
+        name: under which the registry lists the codec.
+        exact: True if `decode` returns the bits that `encode` received, for every dtype that the codec accepts.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Return True if tensors of `dtype` can be encoded."""
+        ...
+
+    def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the encoding of `numel` elements of `dtype`; 0 elements take 0 bytes."""
+        ...
+
+    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Write the encoding of `tensor` to `encoded`.
+
+        Args:
+            tensor: `[n]`, contiguous, of a dtype that the codec accepts.
+            encoded: `[encoded_size(n, tensor.dtype)]` uint8, contiguous, on the tensor's device, aligned to 16 bytes.
+        """
+        ...
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        """Write the decoded values to `out`.
+
+        Args:
+            encoded: `[encoded_size(n, dtype)]` uint8, contiguous, aligned to 16 bytes.
+            out: `[n]`, contiguous, of `dtype` or of the dtype in which sums are computed (`accumulation_dtype`).
+            dtype: of the tensor that was encoded.
+        """
+        ...
+
+
+class IdentityCodec:
+    """Codec that sends the bytes of a tensor as they are; accepts every dtype."""
+
+    name = "identity"
+    exact = True
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
+        return numel * dtype.itemsize
+
+    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        encoded.copy_(tensor.view(torch.uint8))
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        out.copy_(encoded.view(dtype))
+
+
+class Bf16Codec:
+    """Codec that sends floating-point values as bfloat16, rounded to nearest, ties to even, as `Tensor.bfloat16`."""
+
+    name = "bf16"
+    exact = False  # it is exact for bfloat16 tensors alone
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        return dtype in _BF16_SOURCES
+
+    def encoded_size(self, numel: int, dtype: torch.dtype) -> int:
+        return 2 * numel
+
+    def encode(self, tensor: torch.Tensor, encoded: torch.Tensor) -> None:
+        encoded.view(torch.bfloat16).copy_(tensor)
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        out.copy_(encoded.view(torch.bfloat16))
+
+
+_codecs: dict[str, Codec] = {}
+
+
+def register_codec(codec: Codec) -> None:
+    """Make `codec` available under its name.
+
+    Raises:
+        CodecError: another codec has the name.
+    """
+    if _codecs.get(codec.name, codec) is not codec:
+        raise CodecError(f"a codec named {codec.name!r} is registered already; register this one under another name")
+    _codecs[codec.name] = codec
+
+
+def get_codec(name: str) -> Codec:
+    """Return the codec of a name.
+
+    Raises:
+        CodecError: no codec has the name.
+    """
+    if name not in _codecs:
+        raise CodecError(f"there is no codec named {name!r}; use one of {', '.join(sorted(_codecs))}")
+    return _codecs[name]
+
+
+def list_codecs() -> list[str]:
+    """Return the names of all codecs, sorted."""
+    return sorted(_codecs)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of `dtype` are summed: float32 for floating-point types of up to 32 bits, else
+    `dtype` itself."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize <= 4 else dtype
+
+
+register_codec(IdentityCodec())
+register_codec(Bf16Codec())

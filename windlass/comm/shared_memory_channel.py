@@ -1,0 +1,114 @@
+"""Channel of CPU ranks on one host: messages pass through windows of shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+
+from windlass.comm.mesh_axis import run_pending_checks
+from windlass.comm.rank_group import RankGroup
+from windlass.comm.shared_memory import Counters, SharedMemory
+
+WINDOW_BYTES = 1 << 22  # of each pair of ranks; pages are taken when they are first written
+
+
+class SharedMemoryChannel:
+    """Channel through one window for each ordered pair of ranks, and one of each rank that all its peers read.
+
+    A message is cut into chunks of a window. The writer of a window waits until its readers took the chunk before, then
+    copies the next one and raises its `written` counter; a reader copies the chunk out and raises `taken`. A message
+    that fits in one window returns to its sender at once; a longer one needs the receiver meanwhile. Construction is
+    collective.
+
+    Args:
+        group: CPU ranks of one host.
+        timeout: how long to wait for a peer.
+        window: bytes of a window.
+
+    Raises:
+        CommunicationError: on every rank, if the ranks cannot share memory; from a transfer, if a peer died or did not
+            join within `timeout`.
+    """
+
+    name = "shm"
+
+    def __init__(self, group: RankGroup, timeout: timedelta, *, window: int = WINDOW_BYTES) -> None:
+        self.group, self._window = group, window
+        size = group.size
+        memory = SharedMemory(group, (size + 1) * window)
+        self._blocks = memory.blocks
+        # counters of each rank: written for each peer, taken from each peer, written for all, taken of what is for all
+        self._taken, self._public, self._public_taken = size, 2 * size, 2 * size + 1
+        self._counters = Counters(group, 3 * size + 1, timeout)
+        self._sent, self._received = [0] * size, [0] * size  # chunks so far, by peer
+        self._public_sent, self._public_received = 0, [0] * size
+        self._what = "a compressed collective in shared memory"
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        run_pending_checks()
+        outgoing = {peer: list(tensor.split(self._window)) for peer, tensor in sends.items() if tensor.numel()}
+        incoming = {peer: list(tensor.split(self._window)) for peer, tensor in receives.items() if tensor.numel()}
+        # chunk by chunk in both directions: two ranks that send each other long messages take turns
+        for number in range(_rounds(outgoing, incoming)):
+            for peer, chunks in outgoing.items():
+                if number < len(chunks):
+                    self._write(peer, chunks[number])
+            for peer, chunks in incoming.items():
+                if number < len(chunks):
+                    self._read(peer, chunks[number])
+
+    def all_gather(self, own: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> None:
+        run_pending_checks()
+        outgoing = {self.group.index: list(own.split(self._window))} if own.numel() else {}
+        incoming = {peer: list(tensor.split(self._window)) for peer, tensor in receives.items() if tensor.numel()}
+        for number in range(_rounds(outgoing, incoming)):
+            for chunks in outgoing.values():
+                if number < len(chunks):
+                    self._write_public(chunks[number])
+            for peer, chunks in incoming.items():
+                if number < len(chunks):
+                    self._read_public(peer, chunks[number])
+
+    def broadcast(self, message: torch.Tensor, source: int) -> None:
+        if source == self.group.index:
+            self.all_gather(message, {})
+        else:
+            self.all_gather(message[:0], {source: message})
+
+    def _write(self, peer: int, chunk: torch.Tensor) -> None:
+        mine = self.group.index
+        self._counters.wait_for_rank(peer, self._taken + mine, self._sent[peer], self._what)
+        self._slot(mine, peer, chunk.numel()).copy_(chunk)
+        self._sent[peer] += 1
+        self._counters.raise_to(peer, self._sent[peer])
+
+    def _read(self, peer: int, chunk: torch.Tensor) -> None:
+        mine = self.group.index
+        self._counters.wait_for_rank(peer, mine, self._received[peer] + 1, self._what)
+        chunk.copy_(self._slot(peer, mine, chunk.numel()))
+        self._received[peer] += 1
+        self._counters.raise_to(self._taken + peer, self._received[peer])
+
+    def _write_public(self, chunk: torch.Tensor) -> None:
+        mine = self.group.index
+        self._counters.wait(self._public_taken + mine, self._public_sent, self._what)
+        self._slot(mine, self.group.size, chunk.numel()).copy_(chunk)
+        self._public_sent += 1
+        self._counters.raise_to(self._public, self._public_sent)
+
+    def _read_public(self, peer: int, chunk: torch.Tensor) -> None:
+        turn = self._public_received[peer] + 1
+        self._counters.wait_for_rank(peer, self._public, turn, self._what)
+        chunk.copy_(self._slot(peer, self.group.size, chunk.numel()))
+        self._public_received[peer] = turn
+        self._counters.raise_to(self._public_taken + peer, turn)
+
+    def _slot(self, owner: int, reader: int, nbytes: int) -> torch.Tensor:
+        """Return the first bytes of the window that `owner` writes for `reader`; the last window is for all."""
+        return self._blocks[owner][reader * self._window :][:nbytes]
+
+
+def _rounds(*messages: Mapping[int, list[torch.Tensor]]) -> int:
+    return max((len(chunks) for of_peers in messages for chunks in of_peers.values()), default=0)

@@ -1,0 +1,167 @@
+"""Linear layer whose weight is packed in a weight format and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import WeightFormatError
+from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
+
+
+class PackedLinear(nn.Module):
+    """Drop-in for `nn.Linear` with a packed, frozen weight.
+
+    [Note: packed parameters] Each packed tensor is a frozen uint8 parameter of its bytes, `<format>_<tensor>`, with the
+    last dimension times the bytes of an element: `int8_weight` `[out, in]` and `int8_weight_scale` `[out, 4]`. Casts of
+    floating-point parameters (`module.bfloat16()`, an engine with bf16 or fp16) leave integers alone, so that neither
+    weights nor scales are ever rounded. Parameters are what ZeRO shards, with no knowledge of formats; all packed
+    tensors of a block share one flat buffer of bytes. The name has the format in it, so that a state of another format
+    does not fit. Thresholds of ZeRO and counts of parameters see bytes where they see elements of other parameters. The
+    memory is undefined until `pack`, `set_packed` or `load_state_dict`.
+
+    The gradient flows to the input and to `bias`, which is an ordinary parameter. Under autocast the input is cast as
+    `nn.Linear` casts it.
+
+    Args:
+        in_features, out_features, bias, device: as of `nn.Linear`.
+        weight_format: or its registered name.
+        dtype: of `bias`.
+
+    Raises:
+        WeightFormatError: the format does not exist.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        weight_format: WeightFormat | str = "int8",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.format = get_weight_format(weight_format) if isinstance(weight_format, str) else weight_format
+        self._form = self.format.file_form(out_features, in_features)
+        for name, form in self._form.items():
+            shape = (*form.shape[:-1], form.shape[-1] * form.dtype.itemsize)
+            memory = torch.empty(shape, dtype=torch.uint8, device=device)
+            self.register_parameter(self._parameter_name(name), nn.Parameter(memory, requires_grad=False))
+        if bias:
+            self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, weight_format: WeightFormat | str = "int8") -> PackedLinear:
+        """Return a packed copy of a linear layer, with a copy of its bias that requires a gradient if that does.
+
+        Raises:
+            WeightFormatError: the weight has values that are not finite, or outside of the format's range.
+        """
+        weight, bias = linear.weight, linear.bias
+        packed = cls(
+            linear.in_features,
+            linear.out_features,
+            bias is not None,
+            weight_format=weight_format,
+            device=weight.device,
+            dtype=None if bias is None else bias.dtype,
+        )
+        packed.pack(weight)
+        if packed.bias is not None:
+            with torch.no_grad():
+                packed.bias.copy_(bias)
+            packed.bias.requires_grad_(bias.requires_grad)
+        return packed.train(linear.training)
+
+    def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """Return an `nn.Linear` with the unpacked weight, in the format's own precision by default, and a copy of the
+        bias in the same dtype."""
+        weight = self.unpack().to(dtype)
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        linear.weight = nn.Parameter(weight)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().to(weight.dtype, copy=True))
+        return linear.train(self.training)
+
+    def pack(self, weight: torch.Tensor) -> None:
+        """Replace the packed weight by that of `weight` `[out_features, in_features]`."""
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise WeightFormatError(
+                f"a weight of shape {tuple(weight.shape)} does not fit a layer of {self.out_features} output and "
+                f"{self.in_features} input features; give one of shape {(self.out_features, self.in_features)}"
+            )
+        self.set_packed(self.format.pack(weight))
+
+    def set_packed(self, packed: Mapping[str, torch.Tensor]) -> None:
+        """Copy packed tensors, with the names, dtypes and shapes of the format's `file_form`, into the layer."""
+        wanted = {name: (form.dtype, form.shape) for name, form in self._form.items()}
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
+        if found != wanted:
+            raise WeightFormatError(
+                f"packed tensors {found} do not fit a layer of format {self.format.name!r}, which has {wanted}; give "
+                "those that the format packed"
+            )
+        with torch.no_grad():
+            for name, tensor in packed.items():
+                self.get_parameter(self._parameter_name(name)).copy_(tensor.contiguous().view(torch.uint8))
+
+    def packed(self) -> PackedWeight:
+        """Return the packed tensors by the names of the format's `file_form`: views of the parameters' bytes, or copies
+        of small ones that are not aligned in a shared buffer."""
+        return {name: self._typed(name, form.dtype) for name, form in self._form.items()}
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight `[out_features, in_features]` in the format's own precision."""
+        return self.format.unpack(self.packed())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The unpacked weight, computed at every access; changes of it are lost."""
+        return self.unpack()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(kind))
+        bias = self.bias.to(input.dtype) if self.bias is not None else None
+        return self.format.linear(input, self.packed(), bias)
+
+    def extra_repr(self) -> str:
+        """Return the arguments, for `repr`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"weight_format={self.format.name!r}"
+        )
+
+    def _parameter_name(self, name: str) -> str:
+        return f"{self.format.name}_{name}"
+
+    def _typed(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes of a packed tensor as the format's dtype."""
+        parameter = self._parameters[self._parameter_name(name)]
+        assert parameter is not None
+        stored = parameter.detach()
+        if stored.storage_offset() % dtype.itemsize:  # ZeRO aligns parameters from 1024 elements on
+            stored = stored.clone()
+        return stored.view(dtype)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Refuse what is not the bytes of a packed tensor: torch would convert the values."""
+        for name in self._form:
+            key = prefix + self._parameter_name(name)
+            value = state_dict.get(key)
+            if value is not None and value.dtype != torch.uint8:
+                raise WeightFormatError(
+                    f"{key!r} is {value.dtype}, not the bytes (torch.uint8) of a weight packed as "
+                    f"{self.format.name!r}; load a plain weight into an nn.Linear and use PackedLinear.from_linear"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,80 @@
+"""Product of an input and a packed matrix, which is unpacked a block of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+BLOCK_NUMEL = 1 << 22  # elements that are unpacked at once: 16 MiB of float32
+
+UnpackRows = Callable[[list[torch.Tensor], torch.dtype], torch.Tensor]
+
+
+def packed_matmul(
+    input: torch.Tensor, bias: torch.Tensor | None, unpack_rows: UnpackRows, packed: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return `input @ weight.T + bias` in the dtype of `input`, where `weight` is unpacked from `packed`.
+
+    The backward unpacks again, so that autograd saves the packed tensors alone; it gives gradients of `input` and
+    `bias`. A matrix of at most `BLOCK_NUMEL` elements is one block: then values and gradients are those of `F.linear`
+    with the unpacked weight, to the bit.
+
+    Args:
+        input: `[..., in_features]`.
+        bias: `[out_features]` of the dtype of `input`, or None.
+        unpack_rows: `[rows, in_features]` in a dtype, from the same rows of all packed tensors.
+        packed: tensors whose first dimension is `out_features`, without gradients.
+    """
+    result: torch.Tensor = _PackedMatmul.apply(input, bias, unpack_rows, *packed)
+    return result
+
+
+class _PackedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, unpack_rows: UnpackRows, *packed: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*packed)
+        ctx.unpack_rows, ctx.has_bias = unpack_rows, bias is not None
+        blocks = list(_blocks(packed, input.shape[-1]))
+        if len(blocks) == 1:
+            return F.linear(input, unpack_rows(list(packed), input.dtype), bias)
+        out = input.new_empty((*input.shape[:-1], packed[0].shape[0]))
+        for start, stop in blocks:
+            weight = unpack_rows([tensor[start:stop] for tensor in packed], input.dtype)
+            out[..., start:stop] = F.linear(input, weight, None if bias is None else bias[start:stop])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        packed = ctx.saved_tensors
+        grad_input = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _grad_input(grad, ctx.unpack_rows, packed)
+        if ctx.has_bias and ctx.needs_input_grad[1]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return grad_input, grad_bias, None, *[None] * len(packed)
+
+
+def _grad_input(grad: torch.Tensor, unpack_rows: UnpackRows, packed: Sequence[torch.Tensor]) -> torch.Tensor:
+    columns = unpack_rows([tensor[:0] for tensor in packed], grad.dtype).shape[1]
+    blocks = list(_blocks(packed, columns))
+    if len(blocks) == 1:
+        return grad @ unpack_rows(list(packed), grad.dtype)
+    wide = torch.promote_types(grad.dtype, torch.float32)  # 16-bit products of many blocks are added in float32
+    total = torch.zeros((*grad.shape[:-1], columns), dtype=wide, device=grad.device)
+    for start, stop in blocks:
+        total += grad[..., start:stop] @ unpack_rows([tensor[start:stop] for tensor in packed], grad.dtype)
+    return total.to(grad.dtype)
+
+
+def _blocks(packed: Sequence[torch.Tensor], columns: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of rows that are unpacked together; one, at least."""
+    rows = packed[0].shape[0]
+    step = max(1, BLOCK_NUMEL // max(columns, 1))
+    for start in range(0, max(rows, 1), step):
+        yield start, min(start + step, rows)

@@ -1,0 +1,199 @@
+"""Weight formats: how the matrix of a linear layer is packed, and how the packed matrix is multiplied.
+
+[Note: weight formats] A format maps a matrix to named tensors and back, and multiplies an input by the packed matrix
+without an unpacked copy of all of it. `windlass.kernels.packed_linear.PackedLinear` is the layer on top. A format has
+no state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from windlass.base.errors import WeightFormatError
+from windlass.kernels.packed_matmul import packed_matmul
+
+PackedWeight = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PackedTensorForm:
+    """Dtype and shape of one packed tensor, in memory and in a safetensors file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class WeightFormat(Protocol):
+    """Stateless packing of matrices `[out_features, in_features]`.
+
+    Attributes:
+        name: under which the registry lists the format; letters, digits and `_`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
+        """Return name, dtype and shape of every packed tensor, as a safetensors file holds them. The names follow that
+        of the layer: `<layer>.weight`, `<layer>.weight_scale`."""
+        ...
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        """Pack a finite floating-point matrix.
+
+        Raises:
+            WeightFormatError: `weight` is no such matrix, or has values outside of the format's range.
+        """
+        ...
+
+    def unpack(self, packed: PackedWeight) -> torch.Tensor:
+        """Return the matrix `[out_features, in_features]` in the format's own precision (float32 or bfloat16)."""
+        ...
+
+    def linear(self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return `input @ unpack(packed).T + bias` in the dtype of `input`, with gradients of `input` and `bias`.
+
+        Args:
+            input: `[..., in_features]`.
+            packed: tensors of `file_form`.
+            bias: `[out_features]` of the dtype of `input`, or None.
+
+        Returns:
+            `[..., out_features]`.
+        """
+        ...
+
+
+class CastWeightFormat:
+    """Format that stores a matrix in one floating-point dtype, rounded to nearest, ties to even."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name, self._dtype = name, dtype
+
+    def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
+        return {"weight": PackedTensorForm(self._dtype, (out_features, in_features))}
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        _check_matrix(weight, self.name)
+        packed = weight.detach().to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        _check_finite(packed, self.name, f"is outside of the range of {self._dtype}")
+        return {"weight": packed}
+
+    def unpack(self, packed: PackedWeight) -> torch.Tensor:
+        return packed["weight"].clone()
+
+    def linear(self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        return packed_matmul(input, bias, _cast_rows, [packed["weight"]])
+
+
+class Int8WeightFormat:
+    """Symmetric int8 with one float32 scale for each output channel.
+
+    `scale = max |row| / 127`, `q = round(row / scale)` in float32, to nearest, ties to even, clamped to [-127, 127]. A
+    row of zeros has scale 0. So `|row - q * scale|` is at most half of `scale`, up to the rounding of float32. The
+    product uses `q * scale`, computed in float32 and rounded to the dtype of the input.
+    """
+
+    name = "int8"
+
+    def file_form(self, out_features: int, in_features: int) -> dict[str, PackedTensorForm]:
+        return {
+            "weight": PackedTensorForm(torch.int8, (out_features, in_features)),
+            "weight_scale": PackedTensorForm(torch.float32, (out_features, 1)),
+        }
+
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
+        _check_matrix(weight, self.name)
+        wide = weight.detach().to(torch.float32)
+        _check_finite(wide, self.name, "is outside of the range of torch.float32")
+        columns = wide.shape[1]
+        scale = wide.abs().amax(1, keepdim=True) / 127 if columns else wide.new_zeros(wide.shape[0], 1)
+        # a row of zeros (or of numbers so small that its scale is 0) divides by 1
+        quotient = wide / torch.where(scale > 0, scale, torch.ones_like(scale))
+        return {"weight": quotient.round_().clamp_(-127, 127).to(torch.int8), "weight_scale": scale}
+
+    def unpack(self, packed: PackedWeight) -> torch.Tensor:
+        return packed["weight"].to(torch.float32) * packed["weight_scale"]
+
+    def linear(self, input: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        return packed_matmul(input, bias, _scaled_rows, [packed["weight"], packed["weight_scale"]])
+
+
+def _cast_rows(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return rows[0].to(dtype)
+
+
+def _scaled_rows(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return (rows[0].to(torch.float32) * rows[1]).to(dtype)
+
+
+def _check_matrix(weight: torch.Tensor, name: str) -> None:
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise WeightFormatError(
+            f"format {name!r} packs floating-point matrices, not {weight.dtype} of shape {tuple(weight.shape)}; give "
+            "the weight of a linear layer before it is packed"
+        )
+    if weight.is_meta:
+        raise WeightFormatError(f"a weight on the meta device has no values to pack as {name!r}; load them first")
+    _check_finite(weight, name, "is not finite")
+
+
+def _check_finite(weight: torch.Tensor, name: str, problem: str) -> None:
+    finite = torch.isfinite(weight.float() if weight.dtype.itemsize == 1 else weight)  # torch has none for float8
+    if not bool(finite.all()):
+        row, column = (int(index) for index in (~finite).nonzero()[0])
+        raise WeightFormatError(
+            f"format {name!r} cannot pack element [{row}, {column}] of a weight of shape {tuple(weight.shape)}: it "
+            f"{problem}; correct the weight before it is packed"
+        )
+
+
+_formats: dict[str, WeightFormat] = {}
+
+
+def register_weight_format(weight_format: WeightFormat) -> None:
+    """Make a format available under its name.
+
+    Raises:
+        WeightFormatError: another format has the name, or the name is no part of an identifier.
+    """
+    name = weight_format.name
+    if not f"x{name}".isidentifier():
+        raise WeightFormatError(f"weight format {name!r} is badly named; use letters, digits and underscores")
+    if _formats.get(name, weight_format) is not weight_format:
+        raise WeightFormatError(f"a weight format named {name!r} is registered already; use another name")
+    _formats[name] = weight_format
+
+
+def get_weight_format(name: str) -> WeightFormat:
+    """Return the format of a name.
+
+    Raises:
+        WeightFormatError: no format has the name.
+    """
+    if name not in _formats:
+        raise WeightFormatError(f"there is no weight format named {name!r}; use one of {', '.join(sorted(_formats))}")
+    return _formats[name]
+
+
+def list_weight_formats() -> list[str]:
+    """Return the names of all formats, sorted."""
+    return sorted(_formats)
+
+
+def bits_per_weight(weight_format: WeightFormat, out_features: int, in_features: int) -> float:
+    """Return the bits that a format takes for each element of a matrix, scales included; 0 for an empty matrix."""
+    nbytes = sum(form.nbytes for form in weight_format.file_form(out_features, in_features).values())
+    return 8 * nbytes / (out_features * in_features) if out_features * in_features else 0.0
+
+
+register_weight_format(CastWeightFormat("fp32", torch.float32))
+register_weight_format(CastWeightFormat("bf16", torch.bfloat16))
+register_weight_format(Int8WeightFormat())

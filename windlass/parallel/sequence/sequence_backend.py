@@ -1,0 +1,164 @@
+"""Attention backends of sequence parallelism: `"ulysses"`, `"ring"` and `"ulysses+ring"`.
+
+`use_shard` makes the backend of a batch's shard active for a forward. A backend that is active outside it computes the
+local heads of Ulysses (`local_backend_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from windlass.attention.active_backend import BoundMask, get_active_backend, use_backend
+from windlass.attention.attention_backend import AttentionBackend, HeadSlice, get_layer_heads
+from windlass.attention.attention_mask import AttentionMask
+from windlass.attention.backend_registry import register_backend
+from windlass.attention.mask_pattern import MaskBand
+from windlass.base.errors import ConfigError, ModelError
+from windlass.parallel.sequence.attention_dropout import DROPOUT_CONFIG_KEYS, AttentionDropout, combine_seeds
+from windlass.parallel.sequence.local_backend_attention import describe_full_mask, local_backend_attention
+from windlass.parallel.sequence.sequence_attention import SequenceMask, sequence_attention
+from windlass.parallel.sequence.sequence_shard import SequenceShard, set_current_shard
+from windlass.parallel.sequence.sequence_support import SP_MODES, check_sequence_support, unwrap_peft
+
+_layer_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+class SequenceBackend(AttentionBackend):
+    """Attention of this rank's tokens to the tokens of all ranks along sp, for one batch.
+
+    Args:
+        shard: this rank's part of the sequences of the batch.
+    """
+
+    supported_arguments = frozenset({"softcap"})
+
+    def __init__(self, shard: SequenceShard) -> None:
+        self.shard = shard
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The sequence-parallel mode of the shard."""
+        return self.shard.sharding.mode
+
+    def check(self, model: nn.Module) -> None:
+        """Raise a ModelError if sequences cannot be sharded for this model."""
+        check_sequence_support(unwrap_peft(model), self.shard.axis)
+
+    def make_mask(self, mask: AttentionMask) -> SequenceMask:
+        """Return the mask of whole sequences. Only the pattern of `mask` is used: the shard has padding and documents.
+
+        Raises:
+            ModelError: the pattern is not a band, or another active backend cannot compute local heads.
+        """
+        band = mask.pattern
+        if not isinstance(band, MaskBand):
+            raise ModelError(
+                f"the model requests an attention mask that is a {type(band).__name__}; sequence parallelism computes "
+                "causal and bidirectional masks and their sliding windows"
+            )
+        return SequenceMask(self.shard, band, self._bind_local_backend(band, mask.device))
+
+    def _bind_local_backend(self, band: MaskBand, device: torch.device | str) -> BoundMask | None:
+        """Return the mask of the backend that is active outside this one, for whole sequences and local heads."""
+        local = get_active_backend()
+        if local is None or isinstance(local, SequenceBackend):  # an outer forward on sequences of another model
+            return None
+        if self.name != "ulysses" or not local.computes_local_heads:
+            raise ModelError(
+                f'the attention backend "{local.name}" is active together with sequence parallelism of the mode '
+                f'"{self.name}"; combinations need the mode "ulysses" and a backend with computes_local_heads = True'
+            )
+        return BoundMask(local, local.make_mask(describe_full_mask(self.shard, band, device)))
+
+    def attend(
+        self,
+        module: nn.Module | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        *,
+        scaling: float | None,
+        dropout: float,
+        heads: HeadSlice,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Compute attention of this rank's tokens, with all heads. Collective along sp.
+
+        Raises:
+            ModelError: the mask was not made by `make_mask`, or the layer needs something that cannot be computed on a
+                part of a sequence.
+        """
+        layer = "a module" if module is None else type(module).__name__
+        if not isinstance(mask, SequenceMask):
+            raise ModelError(
+                f"{layer} got a mask of its own ({type(mask).__name__}) in a forward on sharded sequences; sequence "
+                "parallelism needs a model whose layers use transformers' create_causal_mask"
+            )
+        given = {name: value for name, value in arguments.items() if value is not None}
+        if mask.local is not None:
+            _check_local_call(layer, mask.local.backend, dropout, given)
+            get_layer_heads(mask.local.backend, module, query)  # refuses layers that tensor parallelism shards
+            return local_backend_attention(module, query, key, value, mask, scaling=scaling, heads=heads, **given)
+        dropped = _layer_dropout(module, dropout, mask) if dropout > 0 else None
+        return sequence_attention(query, key, value, mask, scale=scaling, softcap=given.get("softcap"), dropout=dropped)
+
+
+@contextmanager
+def use_shard(shard: SequenceShard | None) -> Iterator[None]:
+    """Compute attention over the ranks of the shard inside the `with` block; on this rank's tokens alone for None."""
+    with set_current_shard(shard), use_backend(None if shard is None else SequenceBackend(shard)):
+        yield
+
+
+def number_layers(model: nn.Module) -> None:
+    """Number the modules of `model`. The number seeds the dropout of a layer, so that layers drop different weights."""
+    for number, module in enumerate(model.modules()):
+        _layer_numbers[module] = number
+
+
+def _layer_dropout(module: nn.Module | None, probability: float, mask: SequenceMask) -> AttentionDropout:
+    seed, number = mask.shard.dropout_seed, None if module is None else _layer_numbers.get(module)
+    if seed is None or number is None:
+        raise ModelError(
+            f"{type(module).__name__} drops attention weights with probability {probability}, but the model's config "
+            "had no dropout when sequence parallelism was applied; set "
+            f"{' or '.join(DROPOUT_CONFIG_KEYS)} there before"
+        )
+    return AttentionDropout(probability, combine_seeds(seed, number))
+
+
+def _check_local_call(layer: str, local: AttentionBackend, dropout: float, arguments: dict[str, Any]) -> None:
+    """Raise a ModelError if `local` cannot compute local heads of this call exactly."""
+    unsupported = sorted(name for name in arguments if name not in local.supported_arguments)
+    if unsupported:
+        raise ModelError(
+            f'{layer} passes {unsupported} to attention; the backend "{local.name}" together with sequence parallelism '
+            "does not compute that"
+        )
+    if dropout > 0:
+        raise ModelError(
+            f"{layer} drops attention weights with probability {dropout}; together with sequence parallelism the "
+            f'backend "{local.name}" would drop other weights than one rank does. Set the probability to 0'
+        )
+
+
+def _make_backend(mode: str, shard: SequenceShard) -> SequenceBackend:
+    backend = SequenceBackend(shard)
+    if backend.name != mode:
+        raise ConfigError(
+            f'the attention backend "{mode}" got a shard of the mode "{backend.name}"; get_backend("{backend.name}", '
+            "shard=shard) takes it"
+        )
+    return backend
+
+
+for _mode in SP_MODES:
+    register_backend(_mode, partial(_make_backend, _mode))
