@@ -321,7 +321,7 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
 
 
 def _finished(parameter: nn.Parameter) -> ParameterLocation:
-    """Return the location of `parameter` after all its model's delayed updates are finished. Collective."""
+    """Return the location of `parameter`, after its model has finished a delayed update. Collective."""
     place = require(parameter)
     place.model.scheduler.sync("the reading of parameters or states", experts_only=is_expert_only(place))
     place.model.finish_update()
@@ -342,7 +342,7 @@ def _ranks_with_parameter(place: ParameterLocation) -> RankGroup | None:
 
 
 def _updated(parameter: nn.Parameter) -> ParameterLocation:
-    """Return the location of `parameter` after this rank's delayed update has ended. Without communication."""
+    """Return the location of `parameter`, after this rank has waited for a delayed update. Without communication."""
     place = require(parameter)
     place.model.wait_for_update()
     return place
