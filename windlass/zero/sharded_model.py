@@ -196,12 +196,12 @@ class ShardedModel:
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
         )
         self.next_is_step: Callable[[], bool] = lambda: False  # True if a step follows the running backward
-        self.loss_scale: Callable[[], float] = lambda: 1.0  # the scale of the current gradients
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # loss scale of the current gradients
         # Called on all ranks before an update, with the norm and the clip coefficient; the gradients are reduced then.
         self.before_update: Callable[[float, float], None] = lambda norm, clip: None
         self.masters.remember_versions(self.units)
         self.script_gradients = ScriptGradients(self.reducer)
-        self._gradients_consumed = False  # True from an update to the next backward
+        self._gradients_consumed = False  # True after an update: a step without a backward has no gradients
         parameter_registry.register(self)
         self._forget_properties = parameter_properties.install(self)
 
@@ -664,7 +664,7 @@ class ShardedModel:
             return self.settings.max_live_numel
         return min(self.settings.max_live_numel, (place.budget - place.used) // (2 * largest))
 
-    # a step
+    # Steps and delayed updates.
 
     def _await_result(self) -> Exception | None:
         """Wait for a delayed update in progress. Return the error that makes it unusable on this rank, or None."""

@@ -65,7 +65,7 @@ class Init:
     """
 
     cuts_nested = False  # True: the end of a nested context shards the parameters that exist at that time
-    cuts_alone = False  # True: parameters are marked as sharded with one rank too; its shard is the full parameter
+    cuts_alone = False  # True: shard with one rank too; its shard is then the full parameter
     lends_names = False  # True: `state_dict()` returns a `StateDictStub` for each parameter; False: it raises
 
     def __init__(
@@ -156,7 +156,7 @@ class Init:
             self._site = InitRegistry(self.group, self._home, local_device(), self.lends_names)
             initial_shard.set_builder(self._bring)
         self._replacement.install()
-        parameter_hook: Any = self._parameter_registered  # torch's annotations say that hooks return nothing
+        parameter_hook: Any = self._parameter_registered  # Any: torch annotates these hooks as returning None
         buffer_hook: Any = self._buffer_registered
         self._handles = [
             torch_modules.register_module_parameter_registration_hook(parameter_hook),
@@ -235,7 +235,7 @@ class Init:
                     self._site.register(parameter, _label(inner, own))
 
     def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
-        """Return a parameter for a deferred tensor, e.g. of a file. It is sharded without having been unsharded."""
+        """Return a parameter for a deferred tensor, e.g. of a file. It is sharded at once: its full value never exists."""
         if self._site is None:
             made = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)
         else:

@@ -2,8 +2,8 @@
 
 transformers constructs the model on the meta device and then fills it from the files, tensor by tensor, with `setattr`
 on the modules. The patch passes deferred tensors (deferred.py) to it instead of the tensors of the files. Each becomes
-a sharded parameter when it is set on a module, and is never unsharded. The patch also disables the path of transformers
-for DeepSpeed's ZeRO-3, which reads every file on every rank.
+a sharded parameter as soon as it is set on a module, and its full value never exists. The patch also disables the path
+of transformers for DeepSpeed's ZeRO-3, which reads every file on every rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class FromPretrainedPatch:
         def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any, **named: Any) -> Any:
             given = self._promised(state_dict, checkpoint_files, load_config)
             found = original(model, given, checkpoint_files, load_config, *more, **named)
-            _refuse_mismatch(found[0] if isinstance(found, tuple) else found, load_config)  # 5.0: no tuple
+            _refuse_mismatch(
+                found[0] if isinstance(found, tuple) else found, load_config
+            )  # transformers 5.0 returns no tuple
             return found
 
         def move(model: Any, missing_keys: Any, *more: Any, **named: Any) -> Any:

@@ -28,7 +28,7 @@ from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.initial_shard import Home, ShardedInit
 
 _FLOOR = 1 << 20  # bytes that may always stay unsharded, so that small models are not sharded again and again
-_AT_ONCE = 32  # parameters to shard, per message
+_AT_ONCE = 32  # maximum number of parameters to shard per message
 _USES = getattr(torch._C, "_storage_Use_Count", None)  # there is no public function; without it references are ignored
 
 
@@ -44,9 +44,8 @@ class InitRegistry:
 
     def __init__(self, group: RankGroup, home: Home, device: torch.device, lends_names: bool = False) -> None:
         self.group, self.home, self._device, self._lends = group, home, device, lends_names
-        self._numbers: dict[
-            int, tuple[ReferenceType[nn.Parameter], int]
-        ] = {}  # by id; numbered in the order of construction
+        # By id: the parameter and its number in the order of construction.
+        self._numbers: dict[int, tuple[ReferenceType[nn.Parameter], int]] = {}
         self._labels: dict[int, str] = {}
         self._whole: dict[int, ReferenceType[nn.Parameter]] = {}  # unsharded parameters by number, oldest first
         self._limit = _FLOOR
@@ -186,5 +185,5 @@ def _can_be_cut(parameter: nn.Parameter) -> bool:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """Return the number of tensors that share its memory, plus a constant."""
+    """Return the number of references to the tensor's storage, plus a constant. 0 if torch does not provide it."""
     return int(_USES(tensor.untyped_storage()._cdata)) if _USES is not None else 0

@@ -49,11 +49,11 @@ class ShardedInit:
     """This rank's shard of one parameter constructed under `zero.Init`.
 
     Args:
-        label: name for errors, because the parameter's name in the model is not known yet.
-        like: a tensor of its shape, strides, dtype and device.
-        group: the ranks over which it is sharded.
-        home: stores this rank's shard on its tier.
-        number: index among the model's parameters constructed so, equal on every rank.
+        label: Name for errors, because the parameter's name in the model is not known yet.
+        like: Tensor of the parameter's shape, strides, dtype and device.
+        group: Ranks over which the parameter is sharded.
+        home: Stores this rank's shard on its tier.
+        number: Index among the parameters constructed under `zero.Init`, equal on all ranks.
         lends_name: True if `state_dict()` may contain a stub for it (see `StateDictStub`).
     """
 
@@ -125,8 +125,9 @@ def is_building() -> bool:
 
 
 def find(parameter: nn.Parameter) -> ShardedInit | None:
-    """Return this rank's shard of `parameter`, or None if it was not constructed under `zero.Init` or is unsharded
-    now.
+    """Return this rank's shard of `parameter`.
+
+    None if the parameter was not constructed under `zero.Init`, or after `finish_parameter`.
     """
     entry = _sharded_inits.get(id(parameter))
     return entry[1] if entry is not None and entry[0]() is parameter else None
