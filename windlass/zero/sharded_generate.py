@@ -46,7 +46,7 @@ class ShardedGenerate:
             return self._own(model, *args, **kwargs)
         units = [unit for unit in sharded.units if unit.reshards]
         sharded.finish_update()
-        sharded.scheduler.sync("parameters gathered whole")
+        sharded.scheduler.sync("a gather of full parameters")
         # The ranks agree on one way: with units gathered in each forward, all ranks need the same number of forwards.
         if _fits(sharded):
             with sharded.runtime.unsharded(units):
@@ -55,7 +55,7 @@ class ShardedGenerate:
                     return self._own(model, *args, **kwargs)
                 finally:
                     sharded.scheduler.paused = False
-        logger.info("generate: the whole model does not fit beside what is in memory; it is gathered for each token")
+        logger.info("generate: the unsharded model does not fit in the free memory; each token gathers the parameters")
         if "synced_gpus" in inspect.signature(self._own).parameters and sharded.mesh.dense.data.size > 1:
             kwargs.setdefault("synced_gpus", True)
         return self._own(model, *args, **kwargs)

@@ -90,8 +90,8 @@ class ShardedModel:
             check_parameters(optimizer, model)
             if settings.delayed_update and not is_elementwise(optimizer):
                 raise ModelError(
-                    f"offload_optimizer.delayed_update with {type(optimizer).__name__}, which needs whole parameters, "
-                    "and so other ranks in the middle of an update: set delayed_update to false, or use an elementwise "
+                    f"offload_optimizer.delayed_update does not support {type(optimizer).__name__}, which needs whole "
+                    "parameters and communicates during an update: set delayed_update to false, or use an elementwise "
                     "optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
                 )
         self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
@@ -154,7 +154,7 @@ class ShardedModel:
             delayed=late,
         )
         try:
-            self.reserve("initialize cannot begin")
+            self.reserve("initialize cannot start")
         except BaseException:
             _close(mesh, self.ledger, homes.disk)
             raise
@@ -190,7 +190,7 @@ class ShardedModel:
         self._hooked_parameters: set[int] = set()  # ids of parameters with gradient hooks
         self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
-        self.disk_health.check("initialize could not put the model on disk", loses=True)
+        self.disk_health.check("initialize could not write the model to disk", loses=True)
         self._attach(blocks)
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
@@ -337,9 +337,9 @@ class ShardedModel:
             for name, parameter, placement in zip(unit.names, unit.parameters, unit.placements, strict=True):
                 if id(parameter) in coded and not placement.is_full:
                     raise ModelError(
-                        f"{type(self.update.optimizer).__name__} steps whole parameters with states of 8 bits, and "
-                        f"{name!r} is cut over {', '.join(sorted(placement.sharded_axes))}: its states would be rounded once "
-                        'more at each step; write state_dtype "bf16" or "fp32", or leave that axis at 1'
+                        f"{type(self.update.optimizer).__name__} updates whole parameters with 8-bit states, and "
+                        f"{name!r} is sharded over {', '.join(sorted(placement.sharded_axes))}: its states would be "
+                        'rounded once more at each step; set state_dtype to "bf16" or "fp32", or that axis to 1'
                     )
 
     def step(
@@ -392,7 +392,7 @@ class ShardedModel:
             self.drop_gradients()
             self._drop_result()
             try:
-                self.disk_health.raise_failures("this step was not made, and its gradients are dropped")
+                self.disk_health.raise_failures("this step was skipped, and its gradients are dropped")
             finally:
                 self._discard_reads()
         self.runtime.reshard_all()  # units left unsharded by an evaluation would hold outdated values
@@ -406,16 +406,15 @@ class ShardedModel:
             lost = self.agreement.first_name(lost)
             self.drop_gradients()
             raise ModelError(
-                f"{lost!r} was changed in place while its values were "
-                "gathered for a forward or backward, and the change went with them (stage 3): change it inside `with "
-                "windlass.zero.GatheredParameters([parameter], modifier_rank=0)`, or take a stage below 3. This step "
-                "was not made"
+                f"{lost!r} was changed in place while it was gathered for a forward or backward, and the change was "
+                "lost when its gathered values were freed (stage 3): change it inside `with windlass.zero."
+                "GatheredParameters([parameter], modifier_rank=0)`, or use a stage below 3. This step was skipped"
             )
         if none_since == self.mesh.world.size and not repeats:
             self._gradients_consumed = False
             raise ModelError(
-                "step() without a backward since the last step, on any rank: a step consumes its gradients, so there "
-                "is none to step again as plain PyTorch would. Call backward again, or leave out the second step"
+                "step() without a backward since the last step, on any rank: a step consumes its gradients, so a "
+                "second step has none, unlike in plain PyTorch. Call backward again, or remove the second step"
             )
         norm = verdict.norm / scale
         if not verdict.is_finite and (skip_overflow or (bad := self.agreement.first_nonfinite())):
@@ -598,9 +597,11 @@ class ShardedModel:
             self.tiers.staging.wait_all()
         lost = self.disk_health.loss_reason
         if lost:
-            logger.error("the model that destroy() gives back has parameters of no single step: %s", lost)
+            logger.error("the model that destroy() returns mixes parameters of different steps: %s", lost)
         try:
-            self.disk_health.check("the model that destroy() gives back is not whole", then="what was not read is NaN")
+            self.disk_health.check(
+                "the model that destroy() returns is incomplete", then="parameters that were not read are NaN"
+            )
         except StorageError as error:
             if not lost:
                 logger.error("%s", error)
@@ -685,7 +686,7 @@ class ShardedModel:
         """
         if self.delayed_update is not None and self.delayed_update.in_progress:
             self.delayed_update.finish(use=False)
-            self.disk_health.raise_failures("a delayed update was made in part", loses=True)
+            self.disk_health.raise_failures("a delayed update was applied in part", loses=True)
 
     def _finish_result(self, trouble: Exception | None, failed: float) -> None:
         """Publish the result of a delayed update in progress, or drop it if the update failed on any rank.
@@ -705,8 +706,8 @@ class ShardedModel:
             return
         self.drop_gradients()
         raise trouble or UpdateError(
-            f"the delayed update of the step before can't be used, for a reason that {failed:.0f} of the other ranks "
-            "says; master weights no longer fit the parameters, so load the last checkpoint"
+            f"the delayed update of the previous step failed on {failed:.0f} of the other ranks, which raise the "
+            "cause; master weights no longer match the parameters, so load the last checkpoint"
         )
 
     def _publish_update(self, batches: Iterable[list[UpdateChunk]]) -> None:
@@ -741,7 +742,7 @@ class ShardedModel:
         finally:  # after an error too: parameters must match the master weights that were updated
             _wait(written)
         try:  # failures of writes still in flight surface at the next check
-            self.disk_health.check("this step was made in part", loses=True)
+            self.disk_health.check("this step was applied in part", loses=True)
         except (StorageError, UpdateError):
             self.drop_gradients()
             raise

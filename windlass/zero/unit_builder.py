@@ -128,7 +128,7 @@ class UnitBuilder:
         of_gradients = {id(family): gradients.buffer_requests(family) for family in self._dp_groups}
         held = sum(_bytes(needs) for needs in of_gradients.values())
         if policy.grad:
-            self._ledger.set_held_bytes("the ring of gradients", held)
+            self._ledger.set_held_bytes("ring of gradient buffers", held)
         elif gradients.slots:
             self._ledger.set_held_bytes("gradients", held)
         of_unit: dict[int, TransportBuffer] = {}
@@ -186,7 +186,7 @@ class UnitBuilder:
         return values[unit.state_start : unit.state_stop]
 
     def _make_shard_slot(self, unit: Unit, numel: int) -> Slot:
-        return self.make_slot(f"parameters of {unit.names[0]} at rest", numel, unit.dtype, unit.tier)
+        return self.make_slot(f"sharded parameters of {unit.names[0]}", numel, unit.dtype, unit.tier)
 
     def _collect(self, unit: Unit, values: torch.Tensor) -> None:
         """Fill `values` `[padded]` with the parameters of the first rank of the data-parallel group. Collective."""

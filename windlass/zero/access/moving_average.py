@@ -48,9 +48,9 @@ class ExponentialMovingAverage:
         parameter = next(iter(model.parameters()), None)
         place = parameter_registry.find(parameter) if parameter is not None else None
         if place is None:
-            raise ModelError("the model belongs to no engine: give what initialize returned, or its module")
+            raise ModelError("the model belongs to no engine: pass the engine that initialize returned, or its module")
         if name in place.model.averages:
-            raise ModelError(f"this model has an average {name!r} already: give another name")
+            raise ModelError(f"this model has an average {name!r} already: pass another name")
         self.decay, self.updates, self.name = decay, 0, name
         self._model: ShardedModel = place.model
         self._slots: dict[int, Slot] = {}

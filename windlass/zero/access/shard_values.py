@@ -147,8 +147,8 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
         parts = of_ranks[0]
     if sum(value.numel() for _, value in parts) != shape.numel():
         raise ModelError(
-            f"state {key!r} of {place.name!r} belongs to pieces of it and has no whole (scales of 8-bit states, say); "
-            "use another state_dtype where optimizer states are to be read whole"
+            f"state {key!r} of {place.name!r} exists per shard and cannot be assembled (e.g. the scales of 8-bit "
+            "states); use another state_dtype to read full optimizer states"
         )
     return torch.cat([value.reshape(-1) for _, value in parts]).view(shape).to(place.model.device)
 
@@ -311,7 +311,9 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
         now = [state.get(key) for _, state in states]
         held = sum(one.numel() for one in now if isinstance(one, torch.Tensor) and one.dim() > 0)
         if held and held != value.numel():
-            raise ModelError(f"state {key!r} of {place.name!r} has {held} elements here, not {value.numel()}")
+            raise ModelError(
+                f"state {key!r} of {place.name!r} has {held} elements on this rank, the value has {value.numel()}"
+            )
         if value.dim() == 0:
             for _, state in states:
                 state[key] = value.detach().clone()

@@ -65,15 +65,13 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     if model.delayed_update is not None:
         for slot in slots:
             model.delayed_update.allocate_spare(slot)
-    model.disk_health.check("masters of what was unfrozen could not be kept", loses=True)
+    model.disk_health.check("master weights of unfrozen parameters could not be stored", loses=True)
     model.masters.remember_versions(units)
     for average in model.averages.values():
         average.add_units(units)
     model.hook_gradients()
     elements = sum(unit.numel for unit in units)
-    logger.info(
-        f"trained from now on: {plural(len(wanted), 'parameter')} more; {plural(elements, 'element')} more have masters"
-    )
+    logger.info(f"unfroze {plural(len(wanted), 'parameter')}; {plural(elements, 'element')} more have master weights")
 
 
 def _home(model: ShardedModel) -> Tier:
@@ -95,7 +93,7 @@ def _take_space(model: ShardedModel, slots: list[GradientSlot]) -> list[UpdateCh
         slot.unit.trainable, slot.unit.state_tier = True, home
     chunks = model.masters.add_slots(slots)
     try:
-        model.reserve("what was unfrozen cannot be trained")
+        model.reserve("the unfrozen parameters cannot be trained")
     except StorageError:
         for slot in slots:
             slot.unit.trainable, slot.unit.state_tier = False, Tier.DEVICE
@@ -126,5 +124,5 @@ def _bring_buffers(model: ShardedModel, slots: list[GradientSlot]) -> None:
         elif needs:
             own |= {id(unit): buffer for unit, buffer in zip(units, buffers[len(whole) :], strict=True)}
     if held:
-        model.ledger.set_held_bytes(f"gradients of {slots[0].unit.names[0]} and what began with it", held)
+        model.ledger.set_held_bytes(f"gradients of {slots[0].unit.names[0]} and the units unfrozen with it", held)
     model.reducer.add_slots(slots, [own[id(slot.unit)] for slot in slots] if own else [])

@@ -235,7 +235,7 @@ class Init:
                     self._site.register(parameter, _label(inner, own))
 
     def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
-        """Return a parameter for a deferred tensor, e.g. of a file. It is sharded at once: its full value never exists."""
+        """Return a parameter for a deferred tensor, e.g. of a file. Its full value never exists."""
         if self._site is None:
             made = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)
         else:

@@ -51,8 +51,8 @@ class FromPretrainedPatch:
         absent += [] if DETECTION in vars(module) else [f"{MODULE}.{DETECTION}"]
         if absent:
             raise ConfigError(
-                f"this transformers has no {' and no '.join(absent)}, which windlass.zero.Init replaces; install the "
-                "transformers that docs/construction.md names"
+                f"the installed transformers has no {' and no '.join(absent)}, which windlass.zero.Init replaces; "
+                "install the transformers that docs/construction.md names"
             )
         held = [(module, DETECTION), (model, LOADER), (model, MISSING)]
         self._before = [(holder, name, vars(holder)[name]) for holder, name in held if name in vars(holder)]
@@ -104,7 +104,7 @@ class FromPretrainedPatch:
         if state_dict is not None or not files:
             return state_dict
         if not all(str(file).endswith(".safetensors") for file in files):
-            logger.warning(f"{files[0]} is no safetensors file, so every rank reads all of it; save it as safetensors")
+            logger.warning(f"{files[0]} is not a safetensors file, so every rank reads all of it; convert it")
             return None
         return deferred_from_files([Path(file) for file in files], computes=self._computes)
 

@@ -30,7 +30,7 @@ def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple
         ConfigError: the device is unknown, or it is nvme without a usable path.
     """
     if remote_device not in _DEVICES:
-        raise ConfigError(f"remote_device={remote_device!r}; it is None, 'none', 'cpu' or 'nvme'")
+        raise ConfigError(f"remote_device={remote_device!r}; use None, 'none', 'cpu' or 'nvme'")
     section = config.zero_optimization.offload_param if config is not None else None
     where = remote_device or (section.device if section is not None else "none")
     if where == "nvme":
@@ -62,8 +62,8 @@ class ShardFile:
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (closed by finalize)
         except OSError as error:
             raise ConfigError(
-                f"offload_param.nvme_path: no file can be made in {directory}: {error.strerror}; name a directory that "
-                "this user may write to"
+                f"offload_param.nvme_path: no file can be created in {directory}: {error.strerror}; name a directory "
+                "that this user may write to"
             ) from error
         finalize(self, self._file.close)
         self._end = 0
@@ -88,7 +88,7 @@ class ShardFile:
                 raw, position = raw[count:], position + count
         except OSError as error:
             raise CheckpointError(
-                f"a parameter's piece of {size} bytes cannot be written to "
+                f"a parameter's shard of {size} bytes cannot be written to "
                 f"{self.directory}: {error.strerror}; free some space or name another nvme_path"
             ) from error
         piece = _InFile(self, begin, flat.numel(), flat.dtype)
@@ -106,7 +106,7 @@ class ShardFile:
         while raw:
             count = os.preadv(self._file.fileno(), [raw[: 1 << 30]], begin)
             if count == 0:
-                raise CheckpointError(f"the file of parameters in {self.directory} was cut short by someone else")
+                raise CheckpointError(f"the file of parameters in {self.directory} was truncated by another process")
             raw, begin = raw[count:], begin + count
         return flat
 

@@ -74,7 +74,7 @@ class ShardedInit:
     @property
     def shard(self) -> torch.Tensor:
         """This rank's shard, flat, in memory order."""
-        assert self._kept is not None, f"{self.label} was never cut"
+        assert self._kept is not None, f"{self.label} has no shard yet"
         return self._kept.load()
 
     @shard.setter

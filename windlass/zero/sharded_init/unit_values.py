@@ -20,8 +20,8 @@ def mark_full_parameters(model: nn.Module, stage: int) -> None:
     pieces = sum(initial_shard.find(parameter) is not None for parameter in model.parameters())
     if pieces:
         logger.info(
-            f"zero.Init cut {pieces} parameters, and stage {stage} gathers them: every rank keeps the whole model; use "
-            "stage 3 to keep it cut"
+            f"zero.Init sharded {pieces} parameters, and stage {stage} gathers them: every rank keeps the full model; "
+            "use stage 3 to keep it sharded"
         )
 
 

@@ -83,7 +83,7 @@ def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, D
 @cache
 def _say_unchecked() -> None:
     """Log that safetensors files have no checksums, once per process."""
-    logger.info("weights are read from safetensors files, which carry no checksums: damage in them is not noticed")
+    logger.info("weights are read from safetensors files, which carry no checksums: damage in them is not detected")
 
 
 def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
@@ -98,7 +98,7 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
     except SafetensorsHeaderError as error:
-        raise CheckpointError(f"{path} is cut short, damaged or no safetensors file: {error}; {_REMEDY}") from error
+        raise CheckpointError(f"{path} is cut short, damaged or not a safetensors file: {error}; {_REMEDY}") from error
     if not found.entries:
         raise CheckpointError(f"{path} holds no tensors; {_REMEDY}")
     return {name: _place(path, name, entry, found.data_offset) for name, entry in found.entries.items()}
@@ -106,5 +106,5 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
 
 def _place(path: Path, name: str, entry: SafetensorsEntry, data: int) -> tuple[tuple[int, ...], FileSpan]:
     if entry.dtype not in DTYPES:
-        raise CheckpointError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which cannot be read in spans")
+        raise CheckpointError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which cannot be read in parts")
     return entry.shape, FileSpan(path, name, data + entry.begin, DTYPES[entry.dtype])
