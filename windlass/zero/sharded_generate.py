@@ -79,8 +79,8 @@ def attach_generation(model: nn.Module, sharded: ShardedModel) -> list[ShardedGe
     """Replace the method `generate` of `model`, if it has one, by a `ShardedGenerate`.
 
     Returns:
-        The replacement, whose `remove` restores the method. Empty if the model has no such method, or if the instance
-        has one that replaces the method of its class.
+        The replacement, whose `remove` restores the method. Empty if the model has no such method, or if `generate` of
+        the instance is replaced already.
     """
     if not callable(getattr(type(model), "generate", None)) or "generate" in vars(model):
         return []

@@ -131,8 +131,8 @@ class ShardedModel:
         self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device)
         whole = optimizer is not None and not is_elementwise(optimizer)
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
-        # A rule over whole parameters exchanges data in every batch, so all ranks need the same batches.
-        # `max_update_numel` may differ between ranks, so it applies only to elementwise rules.
+        # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
+        # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
         if not whole:
             at_once = min(at_once, homes.max_update_numel)
         if settings.widens_masters:
@@ -323,9 +323,9 @@ class ShardedModel:
     def _refuse_quantized_states(self) -> None:
         """Raise ModelError if 8-bit states would have to be quantized again at each step.
 
-        A rule over whole parameters quantizes its states in blocks of the full parameter. If tensor or expert
-        parallelism shards the parameter too, each step would dequantize the states, gather them, and quantize them
-        again. Elementwise rules quantize each rank's fragment by itself.
+        An optimizer that is not elementwise (e.g. Lamb) quantizes its states in blocks of the full parameter. If
+        tensor or expert parallelism shards the parameter, each step would dequantize the states, gather them, and
+        quantize them again. Elementwise optimizers quantize each rank's fragment by itself.
         """
         assert self.update is not None
         if isinstance(self.update, ElementwiseUpdate):
@@ -585,8 +585,9 @@ class ShardedModel:
             self._closer()
 
     def _groups_of(self, units: list[Unit]) -> list[RankGroup]:
-        """Return the groups of more than one rank over which any of these units is sharded, in one order on all
-        ranks.
+        """Return the groups over which any of `units` is sharded, in the same order on all ranks.
+
+        Groups of one rank are left out.
         """
         wanted = {id(unit.dp_group) for unit in units}
         return [family.group for family in self.dp_groups if id(family) in wanted and family.group.size > 1]
@@ -630,7 +631,7 @@ class ShardedModel:
         self._handles += register_model_hooks(self.model, self.runtime)
 
     def hook_gradients(self) -> None:
-        """Hook the gradients of all trainable parameters from now on."""
+        """Register gradient hooks on the trainable parameters that have none yet."""
         places, parameters = [], []
         for number, slot in enumerate(self.slots):
             for index, parameter in enumerate(slot.unit.parameters):
@@ -657,8 +658,10 @@ class ShardedModel:
             self.masters.read_ahead(slot.unit)
 
     def _max_live_numel(self) -> int:
-        """Return the maximum number of unsharded elements: the configured number, or half of the remaining memory
-        budget.
+        """Return the maximum number of unsharded elements that the prefetcher may cause.
+
+        This is the configured number. If device memory is emulated and parameters are offloaded, it is also limited to
+        half of the remaining memory budget.
         """
         place, largest = emulated_device_memory(), max((unit.dtype.itemsize for unit in self.units), default=4)
         if place is None or self.tiers.param is Tier.DEVICE:
@@ -682,7 +685,7 @@ class ShardedModel:
         """Drop the result of a delayed update in progress, because a failed disk made it incomplete. Collective.
 
         Raises:
-            StorageError: an update was in progress. It is applied in part, so the model's state is lost.
+            StorageError: an update was in progress. The update is applied in part, so the state is lost.
         """
         if self.delayed_update is not None and self.delayed_update.in_progress:
             self.delayed_update.finish(use=False)
@@ -759,7 +762,10 @@ class ShardedModel:
             raise failed
 
     def _gather_updated(self, units: list[Unit]) -> None:
-        """Publish the updated shards. Parameters that are never resharded are complete again when this returns."""
+        """Publish the updated shards to peers, and all-gather the units that are never resharded. Collective.
+
+        Sharded units are gathered at their next use.
+        """
         pending = []
         for unit in units:
             if unit.reshards:
@@ -804,7 +810,10 @@ def _wait(written: list[Pending]) -> None:
 
 
 def _close(mesh: Mesh | None, ledger: DeviceMemoryLedger, disk: DiskTier | None) -> None:
-    """Free resources that do not end with the model's memory: process groups, ledger and disk."""
+    """Close the disk tier and the process groups, and release the ledger's records.
+
+    Also runs as a finalizer, because these resources outlive the model's memory.
+    """
     if disk is not None:
         disk.close()
     ledger.release_all()

@@ -54,7 +54,7 @@ def make_units(
     """Return the units of `plans`, without memory.
 
     Args:
-        families: Data-parallel groups: that of the dense parameters first, that of the experts last.
+        families: Data-parallel groups. The first is for dense parameters, the last for experts.
         trains: The model will have gradients. If False, all units are frozen.
     """
     policy = settings.policy

@@ -124,7 +124,7 @@ class ExponentialMovingAverage:
                 self.take(unit, self._model.masters.read_span(unit))
 
     def rebind(self, model: ShardedModel) -> None:
-        """Use this average for `model`, which replaces the previous one. Restart it from the model's current values."""
+        """Move this average to `model`, which replaces the previous `ShardedModel`, and restart it from current values."""
         self._model, self._slots = model, {}
         self.forget()
         model.averages[self.name] = self
@@ -163,7 +163,7 @@ class ExponentialMovingAverage:
         """Yield the units to save, with the slot of this rank's span of their averages.
 
         Args:
-            every: include all trained units, even those without an average, because a load will set them.
+            every: Include trainable units without an average, for a load that sets all averages.
         """
         self.refuse_applied("a checkpoint")
         for unit, slot in self._units():

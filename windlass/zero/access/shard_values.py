@@ -1,4 +1,6 @@
-"""Access to one parameter's weight, gradient and optimizer states on this rank, at any ZeRO stage.
+"""Access to the part of one parameter that this rank computes with, and to this rank's fragment of it.
+
+The functions read and set the weight, the gradient and optimizer states, at any ZeRO stage.
 
 Two groups of functions differ in how much of the parameter they read or set:
 
@@ -351,7 +353,7 @@ def _updated(parameter: nn.Parameter) -> ParameterLocation:
 
 
 def _joined(place: ParameterLocation, pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate adjacent pieces. A single piece is returned itself, unless its memory is freed because of NVMe."""
+    """Concatenate adjacent pieces. Return a single piece itself, unless it is only a temporary copy from NVMe."""
     if not pieces:
         return torch.empty(0, device=_step_device(place))
     stays = len(pieces) == 1 and place.unit.state_tier is not Tier.NVME

@@ -75,7 +75,10 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _home(model: ShardedModel) -> Tier:
-    """Return the tier of master weights and states of added parameters, which is that of the existing ones."""
+    """Return the tier of master weights and states of unfrozen parameters.
+
+    This is the configured tier if the states of all trainable units are on it. Otherwise it is the device.
+    """
     if not model.policy.state:
         return Tier.DEVICE
     others = {slot.unit.state_tier for slot in model.slots}
