@@ -658,7 +658,7 @@ class ShardedModel:
             self.masters.read_ahead(slot.unit)
 
     def _max_live_numel(self) -> int:
-        """Return the maximum number of unsharded elements that the prefetcher may cause.
+        """Return the maximum number of unsharded elements, for the prefetcher.
 
         This is the configured number. If device memory is emulated and parameters are offloaded, it is also limited to
         half of the remaining memory budget.

@@ -124,7 +124,7 @@ class ExponentialMovingAverage:
                 self.take(unit, self._model.masters.read_span(unit))
 
     def rebind(self, model: ShardedModel) -> None:
-        """Move this average to `model`, which replaces the previous `ShardedModel`, and restart it from current values."""
+        """Move this average to `model`, which replaces the previous model, and restart it from current values."""
         self._model, self._slots = model, {}
         self.forget()
         model.averages[self.name] = self

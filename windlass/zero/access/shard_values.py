@@ -244,7 +244,8 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's fragment of the reduced gradient, flat and multiplied by the loss scale.
 
     Returns:
-        A view of the gradient. Empty if other ranks have all elements; None if there is no reduced gradient.
+        A view of the gradient, or a copy if it is on NVMe. Empty if other ranks have all elements. None if there is no
+        reduced gradient.
     """
     place = require(parameter)
     number = _slot_number(place)
