@@ -153,7 +153,7 @@ def test_damage_ends_the_step_and_a_load_mends_it(ranks: int, transport: str, tm
     for found in run_ranks(all_damaged, ranks, str(tmp_path), cases, env=LATE, transport=transport, timeout=180):
         for (kind, how), said in zip(cases, found, strict=True):
             where = kind, how, {call: str(words)[:400] for call, words in said.items()}
-            assert said["step"].startswith(f"StorageError: {FIRST.get(kind, 'this step was made in part')}"), where
+            assert said["step"].startswith(f"StorageError: {FIRST.get(kind, 'this step was applied in part')}"), where
             what = "short read" if how == "cut" else "damaged: the checksum differs from that of the written bytes"
             words = ["rank 0: reading ", what, HOLDERS.get(kind, "master weights and optimizer states of "), "bytes ",
                      f"of the file on {tmp_path}/disk (", " of it, of ", "load the last checkpoint"]  # fmt: skip
@@ -208,7 +208,7 @@ def not_yet_stepped(folder: str) -> list[Any]:
 def test_damage_that_is_found_before_an_update(tmp_path: Path) -> None:
     for said in run_ranks(not_yet_stepped, 2, str(tmp_path), env=LATE, timeout=120):
         gradient, same, save, files, load, behind, still, step, again = said
-        assert gradient.startswith("StorageError: this step was not made") and "gradient of" in gradient
+        assert gradient.startswith("StorageError: this step was skipped") and "gradient of" in gradient
         assert "states are unchanged" in gradient and same, said
         assert (
             save.startswith("StorageError: nothing is saved")
@@ -216,6 +216,6 @@ def test_damage_that_is_found_before_an_update(tmp_path: Path) -> None:
             and "states are unchanged" not in save
         )
         assert "Error: " in behind and "exp_avg of" in behind
-        assert step.startswith("StorageError: this step was made in part") and "exp_avg of" in step
+        assert step.startswith("StorageError: this step was applied in part") and "exp_avg of" in step
         assert load == again == ""
         assert "goodTrue" in files and "latest" in files and not [n for n in files + still if n.startswith("global")]

@@ -163,8 +163,8 @@ def repeated(folder: str, when: str, how: str, gradients: str, among: int = -1) 
     [
         ("gloo", "forward", "read", "cpu", ("this forward could not read parameters", "reading", "parameters of")),
         ("shm", "forward", "read", "cpu", ("this forward could not read parameters", "reading", "parameters of")),
-        ("gloo", "backward", "read", "cpu", ("this step was not made", "reading", "parameters of")),
-        ("shm", "backward", "write", "nvme", ("this step was not made", "writing", "gradient of")),
+        ("gloo", "backward", "read", "cpu", ("this step was skipped", "reading", "parameters of")),
+        ("shm", "backward", "write", "nvme", ("this step was skipped", "writing", "gradient of")),
     ],
 )
 def test_what_fails_before_the_update_changes_nothing(
@@ -181,7 +181,7 @@ def test_what_fails_before_the_update_changes_nothing(
 def test_what_one_group_of_several_cannot_read_is_told_by_the_step(tmp_path: Path) -> None:
     """Its forward can't tell the other groups, which may have none."""
     for said, equal in run_ranks(repeated, 2, str(tmp_path), "forward", "read", "cpu", 1, env=LATE):
-        assert said.startswith("StorageError: this step was not made") and "rank 0: reading" in said and "EIO" in said
+        assert said.startswith("StorageError: this step was skipped") and "rank 0: reading" in said and "EIO" in said
         assert equal
 
 
@@ -237,12 +237,12 @@ def test_nobody_goes_on_from_half_a_step(
 ) -> None:
     reason = "short read" if how == "cut" else "EIO"
     for said in run_ranks(half_a_step, ranks, str(tmp_path), how, param, optimizer, env=LATE, transport=transport):
-        assert said["step"].startswith("StorageError: this step was made in part: rank 0: ")
+        assert said["step"].startswith("StorageError: this step was applied in part: rank 0: ")
         for word in (reason, "master weights and optimizer states of", str(tmp_path), "load the last checkpoint"):
             assert word in said["step"]
         for call, kind in (("forward", "Storage"), ("again", "Storage"), ("read", "Storage"),
                            ("save", "Checkpoint")):  # fmt: skip
-            assert said[call].startswith(f"{kind}Error: ") and "made in part" in said[call] and reason in said[call]
+            assert said[call].startswith(f"{kind}Error: ") and "applied in part" in said[call] and reason in said[call]
         assert how == "cut" or said["broken"].startswith("StorageError: ")
         assert said["load"] == "" and said["same"] == "True", said
         assert said["destroy"] == "" and said["shapes"] == ""
@@ -327,7 +327,7 @@ def destroyed_blind(folder: str) -> list[Any]:
     finally:
         logging.getLogger("windlass").removeHandler(handler)
     whole = all(bool(p.isfinite().all()) for p in engine.module.parameters())
-    return [said, whole, [line for line in heard if "destroy() gives back is not whole" in line]]
+    return [said, whole, [line for line in heard if "destroy() returns is incomplete" in line]]
 
 
 def test_a_model_that_comes_back_with_holes_says_so(tmp_path: Path) -> None:

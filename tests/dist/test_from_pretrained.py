@@ -168,7 +168,7 @@ BROKEN = {
     "another shape": (widen, 1, "down_proj.*28"),
     "cut short": (shorten, 1, "model.safetensors is cut short"),
     "no shard": (lose_a_shard, 3, r"model-\d+.*is missing"),
-    "garbage": (garble, 1, "no safetensors file"),
+    "garbage": (garble, 1, "not a safetensors file"),
     "no config": (lambda d: (d / "config.json").unlink(), 1, "no config.json"),
 }
 

@@ -80,7 +80,7 @@ def test_an_optimizer_that_raises_on_one_rank_is_told_to_all_at_the_next_step(tr
         for heard in told:
             assert heard[0] == ""
             assert heard[1] == ("ValueError: no such rate" if rank == 1 else "")
-            assert heard[2].startswith("UpdateError: this step was not made"), heard
+            assert heard[2].startswith("UpdateError: this step was skipped"), heard
             assert "rank 1: its optimizer raised ValueError: no such rate" in heard[2]
             assert heard[3].startswith("StorageError: a forward is refused"), heard
 

@@ -119,4 +119,4 @@ def refused() -> str:
 
 def test_whole_rules_with_states_of_8_bits_say_why_not() -> None:
     for said in run_ranks(refused, 2):
-        assert "CPULamb" in said and "rounded once more at each step" in said and "is cut over tp" in said
+        assert "CPULamb" in said and "rounded once more at each step" in said and "is sharded over tp" in said

@@ -74,7 +74,7 @@ def test_groups_sum_what_they_hold() -> None:
             assert one["p2p"] == [rank, (rank + 2) % 4]
         assert cut["stage"] == (stage, stage == 0, stage == 1, 0)
         assert copied["stage"] == (stage, stage == 0, stage == 1, place)
-        assert refused == "the topology pipe 2 x data 1 has 2 ranks, and there are 4"
+        assert refused == "the topology pipe 2 x data 1 has 2 ranks, but the job has 4"
 
 
 def read_back() -> tuple[dict[str, int], str]:

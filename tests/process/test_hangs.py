@@ -84,7 +84,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert ranks[faulty].code == WATCHDOG_EXIT_CODE
         what = {
             "eval": r"forward without gradients \(evaluation\) +- +" + LINE + "engine.eval_batch",
-            "gather": r"parameters gathered whole \(GatheredParameters\) +[\w.]+ \(\d+\) +" + LINE + "with windlass",
+            "gather": r"a gather of full parameters \(GatheredParameters\) +[\w.]+ \(\d+\) +" + LINE + "with windlass",
         }
         assert re.search(what[fault], table[str(faulty)]), table
     elif fault in ("raise", "told", "hook"):

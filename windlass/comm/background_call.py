@@ -23,7 +23,7 @@ class BackgroundCall:
 
     def join(self) -> None:
         """Wait for the end of the call, and raise its exception if it raised one."""
-        with WaitScope("the transfers of a schedule that failed"):
+        with WaitScope("the transfers of a failed schedule"):
             self._thread.join()
         if self._error is not None:
             raise self._error

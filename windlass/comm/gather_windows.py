@@ -76,7 +76,7 @@ class GatherWindows:
     def _show(self, one: _WindowGather, *, wait: bool) -> bool:
         if wait:
             one.ready.wait()
-            self._counters.wait(self._base + 1, one.number - WINDOWS, "the gather before")
+            self._counters.wait(self._base + 1, one.number - WINDOWS, "the previous gather")
         elif not (one.ready.poll() and self._counters.reached(self._base + 1, one.number - WINDOWS)):
             return False
         window, own = one.number % WINDOWS, local_shard(one.buffer.local, self._group.index, self._group.size)
@@ -101,7 +101,7 @@ class GatherWindows:
             if self._counters.read(index, self._base + 2 + window) != one.buffer.key:
                 raise CommunicationError(
                     f"rank {self._group.ranks[index]} and this rank {self._group.ranks[self._group.index]} gather "
-                    "parameters in different orders, which [Note: agreed order] excludes: please report this"
+                    "parameters in different orders, against [Note: agreed order]: please report this"
                 )
             into = local_shard(one.buffer.local, index, self._group.size)
             into.copy_(_like(self._blocks[window][index], into))

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from windlass.comm.addresses import gloo_at_loopback
 
-_BACKLOG = 2048  # maximum number of ranks that wait to be accepted
+_BACKLOG = 2048  # maximum number of connections that wait to be accepted
 
 
 def bind_gloo_to_loopback() -> None:
@@ -29,7 +29,7 @@ def loopback_store(address: str, port: int, rank: int, world: int, timeout: time
     The call returns when all ranks are connected.
     """
     if rank == 0:
-        # A used port either belongs to this process, whose store torch then reuses, or torch raises the error below.
+        # If the port is in use, `TCPStore` below reuses the store of this process on that port, or raises.
         with contextlib.suppress(OSError), socket.create_server((address, port), backlog=_BACKLOG) as listening:
             number = listening.detach()  # the store closes it
             return TCPStore(

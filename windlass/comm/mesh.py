@@ -195,7 +195,7 @@ def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedel
     """
     world = dist.get_world_size()
     if grid.world != world:
-        raise ConfigError(f"the mesh {grid} has {grid.world} ranks, and there are {world}")
+        raise ConfigError(f"the mesh {grid} has {grid.world} ranks, but the job has {world}")
     maker = _GroupMaker(grid, timeout)
     everyone = maker.over(*AXES)
     dense = _data_mesh(maker, grid, DATA_AXES, regather)

@@ -85,7 +85,7 @@ class MeshShape:
         """
         for axis, place in places.items():
             if axis not in AXES or not 0 <= place < self.size(axis):
-                raise ValueError(f"{axis} = {place}: the axes are {self}")
+                raise ValueError(f"{axis} = {place} is out of range: the axes are {self}")
         rank = 0
         for axis in AXES:
             rank = rank * self.size(axis) + places.get(axis, 0)

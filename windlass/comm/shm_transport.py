@@ -154,7 +154,7 @@ class ShmTransport:
         """Mark this rank's part of a lane's next sum as readable. Return the turn that peers must have offered."""
         base = self._lane(lane)
         # A peer that has not read the previous turn would look for it at this buffer's ring index.
-        self._counters.wait(base + 1, self._turns[lane], "the reduction before")
+        self._counters.wait(base + 1, self._turns[lane], "the previous reduction")
         self._turns[lane] += 1
         turn = self._turns[lane]
         buffer.mark.lane, buffer.mark.turn = lane, turn

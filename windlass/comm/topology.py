@@ -28,7 +28,7 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(dim < 1 for dim in dims):
-            raise ValueError(f"axes {list(axes)} of {list(dims)} ranks: each name once, each with a size of at least 1")
+            raise ValueError(f"axes {list(axes)} of sizes {list(dims)}: give each name once, with a size of at least 1")
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # DeepSpeed's name for it
 

@@ -1,8 +1,14 @@
-"""ZeRO 0-3 in one implementation.
+"""ZeRO stages 0 to 3 in one implementation.
 
-Reading order: core (sharding_policy, unit_layout, unit_partition, sharded_parameter, unit, prefetcher,
-collective_scheduler, unshard_runtime, module_hooks, buffer_ring, gradient_reducer, gradient_norm, disk_health),
-update, sharded_model, access, sharded_init.
+Reading order:
+
+1. core: zero_settings, sharding_policy, unit_layout, unit_partition, dp_group, sharded_parameter, unit, prefetcher,
+   collective_scheduler, unshard_runtime, module_hooks, gradient_slot, buffer_ring, gradient_reducer, gradient_norm,
+   step_agreement, disk_health.
+2. update: update_chunk, master_weights, elementwise_update, whole_parameter_update, delayed_update.
+3. unit_builder and sharded_model, which connect core and update.
+4. access: full values and shards of single parameters, `GatheredParameters`, averages.
+5. sharded_init: construction of models under `zero.Init`.
 """
 
 from windlass.zero.access.full_values import full_grad as full_grad

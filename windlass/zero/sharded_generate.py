@@ -1,4 +1,4 @@
-"""`generate` of a model with sharded parameters, which are unsharded once if memory allows."""
+"""Text generation with sharded parameters, which are unsharded once per call if memory allows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from windlass.storage.staging_memory import available_memory
 if TYPE_CHECKING:
     from windlass.zero.sharded_model import ShardedModel
 
-_SHARE = 0.5  # of the free memory that parameters may take: the rest is for the cache of keys and values
+_SHARE = 0.5  # maximum fraction of the free memory for parameters; the rest is for the key-value cache
 
 
 class ShardedGenerate:
-    """Stands for the method `generate` of a model at stage 3, as transformers' models have one.
+    """Replacement for the method `generate` of a model at stage 3, as transformers' models have it. Collective.
 
-    All ranks call it together. All units are gathered before the first token and released after the last, so that no
-    rank needs another in between and prompts and answers may be of any length. Where that takes too much memory on some
-    rank, they are gathered in each forward as in training, and `synced_gpus=True` is passed where the method knows it,
-    with which transformers keeps ranks that have ended in step with the others.
+    All units are unsharded before the first token and resharded after the last one. Between them the ranks need no
+    collectives, so prompts and answers may differ in length between ranks.
+
+    If the unsharded units need too much memory on some rank, each forward gathers them as in training. Then
+    `synced_gpus=True` is passed to the original method if it has that argument: transformers continues the forwards of
+    finished ranks until all ranks have finished.
     """
 
     def __init__(self, model: nn.Module, sharded: ShardedModel) -> None:
@@ -44,27 +46,28 @@ class ShardedGenerate:
             return self._own(model, *args, **kwargs)
         units = [unit for unit in sharded.units if unit.reshards]
         sharded.finish_update()
-        sharded.scheduler.sync("parameters gathered whole")
+        sharded.scheduler.sync("a gather of full parameters")
+        # The ranks agree on one way: with units gathered in each forward, all ranks need the same number of forwards.
         if _fits(sharded):
             with sharded.runtime.unsharded(units):
-                sharded.scheduler.paused = True
+                sharded.scheduler.paused = True  # ranks run different numbers of forwards without collectives
                 try:
                     return self._own(model, *args, **kwargs)
                 finally:
                     sharded.scheduler.paused = False
-        logger.info("generate: the whole model does not fit beside what is in memory; it is gathered for each token")
+        logger.info("generate: the unsharded model does not fit in the free memory; each token gathers the parameters")
         if "synced_gpus" in inspect.signature(self._own).parameters and sharded.mesh.dense.data.size > 1:
             kwargs.setdefault("synced_gpus", True)
         return self._own(model, *args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the model's own method."""
+        """Restore the model's original method."""
         model = self._model()
         if model is not None and vars(model).get("generate") is self:
             del vars(model)["generate"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied model has its class's method."""
+        """Return the original method of the class, bound to the copied model."""
         copied = memo.get(id(self._model()))
         return self if copied is None else MethodType(self._own, copied)
 
@@ -73,7 +76,12 @@ class ShardedGenerate:
 
 
 def attach_generation(model: nn.Module, sharded: ShardedModel) -> list[ShardedGenerate]:
-    """Put a `Generation` in place of the model's method, where it has one; `remove` takes it away again."""
+    """Replace the method `generate` of `model`, if it has one, by a `ShardedGenerate`.
+
+    Returns:
+        The replacement, whose `remove` restores the method. Empty if the model has no such method, or if `generate` of
+        the instance is replaced already.
+    """
     if not callable(getattr(type(model), "generate", None)) or "generate" in vars(model):
         return []
     generation = ShardedGenerate(model, sharded)
@@ -82,7 +90,7 @@ def attach_generation(model: nn.Module, sharded: ShardedModel) -> list[ShardedGe
 
 
 def _fits(sharded: ShardedModel) -> bool:
-    """Return True if all sharded parameters can be unsharded at once on every rank. Collective."""
+    """Return True if every rank has memory to unshard all parameters at once. Collective."""
     missing = sum(unit.nbytes for unit in sharded.units if unit.frees_memory)
     fits = torch.tensor([float(missing <= _SHARE * _free_bytes(sharded.device))], device=sharded.device)
     if sharded.mesh.world.size > 1:
@@ -91,7 +99,12 @@ def _fits(sharded: ShardedModel) -> bool:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the device's memory that this rank may use."""
+    """Return the bytes that this rank may still allocate on the device.
+
+    If device memory is emulated, these are the rest of its budget. On a CUDA device they include the memory that
+    torch's caching allocator has reserved but not allocated. On the CPU they are this rank's part of the free host
+    memory.
+    """
     place = emulated_device_memory()
     if place is not None:
         return place.budget - place.used

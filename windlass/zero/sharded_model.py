@@ -55,22 +55,23 @@ if TYPE_CHECKING:
     from windlass.zero.access.moving_average import ExponentialMovingAverage
 
 
-_WIDENED = 1 << 26  # elements of master weights that are widened at a time, 512 MiB with their gradient
+_WIDENED = 1 << 26  # elements of 16-bit master weights that are widened at a time: 512 MiB with their gradient
 
 
 class ShardedModel:
-    """Owns the units of one model from `initialize` to `destroy`.
+    """Units of one model, with their gradients, master weights and optimizer, from `initialize` to `destroy`.
 
     Args:
-        model: built whole, the same architecture on every rank; rank 0's values count.
-        optimizer: over the model's parameters, or None (evaluation).
-        settings: see there.
-        mesh: all ranks, and which of them share what.
-        device: where the model shall be.
-        trains: there will be gradients; else everything counts as frozen.
+        model: The model, with the same architecture on every rank. Parameters start from rank 0's values.
+        optimizer: Optimizer of the model's parameters. None: the model is only evaluated.
+        settings: Settings of the ZeRO core.
+        mesh: Mesh of all ranks, with the groups that shard and replicate the parameters.
+        device: Device on which this rank computes.
+        trains: The model will have gradients. If False, all parameters count as frozen.
 
     Raises:
-        ModelError: a parameter can't be handled, the optimizer's are not the model's, or ranks have different models.
+        ModelError: a parameter is not supported, the optimizer has other parameters than the model, or the ranks have
+            different models.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class ShardedModel:
             check_parameters(optimizer, model)
             if settings.delayed_update and not is_elementwise(optimizer):
                 raise ModelError(
-                    f"offload_optimizer.delayed_update with {type(optimizer).__name__}, which needs whole parameters, "
-                    "and so other ranks in the middle of an update: set delayed_update to false, or use an elementwise "
+                    f"offload_optimizer.delayed_update does not support {type(optimizer).__name__}, which needs whole "
+                    "parameters and communicates during an update: set delayed_update to false, or use an elementwise "
                     "optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
                 )
         self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
@@ -130,7 +131,9 @@ class ShardedModel:
         self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device)
         whole = optimizer is not None and not is_elementwise(optimizer)
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
-        if not whole:  # else ranks take part in each other's batches, which must be the same on all
+        # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
+        # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
+        if not whole:
             at_once = min(at_once, homes.max_update_numel)
         if settings.widens_masters:
             at_once = min(at_once, _WIDENED)
@@ -151,13 +154,13 @@ class ShardedModel:
             delayed=late,
         )
         try:
-            self.reserve("initialize cannot begin")
+            self.reserve("initialize cannot start")
         except BaseException:
             _close(mesh, self.ledger, homes.disk)
             raise
         for unit, span in self._builder.fill(self.units, plans, self.reducer):
             self.masters.create(unit, span)
-            del span  # or it would live while the next unit is filled
+            del span  # free the initial values before the next unit is filled
         dense = self.dp_groups[0]
         if dense.group.size > 1 and (trainable or any(unit.frees_memory for unit in self.units)):
             self.scheduler.use_board(dense.transport.board())
@@ -187,29 +190,29 @@ class ShardedModel:
         self._hooked_parameters: set[int] = set()  # ids of parameters with gradient hooks
         self.destroyed = False
         self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
-        self.disk_health.check("initialize could not put the model on disk", loses=True)
+        self.disk_health.check("initialize could not write the model to disk", loses=True)
         self._attach(blocks)
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
         )
         self.next_is_step: Callable[[], bool] = lambda: False  # True if a step follows the running backward
-        self.loss_scale: Callable[[], float] = lambda: 1.0  # the scale of the current gradients
-        # Called with the norm and the clip coefficient of a step, with reduced gradients in place; on all ranks.
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # loss scale of the current gradients
+        # Called on all ranks before an update, with the norm and the clip coefficient; the gradients are reduced then.
         self.before_update: Callable[[float, float], None] = lambda norm, clip: None
         self.masters.remember_versions(self.units)
         self.script_gradients = ScriptGradients(self.reducer)
-        self._gradients_consumed = False  # the last step consumed gradients, and no backward came since
+        self._gradients_consumed = False  # True after an update: a step without a backward has no gradients
         parameter_registry.register(self)
         self._forget_properties = parameter_properties.install(self)
 
     def reserve(self, what: str) -> None:
-        """Take all the space on disk that this rank will need, before anything moves there. Collective.
+        """Reserve all the disk space that this rank will need, before any data move there. Collective.
 
         Args:
-            what: said where there is too little.
+            what: Start of the error message.
 
         Raises:
-            StorageError: a rank finds too little; on all ranks.
+            StorageError: a rank has too little disk space. Raised on all ranks; the model is unchanged.
         """
         disk, homes = self.tiers.disk, self.tiers
         if disk is None:
@@ -231,7 +234,7 @@ class ShardedModel:
         return {extent for extent in extents if extent is not None}
 
     def discard_disk_state(self) -> None:
-        """Forget what this rank keeps on disk, where some of it was lost: a load is about to write all of it anew."""
+        """Discard all data of this rank on disk after some were lost. A load must write all of them again."""
         self.reducer.reset()
         for unit in self.units:
             if unit.shard_slot is not None:
@@ -244,12 +247,13 @@ class ShardedModel:
         self.disk_health.clear_failure()
 
     def after_forward(self) -> None:
-        """The outermost forward ended: whatever it read from disk was read. Collective where parameters rest there,
-        over the ranks that gather them together.
+        """Check, at the end of the outermost forward, that all its reads from NVMe succeeded.
+
+        Collective over the ranks that shard the parameters, if parameters are on NVMe.
 
         Raises:
-            StorageError: it was not, on some rank; on all ranks. Where parameters are cut over fewer than all, the next
-                step raises that.
+            StorageError: a read failed on some rank. Raised on all ranks. If parameters are sharded over only a part of
+                the ranks, the rank logs its failure and the next step raises.
         """
         if self.tiers.param is not Tier.NVME:
             return
@@ -261,9 +265,8 @@ class ShardedModel:
 
     def _check_forward_reads(self) -> None:
         what = "this forward could not read parameters, and its results are wrong"
-        if (
-            self.dp_groups[0].group.size < self.mesh.world.size
-        ):  # ranks of another group may be elsewhere, or have no forward at all
+        # Ranks of another group may be at another call or have no forward, so no exchange with them is possible.
+        if self.dp_groups[0].group.size < self.mesh.world.size:
             if self.disk_health.has_local_failure():
                 logger.error("%s; the next step is refused on all ranks", what)
             return
@@ -287,12 +290,12 @@ class ShardedModel:
 
     @property
     def transport(self) -> Transport:
-        """Data-parallel group of dense parameters."""
+        """Transport of the data-parallel group of dense parameters."""
         return self.dp_groups[0].transport
 
     @property
     def slots(self) -> list[GradientSlot]:
-        """The gradients of the trainable units, in model order."""
+        """Gradient slots of the trainable units, in model order."""
         return self.reducer.slots
 
     def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
@@ -318,8 +321,12 @@ class ShardedModel:
         return next((one.name for one in self.update.state_entries(chunk.unit) if one.state_key is tenant), "?")
 
     def _refuse_quantized_states(self) -> None:
-        """Codes of 8 bits are in blocks of what is stepped: of a part by elementwise rules, else of the whole, which
-        each step would have to decode, put together and code again."""
+        """Raise ModelError if 8-bit states would have to be quantized again at each step.
+
+        An optimizer that is not elementwise (e.g. Lamb) quantizes its states in blocks of the full parameter. If
+        tensor or expert parallelism shards the parameter, each step would dequantize the states, gather them, and
+        quantize them again. Elementwise optimizers quantize each rank's fragment by itself.
+        """
         assert self.update is not None
         if isinstance(self.update, ElementwiseUpdate):
             return
@@ -330,9 +337,9 @@ class ShardedModel:
             for name, parameter, placement in zip(unit.names, unit.parameters, unit.placements, strict=True):
                 if id(parameter) in coded and not placement.is_full:
                     raise ModelError(
-                        f"{type(self.update.optimizer).__name__} steps whole parameters with states of 8 bits, and "
-                        f"{name!r} is cut over {', '.join(sorted(placement.sharded_axes))}: its states would be rounded once "
-                        'more at each step; write state_dtype "bf16" or "fp32", or leave that axis at 1'
+                        f"{type(self.update.optimizer).__name__} updates whole parameters with 8-bit states, and "
+                        f"{name!r} is sharded over {', '.join(sorted(placement.sharded_axes))}: its states would be "
+                        'rounded once more at each step; set state_dtype to "bf16" or "fp32", or that axis to 1'
                     )
 
     def step(
@@ -345,36 +352,39 @@ class ShardedModel:
         delay: bool = False,
         repeats: bool = True,
     ) -> StepOutcome:
-        """Reduce what is left, agree on the norm, update, and bring the new parameters to where they are used.
-
-        Collective.
+        """Reduce the remaining gradients, agree on their norm, update the parameters and publish them. Collective.
 
         Args:
-            limit: clip the gradient to this norm; 0: do not.
-            scale: the loss scale that is in the gradients.
-            skip_overflow: expect gradients that are not finite now and then, and do not look for whose they are.
-            flags: numbers that are added up over ranks on the way.
-            delay: only start the update, where the settings allow that; the next step, or `finish_update`, brings it.
-            repeats: a step right after another, without a backward on any rank, is accepted and changes nothing.
+            limit: Clip the gradient to this norm; 0: do not clip.
+            scale: Loss scale by which the gradients are multiplied.
+            skip_overflow: Non-finite gradients are expected at times: do not search for the parameter that has them.
+            flags: Numbers to sum over ranks, in the exchange of the norm.
+            delay: Only start the update, if the settings have `delayed_update`. The next step, or `finish_update`,
+                publishes the new parameters.
+            repeats: Accept a step without a backward on any rank since the last step. It changes nothing.
 
         Raises:
-            ModelError: there is no optimizer, a parameter had no gradient and the settings say that it must have
-            one, ranks dropped different gradients, or there was no backward since the last step.
-            UpdateError: the update of the step before failed on some rank; this step's gradient is dropped.
+            ModelError: there is no optimizer, a parameter without gradient is an error in the settings, ranks dropped
+                different gradients, an in-place change of a sharded parameter was lost, or there was no backward since
+                the last step and `repeats` is False.
+            UpdateError: the update of the previous step failed on some rank. The gradient of this step is dropped.
+            StorageError: a transfer to or from NVMe failed on some rank. The gradient of this step is dropped.
         """
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         self.disk_health.require_intact("a step")
         self.scheduler.sync("a step")
+        # The delayed update of the previous step has to end before this step changes the same master weights.
         trouble = self._await_result()
         lost = self.masters.pop_lost_edit(self.units)
         none_since = float(self._gradients_consumed and not self.reducer.backward_count)
         retries = float(self.disk_health.update_changed_nothing)
+        # One exchange carries the norm, the caller's flags and the errors of all ranks, so that all decide the same.
         verdict = self.agreement.agree(
             [float(trouble is not None), *(flags or []), none_since, float(lost != ""), retries]
         )
         self.scheduler.new_step()
-        failures = verdict.flags.pop()  # of disks and updates
+        failures = verdict.flags.pop()  # number of ranks with a failed disk transfer or update; `agree` appends it
         retries, lost_edits, none_since = (verdict.flags.pop() for _ in range(3))
         if retries == self.mesh.world.size:  # no rank's optimizer changed anything before it raised
             self.disk_health.clear_update_error()
@@ -382,10 +392,10 @@ class ShardedModel:
             self.drop_gradients()
             self._drop_result()
             try:
-                self.disk_health.raise_failures("this step was not made, and its gradients are dropped")
+                self.disk_health.raise_failures("this step was skipped, and its gradients are dropped")
             finally:
                 self._discard_reads()
-        self.runtime.reshard_all()  # what stayed after an evaluation holds the old values
+        self.runtime.reshard_all()  # units left unsharded by an evaluation would hold outdated values
         self._finish_result(trouble, verdict.flags.pop(0))
         if verdict.diverged:
             try:
@@ -396,16 +406,15 @@ class ShardedModel:
             lost = self.agreement.first_name(lost)
             self.drop_gradients()
             raise ModelError(
-                f"{lost!r} was changed in place while its values were "
-                "gathered for a forward or backward, and the change went with them (stage 3): change it inside `with "
-                "windlass.zero.GatheredParameters([parameter], modifier_rank=0)`, or take a stage below 3. This step "
-                "was not made"
+                f"{lost!r} was changed in place while it was gathered for a forward or backward, and the change was "
+                "lost when its gathered values were freed (stage 3): change it inside `with windlass.zero."
+                "GatheredParameters([parameter], modifier_rank=0)`, or use a stage below 3. This step was skipped"
             )
         if none_since == self.mesh.world.size and not repeats:
             self._gradients_consumed = False
             raise ModelError(
-                "step() without a backward since the last step, on any rank: a step consumes its gradients, so there "
-                "is none to step again as plain PyTorch would. Call backward again, or leave out the second step"
+                "step() without a backward since the last step, on any rank: a step consumes its gradients, so a "
+                "second step has none, unlike in plain PyTorch. Call backward again, or remove the second step"
             )
         norm = verdict.norm / scale
         if not verdict.is_finite and (skip_overflow or (bad := self.agreement.first_nonfinite())):
@@ -417,12 +426,15 @@ class ShardedModel:
         self.recapture_parameters()
         clip = clip_coefficient(norm, limit)
         self.before_update(norm, clip)
+        # A parameter is updated if it has a gradient on any rank.
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
         try:
             batches = _stepped(self.update.run(used, scale / clip))
-        except Exception as error:  # a hook before the step; the other ranks update
+        except Exception as error:
+            # A hook of the optimizer raised. The other ranks update and wait for this one, so raise after the exchange.
             batches = _raised(error)
         if delay and self.delayed_update is not None:
+            # From here on the thread owns the master weights, so copy in-place changes of parameters into them first.
             self.masters.copy_all_edits(self.units)
             self.delayed_update.start(batches)
         else:
@@ -432,24 +444,28 @@ class ShardedModel:
         return StepOutcome(norm, applied=True, clip=clip, flags=verdict.flags)
 
     def wait_for_update(self) -> None:
-        """Master weights and optimizer states are those after the last step when this returns; parameters may be those
-        before it."""
+        """Wait for a delayed update. Master weights and optimizer states are then up to date on this rank.
+
+        The parameters may still have the values from before the update; `finish_update` publishes the new ones.
+        """
         if self.delayed_update is not None:
             self.delayed_update.wait()
 
     def finish_update(self) -> None:
-        """All is as after the last step when this returns, parameters too. Collective, between a step and the next
-        forward, where an update is under way.
+        """Finish a delayed update: wait for it and publish the new parameters.
+
+        Collective if an update is in progress, to be called between a step and the next forward. Otherwise it returns
+        at once.
 
         Raises:
-            UpdateError: it failed on some rank.
+            UpdateError: the update failed on some rank.
         """
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return
         self.scheduler.sync("the end of a delayed update")
         trouble = self._await_result()
         failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
-        if self.mesh.world.size > 1:  # which also says that no peer computes with the old parameters any more
+        if self.mesh.world.size > 1:  # also ensures that no peer still computes with the old parameters
             dist.all_reduce(failed, group=self.mesh.world.process_group)
         self._finish_result(trouble, failed.item())
 
@@ -461,18 +477,19 @@ class ShardedModel:
                     yield name, parameter
 
     def all_trained(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return True if all of `parameters` that require a gradient have memory for it."""
+        """Return True if all of `parameters` that require a gradient have gradient hooks, and so memory for it."""
         return all(id(p) in self._hooked_parameters or not p.requires_grad for p in parameters)
 
     def recapture_parameters(self) -> None:
-        """Parameters that were given other memory since the last step (`p.data = ...`, `module.to(...)`) go back to
-        their places, with the values that they have now."""
+        """Make parameters views of their units again after they were given other memory (`p.data = ...`,
+        `module.to(...)`). They keep their current values.
+        """
         for unit in self.units:
             if not unit.reshards:
                 unit.recapture_parameters()
 
     def track_data_edits(self, place: parameter_registry.ParameterLocation) -> None:
-        """Record that a script reads `.data` of a parameter, through which it may change values."""
+        """Record that a script reads `.data` of a parameter, so that changes made through it are detected."""
         self.masters.track_data_edits(place.unit, place.index, late=self._update_in_progress())
 
     def drop_gradients(self) -> None:
@@ -483,11 +500,13 @@ class ShardedModel:
 
     @contextmanager
     def editing_parameters(self, units: list[Unit], *, experts_only: bool = False) -> Iterator[None]:
-        """Inside, masters, optimizer states and (of what is not trained) cuts of `units` may be set; afterwards the
-        parameters are renewed from them. Collective.
+        """Return a context in which master weights, optimizer states, and the local shards of frozen units may be set.
+
+        At its end the parameters are updated from them. Collective.
 
         Args:
-            apart: over the ranks that hold the same experts, whose units they are; others may have none to set.
+            units: Units to be set.
+            experts_only: Take part only with the ranks that hold the same experts. All `units` are expert units then.
         """
         trained = [unit for unit in units if self.masters.chunks_of(unit)]
         among = expert_data_group(units) if experts_only else None
@@ -500,11 +519,15 @@ class ShardedModel:
 
     @contextmanager
     def replacing_parameters(self, units: list[Unit], *, experts_only: bool = False) -> Iterator[None]:
-        """Context as `editing`, but the caller itself loads and writes back the values that it sets. Collective."""
+        """Return a context like `editing_parameters`, in which the caller loads and writes back the values itself.
+
+        Collective.
+        """
         self.scheduler.sync("a change of parameters or states", experts_only=experts_only)
         self.finish_update()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
-            dist.barrier(group=group.process_group)  # a peer may be in its backward still, and read them there
+            # A peer may still run its backward and read this rank's shards in shared memory.
+            dist.barrier(group=group.process_group)
         yield
         trained = [unit for unit in units if self.masters.chunks_of(unit)]
         self._gather_updated(trained)
@@ -515,11 +538,12 @@ class ShardedModel:
         self.masters.remember_versions(units)
 
     def destroy(self, *, keeps_mesh: bool = False) -> None:
-        """Give the plain model back: whole parameters of its own, no hooks. Collective at stage 3, and where an update
-        is under way, which is finished first. Idempotent.
+        """Restore the plain model, with full parameters in memory of their own and without hooks.
+
+        Collective. Finishes a delayed update first. Further calls do nothing.
 
         Args:
-            keeps_mesh: leave its groups open, for another layout over them.
+            keeps_mesh: Leave the process groups of the mesh open, for another `ShardedModel` that uses them.
         """
         if not self._handles and not self.units:
             return
@@ -552,7 +576,7 @@ class ShardedModel:
         self._log_lost_state()
         self.units = []
         for family in self.dp_groups:
-            if family.group.size > 1:  # peers may still read what goes away with this
+            if family.group.size > 1:  # peers may still read this rank's shards in shared memory, freed below
                 dist.barrier(group=family.group.process_group)
         if keeps_mesh:
             self._closer.detach()
@@ -561,28 +585,33 @@ class ShardedModel:
             self._closer()
 
     def _groups_of(self, units: list[Unit]) -> list[RankGroup]:
-        """Return the groups of more than one rank over which any of these units is sharded, in one order on all
-        ranks.
+        """Return the groups over which any of `units` is sharded, in the same order on all ranks.
+
+        Groups of one rank are left out.
         """
         wanted = {id(unit.dp_group) for unit in units}
         return [family.group for family in self.dp_groups if id(family) in wanted and family.group.size > 1]
 
     def _log_lost_state(self) -> None:
-        """Log that the model is released although some of its parameters are lost."""
+        """Log an error if some parameters of the model that `destroy` returns are lost."""
         if self.tiers.staging is not None:
             self.tiers.staging.wait_all()
         lost = self.disk_health.loss_reason
         if lost:
-            logger.error("the model that destroy() gives back has parameters of no single step: %s", lost)
+            logger.error("the model that destroy() returns mixes parameters of different steps: %s", lost)
         try:
-            self.disk_health.check("the model that destroy() gives back is not whole", then="what was not read is NaN")
+            self.disk_health.check(
+                "the model that destroy() returns is incomplete", then="parameters that were not read are NaN"
+            )
         except StorageError as error:
             if not lost:
                 logger.error("%s", error)
 
     def compile_safe(self) -> list[nn.Module]:
-        """Modules whose forward no hook of ours interrupts: the innermost blocks, or the model where nothing is
-        released."""
+        """Return the modules that can be compiled because no hook of a block runs inside their forward.
+
+        These are the innermost blocks, or the whole model if no unit is resharded.
+        """
         if not any(unit.reshards for unit in self.units):
             return [self.model]
         of_blocks = {id(block.module): block.module for block in self._blocks if block.module is not self.model}
@@ -602,7 +631,7 @@ class ShardedModel:
         self._handles += register_model_hooks(self.model, self.runtime)
 
     def hook_gradients(self) -> None:
-        """Hook the gradients of all trainable parameters from now on."""
+        """Register gradient hooks on the trainable parameters that have none yet."""
         places, parameters = [], []
         for number, slot in enumerate(self.slots):
             for index, parameter in enumerate(slot.unit.parameters):
@@ -611,8 +640,8 @@ class ShardedModel:
                     places.append((number, index))
                     parameters.append(parameter)
 
-        # torch holds these hooks where Python's garbage collector can't see them: one that held the model would keep it
-        # (and its memory) for ever
+        # torch holds these hooks in C++, invisible to Python's garbage collector. A strong reference to the model in a
+        # hook would keep the model and its memory alive for ever.
         runtime, gradients = ref(self.runtime), ref(self.reducer)
 
         def arrived(which: int) -> None:
@@ -624,23 +653,25 @@ class ShardedModel:
         self._handles += register_gradient_hooks(parameters, arrived)
 
     def _on_reduced(self, slot: GradientSlot) -> None:
-        """Start to read the records of a unit's step from disk, once its reduced gradient is in flight to its tier."""
+        """Start to read a unit's master weights and states from disk, if a step follows the backward."""
         if self.next_is_step() and not self._update_in_progress():
             self.masters.read_ahead(slot.unit)
 
     def _max_live_numel(self) -> int:
-        """Return the maximum number of unsharded elements: the configured number, or half of the remaining memory
-        budget.
+        """Return the maximum number of unsharded elements, for the prefetcher.
+
+        This is the configured number. If device memory is emulated and parameters are offloaded, it is also limited to
+        half of the remaining memory budget.
         """
         place, largest = emulated_device_memory(), max((unit.dtype.itemsize for unit in self.units), default=4)
         if place is None or self.tiers.param is Tier.DEVICE:
             return self.settings.max_live_numel
         return min(self.settings.max_live_numel, (place.budget - place.used) // (2 * largest))
 
-    # a step
+    # Steps and delayed updates.
 
     def _await_result(self) -> Exception | None:
-        """Wait for the update under way, if there is one: why this rank can't use it, if so."""
+        """Wait for a delayed update in progress. Return the error that makes it unusable on this rank, or None."""
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return None
         self.delayed_update.wait()
@@ -651,21 +682,24 @@ class ShardedModel:
         return self.delayed_update is not None and self.delayed_update.in_progress
 
     def _drop_result(self) -> None:
-        """A disk failed, maybe in the update under way: nothing can be made of that. Collective.
+        """Drop the result of a delayed update in progress, because a failed disk made it incomplete. Collective.
 
         Raises:
-            StorageError: there was one.
+            StorageError: an update was in progress. The update is applied in part, so the state is lost.
         """
         if self.delayed_update is not None and self.delayed_update.in_progress:
             self.delayed_update.finish(use=False)
-            self.disk_health.raise_failures("a delayed update was made in part", loses=True)
+            self.disk_health.raise_failures("a delayed update was applied in part", loses=True)
 
     def _finish_result(self, trouble: Exception | None, failed: float) -> None:
-        """Use what the update under way made, unless it failed on any rank.
+        """Publish the result of a delayed update in progress, or drop it if the update failed on any rank.
 
         Args:
-            trouble: of this rank.
-            failed: number of ranks that have some.
+            trouble: Error of this rank's update, or None.
+            failed: Number of ranks with an error.
+
+        Raises:
+            UpdateError: the update failed on some rank. Raised on all ranks.
         """
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return
@@ -675,12 +709,20 @@ class ShardedModel:
             return
         self.drop_gradients()
         raise trouble or UpdateError(
-            f"the delayed update of the step before can't be used, for a reason that {failed:.0f} of the other ranks "
-            "says; master weights no longer fit the parameters, so load the last checkpoint"
+            f"the delayed update of the previous step failed on {failed:.0f} of the other ranks, which raise the "
+            "cause; master weights no longer match the parameters, so load the last checkpoint"
         )
 
     def _publish_update(self, batches: Iterable[list[UpdateChunk]]) -> None:
-        """Make the new parameters of updated chunks available to all ranks. Collective."""
+        """Run the update batch by batch, and make the new parameters available to all ranks. Collective.
+
+        Args:
+            batches: Updated chunks. The iterator does the update of a batch when the batch is taken from it.
+
+        Raises:
+            StorageError: a transfer to or from NVMe failed on some rank. Raised on all ranks.
+            Exception: the optimizer raised on this rank. Other ranks raise at their next step.
+        """
         updated: dict[int, Unit] = {}
         written: list[Pending] = []
         failed: Exception | None = None
@@ -690,24 +732,29 @@ class ShardedModel:
                 for chunk in batch:
                     updated[chunk.unit.index] = chunk.unit
                     written.append(self.masters.write_back(chunk, keep=True))
-        except Exception as error:  # the others wait for the new parameters, and hear of it at the next step
+        except Exception as error:
+            # The other ranks wait for the new parameters, so take part in the collectives below. The next step
+            # exchanges the error.
             failed = self.disk_health.update_error = error
-            # ranks that update the same elements may have come to different ones
+            # Without sharded states all ranks update the same elements. The others may have succeeded, so the replicas
+            # may differ although this rank changed nothing.
             self.disk_health.update_changed_nothing = not updated and bool(
                 self.policy.state or self.mesh.world.size == 1
             )
             updated = {slot.unit.index: slot.unit for slot in self.slots if slot.has_reduced}
-        finally:  # also if a step fails half-way, so that completed updates become visible
+        finally:  # after an error too: parameters must match the master weights that were updated
             _wait(written)
         try:  # failures of writes still in flight surface at the next check
-            self.disk_health.check("this step was made in part", loses=True)
+            self.disk_health.check("this step was applied in part", loses=True)
         except (StorageError, UpdateError):
             self.drop_gradients()
             raise
-        units = [updated[index] for index in sorted(updated, reverse=True)]  # in one order on all ranks
+        # All ranks must start the collectives in the same order.
+        units = [updated[index] for index in sorted(updated, reverse=True)]
         self._gather_updated(units)
         _mark_updated(units)
         for unit in units:
+            # A backward through a graph from before this update must raise, as after an in-place change.
             torch.autograd.graph.increment_version(unit.parameters)
         self.masters.remember_versions(self.units)
         if failed is not None:
@@ -715,7 +762,10 @@ class ShardedModel:
             raise failed
 
     def _gather_updated(self, units: list[Unit]) -> None:
-        """Publish the updated shards. Parameters that are never resharded are complete again when this returns."""
+        """Publish the updated shards to peers, and all-gather the units that are never resharded. Collective.
+
+        Sharded units are gathered at their next use.
+        """
         pending = []
         for unit in units:
             if unit.reshards:
@@ -727,7 +777,7 @@ class ShardedModel:
                 pending.append(unit.transport.all_gather(unit.buffer, elements=unit.numel))
         for one in pending:
             one.wait()
-        for unit in units:  # the caller may change parameters in place, which no peer must read then
+        for unit in units:  # the caller may change parameters in place, but not while a peer still reads them
             if not unit.reshards and self.policy.state:
                 unit.transport.wait_until_read(unit.buffer)
 
@@ -739,13 +789,13 @@ def _stepped(batches: Iterable[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]
 
 
 def _raised(error: Exception) -> Iterator[list[UpdateChunk]]:
-    """No batch: the update raised before the first."""
+    """Return an iterator that raises `error`, for an update that failed before its first batch."""
     yield from ()
     raise error
 
 
 def _mark_updated(units: list[Unit]) -> None:
-    """Reshard `units`, whose unsharded values are outdated. Their next use all-gathers them again."""
+    """Reshard `units` because their unsharded values are outdated. A unit in use is all-gathered again at once."""
     for unit in units:
         if unit.frees_memory and unit.shard_state is not ShardState.SHARDED:
             unit.reshard(stale=True)
@@ -760,7 +810,10 @@ def _wait(written: list[Pending]) -> None:
 
 
 def _close(mesh: Mesh | None, ledger: DeviceMemoryLedger, disk: DiskTier | None) -> None:
-    """Free resources that do not end with the model's memory: process groups, ledger and disk."""
+    """Close the disk tier and the process groups, and release the ledger's records.
+
+    Also runs as a finalizer, because these resources outlive the model's memory.
+    """
     if disk is not None:
         disk.close()
     ledger.release_all()

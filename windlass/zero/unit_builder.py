@@ -1,4 +1,4 @@
-"""Construction of units with values from a plan: tiers, buffers, and distribution of rank 0's parameters."""
+"""Construction of units from their plans: tiers, buffers, and initial values from rank 0."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from windlass.zero.sharded_init.unit_values import broadcast_full_parameters, lo
 
 
 def effective_tiers(tiers: Placements, device: torch.device, *, delayed: bool = False) -> Placements:
-    """Homes that differ: where the device's memory is the host's, what rests in host memory rests on the device.
+    """Return the tiers to use on `device`.
+
+    On a device whose memory is the host's memory (a CPU), the host tier becomes the device tier.
 
     Args:
-        delayed: updates are, so that master weights and handed-over gradients are other memory in any case.
+        delayed: Delayed updates are enabled. They need separate memory for master weights and gradients, so the tiers
+            of these stay as they are.
     """
     if device_has_own_memory(device):
         return tiers
@@ -48,22 +51,23 @@ def make_units(
     *,
     trains: bool,
 ) -> list[Unit]:
-    """The units, as yet without memory.
+    """Return the units of `plans`, without memory.
 
     Args:
-        families: that of dense parameters first, that of experts last.
-        trains: there will be gradients; else everything counts as frozen.
+        families: Data-parallel groups. The first is for dense parameters, the last for experts.
+        trains: The model will have gradients. If False, all units are frozen.
     """
     policy = settings.policy
     total = sum(plan.numel for plan in plans if plan.trainable)
-    away = 0  # trained elements whose states rest away from the device
+    away = 0  # number of trained elements with offloaded states
     units = []
     for number, plan in enumerate(plans):
         floating = plan.parameters[0].is_floating_point()
         compute = settings.param_dtype if settings.param_dtype is not None and floating else plan.dtype
         family = families[-1] if plan.kind.is_expert else families[0]
         layout = UnitLayout(tuple(p.numel() for p in plan.parameters), family.mesh.data.size)
-        alone = family.group.size == 1 < families[0].group.size and homes.param is Tier.DEVICE  # no rank shares it
+        # Experts that no other rank holds have no shards to gather.
+        alone = family.group.size == 1 < families[0].group.size and homes.param is Tier.DEVICE
         released = policy.param and not plan.persistent and not alone
         home = homes.param if released else Tier.DEVICE
         unit = Unit(number, plan, layout, compute, family, reshards=released, tier=home)
@@ -83,7 +87,7 @@ def make_units(
 
 
 class UnitBuilder:
-    """Allocates the buffers of all units and gradients at once, then fills unit by unit."""
+    """Builder that allocates the buffers of all units and gradients at once, then fills the units one by one."""
 
     def __init__(
         self,
@@ -98,7 +102,11 @@ class UnitBuilder:
         self._device, self._ledger = device, ledger
 
     def make_slot(self, name: str, numel: int, dtype: torch.dtype, home: Tier) -> Slot:
-        """Return a slot of this model."""
+        """Return a new slot with the storage options of this model, and account for its device memory.
+
+        Args:
+            name: Contents, for error messages and the memory ledger.
+        """
         if home is Tier.DEVICE:
             self._ledger.set_held_bytes(name, numel * dtype.itemsize)
         homes = self._tiers
@@ -107,12 +115,12 @@ class UnitBuilder:
     def fill(
         self, units: list[Unit], plans: list[UnitPlan], gradients: GradientReducer
     ) -> Iterator[tuple[Unit, torch.Tensor]]:
-        """Give every unit its buffer and its values.
+        """Give every unit its buffer and its initial values. Collective.
 
         Yields:
-            Each unit once its parameters are in place, with this rank's state span of its values before they were cast
-            `[state_stop - state_start]`, gone when the next is asked for. The unit is released, where it will be, after
-            that.
+            Each unit with its values in place, and this rank's state span of these values
+            `[state_stop - state_start]`, in the dtype before the cast to `param_dtype`. The span is valid until the
+            next iteration, which reshards the unit.
         """
         policy = self._settings.policy
         if not policy.param:
@@ -120,7 +128,7 @@ class UnitBuilder:
         of_gradients = {id(family): gradients.buffer_requests(family) for family in self._dp_groups}
         held = sum(_bytes(needs) for needs in of_gradients.values())
         if policy.grad:
-            self._ledger.set_held_bytes("the ring of gradients", held)
+            self._ledger.set_held_bytes("ring of gradient buffers", held)
         elif gradients.slots:
             self._ledger.set_held_bytes("gradients", held)
         of_unit: dict[int, TransportBuffer] = {}
@@ -137,7 +145,7 @@ class UnitBuilder:
             if buffer is None:
                 buffer = TransportBuffer(torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self._device))
             elif unit.reshards and not buffer.shared:
-                unit.transport.free_memory(buffer)  # one unit whole at a time
+                unit.transport.free_memory(buffer)  # so that only one unit at a time is unsharded
             unit.bind(buffer, self._ledger, self._make_shard_slot)
             span = self._place(unit, plan)
             yield unit, span
@@ -146,8 +154,9 @@ class UnitBuilder:
         gradients.bind_buffers()
 
     def _place(self, unit: Unit, plan: UnitPlan) -> torch.Tensor:
-        """Store a unit's initial values, and return this rank's state span of them. Shards of parameters
-        constructed under `zero.Init` are exchanged between ranks; other values come from rank 0.
+        """Store a unit's initial values, and return this rank's state span of them. Collective.
+
+        Parameters constructed under `zero.Init` are exchanged between ranks in shards. Other values come from rank 0.
         """
         group, data = unit.dp_group.group, unit.dp_group.mesh.data
         if unit.reshards and group.size == data.size and unit.secondary_shard is None:
@@ -159,9 +168,9 @@ class UnitBuilder:
                     unit.local_shard.copy_(own)
                 return own
         if unit.dtype == plan.dtype and not unit.buffer.shared:
-            unit.full.zero_()  # what lies between and after the parameters
+            unit.full.zero_()  # the padding between and after the parameters
             self._collect(unit, unit.full)
-            unit.point()  # frees the parameters' own memory before masters take theirs
+            unit.point()  # frees the parameters' original memory before the master weights are allocated
             if unit.frees_memory:
                 unit.store_local_shard(unit.local_shard)
             return unit.full[unit.state_start : unit.state_stop]
@@ -177,10 +186,10 @@ class UnitBuilder:
         return values[unit.state_start : unit.state_stop]
 
     def _make_shard_slot(self, unit: Unit, numel: int) -> Slot:
-        return self.make_slot(f"parameters of {unit.names[0]} at rest", numel, unit.dtype, unit.tier)
+        return self.make_slot(f"sharded parameters of {unit.names[0]}", numel, unit.dtype, unit.tier)
 
     def _collect(self, unit: Unit, values: torch.Tensor) -> None:
-        """Fill `values` `[padded]` with the parameters of the first data rank. Collective."""
+        """Fill `values` `[padded]` with the parameters of the first rank of the data-parallel group. Collective."""
         broadcast_full_parameters(
             unit.parameters, [unit.parameter_view(values, i) for i in range(len(unit.parameters))]
         )
@@ -197,10 +206,10 @@ def _bytes(needs: list[BufferRequest]) -> int:
 
 
 def check_devices(model: nn.Module, device: torch.device) -> None:
-    """The model can be trained on `device`.
+    """Raise if the model cannot be trained on `device`.
 
     Raises:
-        ModelError: a parameter is on the meta device, or on another accelerator.
+        ModelError: a parameter is complex, on the meta device, or on an accelerator other than `device`.
     """
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":

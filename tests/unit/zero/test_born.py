@@ -139,8 +139,8 @@ def _patched(path: Path, text: bytes) -> Path:
         (b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}', "F99"),
         (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]}}', "damaged"),
         (b'{"a": 3}', "its entry for tensor 'a' is 3"),
-        (b"[]", "no safetensors"),
-        (b"nonsense", "no safetensors"),
+        (b"[]", "not a safetensors"),
+        (b"nonsense", "not a safetensors"),
     ],
 )
 def test_a_damaged_header_is_named(text: bytes, words: str, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-""""""
+"""Access to full values and shards of single parameters."""

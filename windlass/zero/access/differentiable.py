@@ -1,4 +1,4 @@
-"""A whole weight through which gradients flow back to the parameter whose values are spread over ranks."""
+"""Full weights that pass their gradient on to the sharded parameter."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from torch import nn
 
 
 class UseFullParameter(torch.autograd.Function):
-    """The identity from a parameter to its whole value: what a graph sees of a parameter that has no values here.
+    """Identity function from a sharded parameter to its full value, for the autograd graph.
 
-    The gradient is one more summand of the parameter's own, so that it is reduced with what its modules give it.
+    Its backward adds the gradient of the full value to the parameter's gradient, so that both are reduced together.
     """
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, whole: list[torch.Tensor]) -> torch.Tensor:
         ctx.dtype = parameter.dtype
-        return whole[0]  # as an argument of its own, the output would be a view that must not be changed in place
+        # `whole` is in a list because autograd makes an output that is an input tensor a view, which the caller could
+        # not change in place.
+        return whole[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -25,7 +27,10 @@ class UseFullParameter(torch.autograd.Function):
 
 
 def differentiable_full(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """`whole`, as a tensor that depends on `parameter` where a graph is being built."""
+    """Return `whole` as a tensor that depends on `parameter` in the autograd graph.
+
+    Return `whole` itself if gradients are disabled, or if `parameter` or `whole` cannot have a gradient.
+    """
     if not (torch.is_grad_enabled() and parameter.requires_grad and whole.is_floating_point()):
         return whole
     used: torch.Tensor = UseFullParameter.apply(parameter, [whole])

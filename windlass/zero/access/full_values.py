@@ -1,7 +1,7 @@
-"""Reads and writes one parameter of the whole model: its weight, gradient and optimizer state, however it is cut.
+"""Access to the full weight, gradient and optimizer states of one parameter, over all kinds of sharding.
 
-All functions are collective: every rank that has a part of the parameter, or a copy, calls them for the same parameters
-in the same order. Of experts that are modules of their own a rank has some, and calls them for those.
+All functions are collective: every rank that has a part or a copy of the parameter calls them for the same parameters
+in the same order. For experts that are separate modules, each rank calls them for the experts that it holds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from windlass.zero.core.parameter_registry import ParameterLocation, find, requi
 
 
 def full_param(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the full weight as a new float32 tensor (or in the parameter's dtype if it is frozen): the master
-    weight. For a parameter constructed under `zero.Init`, before `initialize`, in its own dtype.
+    """Return a new tensor with the full master weight of `parameter`. Collective.
 
-    The result may be part of a loss: its gradient, in the parameter's dtype, is added to the parameter's
+    The dtype is that of the master weights (by default float32). A frozen parameter, or one constructed under
+    `zero.Init` before `initialize`, has no master weight and is returned in its own dtype.
+
+    The result may be part of a loss. Its gradient is cast to the parameter's dtype and added to the parameter's
     gradient.
     """
     place = find(parameter)
@@ -31,20 +33,29 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient as it stands, reduced over ranks, unclipped, loss scale removed; None if there is none."""
+    """Return the current full gradient, or None if no rank has a gradient. Collective.
+
+    The gradient is reduced over ranks and not clipped, and the loss scale is divided out.
+    """
     part = shard_values.part_grad(parameter)
     return None if part is None else _joined(require(parameter), part)
 
 
 def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
-    """The whole optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...); None before the first step."""
+    """Return the full optimizer state `key` (`exp_avg`, `momentum_buffer`, `step`, ...). Collective.
+
+    Returns:
+        A tensor; a state that is a plain number becomes one. None before the first step, or if there is no such state.
+    """
     found = full_states(parameter, key).get(key)
     return found if found is None or isinstance(found, torch.Tensor) else torch.tensor(found)
 
 
 def full_states(parameter: nn.Parameter, *keys: str) -> dict[str, Any]:
-    """The whole optimizer states of these names, or all there are; what a rule keeps that is no tensor (a number, a
-    name, a list) is given as it is."""
+    """Return the full optimizer states with the names `keys`, or all states if no name is given. Collective.
+
+    Values that are not tensors (a number, a string, a list) are returned unchanged.
+    """
     place = require(parameter)
     return {key: _whole(place, value) for key, value in shard_values.part_states(parameter, *keys).items()}
 
@@ -56,19 +67,32 @@ def _whole(place: ParameterLocation, found: Any) -> Any:
 
 
 def set_full_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole weight; every rank passes the same `value`, of the whole parameter's shape."""
+    """Set the full weight and its master weight. Collective.
+
+    Args:
+        value: Tensor of the full parameter's shape, equal on all ranks.
+    """
     shard_values.set_part_param(parameter, _part(parameter, value))
 
 
 def set_full_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the whole gradient of this step, unscaled; every rank passes the same `value`."""
+    """Replace the full gradient of this step. Collective.
+
+    Args:
+        value: Gradient without the loss scale, of the full parameter's shape, equal on all ranks.
+
+    Raises:
+        ModelError: there is no gradient to replace, or `value` has another shape.
+    """
     shard_values.set_part_grad(parameter, _part(parameter, value))
 
 
 def set_full_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-    """Set the whole optimizer state `key`; every rank passes the same `value`.
+    """Set the full optimizer state `key`. Collective.
 
-    A value of the whole parameter's shape is cut into this rank's pieces; any other (a step count) is kept as it is.
+    Args:
+        value: Tensor that is equal on all ranks. If it has the full parameter's shape, each rank keeps its fragments
+            of it. Any other tensor (e.g. a step count) is kept unchanged.
     """
     placement = _placement(require(parameter))
     part = value

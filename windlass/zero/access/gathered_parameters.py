@@ -1,4 +1,4 @@
-"""Whole parameters for a while: `with GatheredParameters(...)`."""
+"""Context in which sharded parameters have their full values: `with GatheredParameters(...)`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,32 @@ from windlass.zero.core.unit import ShardState
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.initial_shard import ShardedInit
 
-_open: set[int] = set()  # ids of parameters inside a context now
+_open: set[int] = set()  # ids of the parameters that are inside a context
 
 
 class GatheredParameters:
-    """Gives parameters their whole values inside the context. Collective; parameters of no engine that are whole pass
-    unchanged.
+    """Context in which parameters have their full values. Collective.
 
-    Inside, a sharded parameter holds a private copy in the parameter's dtype. With `modifier_rank=None` changes to it
-    are
-    lost; with a rank, that rank's values reach all ranks and the master weights on exit. What is not sharded may be
-    changed in place as ever; with a rank, its values are broadcast too.
+    Inside, a sharded parameter holds a private copy of its full value, in the parameter's dtype. At the end of the
+    context:
+
+    - With `modifier_rank=None`, changes of the copy are lost.
+    - With a rank, the values of that rank are broadcast and set on all ranks, also in the master weights. This includes
+      parameters of the engine that are not sharded. After an exception in the context nothing is broadcast.
+
+    Parameters that are neither sharded nor part of an engine are not touched, except while a model is being built under
+    `zero.Init`: then the values of `modifier_rank` are broadcast for them too.
 
     Args:
-        params: one parameter, or any iterable of them; duplicates count once.
-        modifier_rank: whose changes count.
-        fwd_module: accepted for compatibility; a module that uses a parameter of another is found by itself.
-        enabled: False makes the context do nothing.
+        params: One parameter, or an iterable of parameters, which may contain duplicates.
+        modifier_rank: Global rank whose changes are kept.
+        fwd_module: Accepted for compatibility and ignored. Modules that use parameters of other modules are detected
+            without it.
+        enabled: If False, the context does nothing.
 
     Raises:
-        GatherError: one of the parameters is already inside such a context.
-        ModelError: at its end one has been resized.
+        GatherError: a parameter is inside another `GatheredParameters` already.
+        ModelError: a parameter was resized inside the context.
     """
 
     def __init__(
@@ -51,12 +56,12 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
-        # transformers 4.57 takes them from a `state_dict()`, which has stubs.
+        # transformers 4.57 takes the parameters from a `state_dict()`, which has stubs for them.
         given = [one.parameter if isinstance(one, StateDictStub) else one for one in given]
         unique = {id(p): p for p in given}.values() if enabled else []
         self._places = [(p, place) for p in unique if (place := find(p)) is not None]
         self._born = [(p, birth) for p in unique if (birth := initial_shard.find(p)) is not None]
-        self._born.sort(key=lambda item: item[1].number)  # a set has another order on every rank
+        self._born.sort(key=lambda item: item[1].number)  # `params` may be a set, whose order differs between ranks
         placed = {id(p) for p, _ in [*self._places, *self._born]}
         self._whole = [p for p in unique if id(p) not in placed]
         self._rank = modifier_rank
@@ -92,9 +97,9 @@ class GatheredParameters:
     ) -> None:
         for parameter, birth in self._born:
             self._return(parameter, birth, changed=self._rank is not None and kind is None)
-        if (
-            self._rank is not None and kind is None and initial_shard.is_building()
-        ):  # whole still, and cut from rank 0's values
+        # Parameters of a model under construction that are not sharded yet: they will be sharded from the values of
+        # rank 0, so rank 0 needs the changes.
+        if self._rank is not None and kind is None and initial_shard.is_building():
             for parameter in self._whole:
                 value = parameter.detach().contiguous()
                 dist.broadcast(_bytes(value), self._rank)
@@ -112,7 +117,7 @@ class GatheredParameters:
         for parameter, place in self._copied:
             _open.discard(id(parameter))
             place.unit.privately_held.discard(place.index)
-            place.model.masters.accept_version(parameter)  # changes are lost, or reach the masters below
+            place.model.masters.accept_version(parameter)  # changes are discarded, or set in the masters below
             if place.unit.shard_state is ShardState.SHARDED:
                 mark_sharded(parameter, place.unit)
             else:
@@ -133,8 +138,10 @@ class GatheredParameters:
 
 
 def _modifier(place: ParameterLocation, rank: int) -> int:
-    """Return the data-parallel rank whose changes of a parameter are kept: `rank` itself, or, if `rank` holds
-    another part or copy, the rank at the same position in this group.
+    """Return the rank of the parameter's data-parallel group whose changes are kept.
+
+    This is `rank` if it is in the group. Otherwise `rank` holds another part or copy of the parameter, and the rank at
+    the same data-parallel position in this group is used.
     """
     data, grid = place.unit.dp_group.mesh.data, place.model.mesh.grid
     if rank in data.ranks:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters, cut as the master weights are."""
+"""Exponential moving average of the parameters, sharded like the master weights."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ from windlass.zero.sharded_model import ShardedModel
 
 
 class ExponentialMovingAverage:
-    """`average = decay * average + (1 - decay) * parameter` after each `update()`, which begins with a copy.
+    """Exponential moving average of a model's master weights: `average = decay * average + (1 - decay) * parameter`.
 
-    What `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))` computes, to the bit.
-    Each rank has the average of its own piece of the master weights, where these rest: `4 / ranks` bytes a parameter.
-    What is not trained is its own average; what begins to be trained later (unfrozen, or added) begins with the values
-    that it has then. Checkpoints hold it, and a load gives it its values where one of the same name was made before.
-    Methods are collective.
+    The first `update()` copies the parameters. The values are bit-identical to those of
+    `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`. Methods are collective.
+
+    Each rank keeps the average of its shard of the master weights, on the same tier: `4 / ranks` bytes per parameter
+    with float32 master weights. The average of a frozen parameter is its value. The average of a parameter that is
+    unfrozen or added later starts with the value at that time.
+
+    Checkpoints contain the average. A load restores it if an average of the same name was created before the load.
 
     Args:
-        model: the engine, or its module.
-        decay: in [0, 1].
-        name: in checkpoints; each average of a model has its own.
+        model: Engine, or its module.
+        decay: Number from 0 to 1.
+        name: Name in checkpoints, unique among the averages of the model.
 
     Attributes:
-        updates: how many there were.
+        updates: Number of calls of `update`.
 
     Raises:
-        ConfigError: decay is out of its range.
-        ModelError: the model belongs to no engine, or the name is taken.
+        ConfigError: `decay` is out of range.
+        ModelError: the model belongs to no engine, or has an average of this name already.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, name: str = "average") -> None:
@@ -45,18 +48,18 @@ class ExponentialMovingAverage:
         parameter = next(iter(model.parameters()), None)
         place = parameter_registry.find(parameter) if parameter is not None else None
         if place is None:
-            raise ModelError("the model belongs to no engine: give what initialize returned, or its module")
+            raise ModelError("the model belongs to no engine: pass the engine that initialize returned, or its module")
         if name in place.model.averages:
-            raise ModelError(f"this model has an average {name!r} already: give another name")
+            raise ModelError(f"this model has an average {name!r} already: pass another name")
         self.decay, self.updates, self.name = decay, 0, name
         self._model: ShardedModel = place.model
         self._slots: dict[int, Slot] = {}
-        self._begun: set[int] = set()  # units whose slots have something
+        self._begun: set[int] = set()  # indices of the units whose slots have values
         self._applied = False
         place.model.averages[name] = self
 
     def update(self) -> None:
-        """Take the parameters as they are now into the average; after each `engine.step()` that was applied."""
+        """Add the current parameters to the average. Call it after each `engine.step()` that updated parameters."""
         self.refuse_applied("update()")
         model = self._model
         model.finish_update()
@@ -73,10 +76,12 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the parameters are their averages, to evaluate or to save; afterwards they are what they were.
+        """Return a context in which the parameters have their average values, e.g. to evaluate or save the model.
+
+        At its end the parameters have their previous values again.
 
         Raises:
-            ModelError: there is no average yet, or this is inside another such context.
+            ModelError: there is no average yet, or the averages are applied already.
         """
         self.refuse_applied("applied()")
         if not self.updates:
@@ -90,14 +95,17 @@ class ExponentialMovingAverage:
             self._exchange()
 
     def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The whole average of a parameter, as a new tensor; of one that is not trained, its value. Collective."""
+        """Return the full average of a parameter as a new tensor. For a frozen parameter, return its value.
+
+        Collective.
+        """
         place = parameter_registry.require(parameter)
         return gather_full_with_grad(
             self.part_param(parameter), place.unit.placements[place.index], place.model.mesh.axes
         )
 
     def part_param(self, parameter: nn.Parameter) -> torch.Tensor:
-        """As `full_param`, of the part that this rank computes with."""
+        """Return the average like `full_param`, but of the part of the parameter that this rank computes with."""
         self.refuse_applied("full_param()")
         place = parameter_registry.require(parameter)
         if not self.updates:
@@ -107,7 +115,7 @@ class ExponentialMovingAverage:
         return assemble(place, self._slots[place.unit.index].read())
 
     def add_units(self, units: list[Unit]) -> None:
-        """These units begin to be trained: where others have averages, theirs are the values that they have now."""
+        """Start the averages of newly trainable `units` from their current values, if other units have averages."""
         if not self.updates:
             return
         wanted = {unit.index for unit in units}
@@ -116,14 +124,18 @@ class ExponentialMovingAverage:
                 self.take(unit, self._model.masters.read_span(unit))
 
     def rebind(self, model: ShardedModel) -> None:
-        """Be an average of another layout of the model: as yet of the values that it has now."""
+        """Move this average to `model`, which replaces the previous model, and restart it from current values."""
         self._model, self._slots = model, {}
         self.forget()
         model.averages[self.name] = self
         self.add_units(model.units)
 
     def set_part_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Set the average of the part that this rank computes with of a parameter that is trained and has one."""
+        """Set the average of a trainable parameter that has one.
+
+        Args:
+            value: Average of the part of the parameter that this rank computes with.
+        """
         unit, index = (place := parameter_registry.require(parameter)).unit, place.index
         slot, flat = self._slots[unit.index], value.reshape(-1)
         average = slot.read()
@@ -133,11 +145,15 @@ class ExponentialMovingAverage:
         slot.write(average)
 
     def forget(self) -> None:
-        """No parameter has an average now."""
+        """Forget the averages of all parameters."""
         self._begun = set()
 
     def refuse_applied(self, what: str) -> None:
-        """Raises ModelError inside `applied()`, or where the engine is gone."""
+        """Raise ModelError inside `applied()`, or if the engine was destroyed.
+
+        Args:
+            what: Call that is refused, for the message.
+        """
         if self._applied:
             raise ModelError(f"{what} while the averages are applied; leave that context first")
         if not self._model.units:
@@ -147,7 +163,7 @@ class ExponentialMovingAverage:
         """Yield the units to save, with the slot of this rank's span of their averages.
 
         Args:
-            every: include all trained units, even those without an average, because a load will set them.
+            every: Include trainable units without an average, for a load that sets all averages.
         """
         self.refuse_applied("a checkpoint")
         for unit, slot in self._units():
@@ -155,14 +171,14 @@ class ExponentialMovingAverage:
                 yield unit, slot
 
     def take(self, unit: Unit, values: torch.Tensor) -> None:
-        """This rank's span of a unit's average is `values` from now on."""
+        """Set this rank's span of a unit's average to `values`."""
         slot = self._slots[unit.index]
         slot.discard()
         slot.write(values)
         self._begun.add(unit.index)
 
     def _exchange(self) -> None:
-        """Parameters and averages change places, bit by bit."""
+        """Swap the parameters and their averages, without rounding. A second call restores both."""
         model = self._model
         for unit, slot in [(unit, slot) for unit, slot in self._units() if unit.index in self._begun]:
             with model.editing_parameters([unit]):
@@ -175,7 +191,7 @@ class ExponentialMovingAverage:
                 slot.write(average)
 
     def _units(self) -> list[tuple[Unit, Slot]]:
-        """The units that are trained, and where the averages of this rank's pieces rest."""
+        """Return the trainable units, each with the slot of this rank's span of its average. Create missing slots."""
         found = []
         for unit in self._model.units:
             chunks = self._model.masters.chunks_of(unit)

@@ -1,8 +1,15 @@
-"""Reads and writes one parameter's weight, gradient and optimizer state, all that this rank computes with (its part of
-the model's) or this rank's piece of that, at any stage.
+"""Access to the part of one parameter that this rank computes with, and to this rank's fragment of it.
 
-All functions with `part` are collective over the data ranks, which call them for the same parameters in the same order.
-Of an expert that is a module of its own these are the ranks that hold it; others may have fewer experts, or more.
+The functions read and set the weight, the gradient and optimizer states, at any ZeRO stage.
+
+Two groups of functions differ in how much of the parameter they read or set:
+
+- `part_*` and `set_part_*`: the whole tensor that this rank computes with. ZeRO's sharding is undone. With tensor
+  parallelism this is the rank's part of the model's parameter; `full_values` has the functions for the full one. These
+  functions are collective over the data-parallel ranks, which call them for the same parameters in the same order. For
+  an expert that is a separate module, these are the ranks that hold the expert. Other ranks may hold another number of
+  experts.
+- `local_*` and `set_local_*`: this rank's ZeRO fragment, flat.
 """
 
 from __future__ import annotations
@@ -32,10 +39,12 @@ from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
 
 
 def part_param(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of the weight as a new float32 tensor (or in the parameter's dtype if it is frozen):
-    the master weight. For a parameter constructed under `zero.Init`, before `initialize`, in its own dtype.
+    """Return a new tensor with the master weight of the part of the parameter that this rank computes with.
 
-    The result may be part of a loss: its gradient, in the parameter's dtype, is added to the parameter's
+    Collective. The dtype is that of the master weights (by default float32). A frozen parameter, or one constructed
+    under `zero.Init` before `initialize`, has no master weight and is returned in its own dtype.
+
+    The result may be part of a loss. Its gradient is cast to the parameter's dtype and added to the parameter's
     gradient.
     """
     birth = initial_shard.find(parameter)
@@ -52,7 +61,10 @@ def _whole(place: ParameterLocation) -> torch.Tensor:
 
 
 def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient as it stands, reduced over ranks, unclipped, loss scale removed; None if there is none."""
+    """Return the current gradient of the part that this rank computes with, or None if no rank has a gradient.
+
+    The gradient is reduced over ranks and not clipped, and the loss scale is divided out. Collective.
+    """
     place = require(parameter)
     number = _slot_number(place)
     if number is None:
@@ -67,7 +79,8 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         dist.all_reduce(facts, group=group.process_group)
     if facts[1] == 0:
         return None
-    if facts[0] > 0 or not slot.has_reduced:  # or only another replica has some
+    # Reduce what is not reduced yet. Without a gradient in this group, another replica has one: reduce zeros here.
+    if facts[0] > 0 or not slot.has_reduced:
         wanted = [other is slot for other in model.slots]
         model.reducer.reduce_units(wanted)
     part = model.agreement.local_part(place.unit, slot.read())
@@ -78,8 +91,17 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
-    """The whole optimizer states of these names, or all that any rank has: tensors, or what else the rule keeps (a
-    number, a name, a list). Empty before the first step."""
+    """Return the optimizer states of the part that this rank computes with, by name. Collective.
+
+    Args:
+        wanted: Names of states. None given: all states that any rank has.
+
+    Returns:
+        Tensors, or other values that the optimizer keeps (a number, a string, a list). Empty before the first step.
+
+    Raises:
+        ModelError: a state belongs to the fragments of the ranks and cannot be assembled.
+    """
     place = _finished(parameter)
     with place.model.masters.resident([place.unit], among=_ranks_with_parameter(place)):
         kept = _coded(place)
@@ -94,8 +116,9 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
 
 
 def _checked_state(kept: dict[str, StateFormat], state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
-    """Return the entries of one fragment's state to send to peers: the requested ones, or all except the scales of
-    quantized states.
+    """Return the entries of one fragment's state to send to peers: the requested ones, or all if none is requested.
+
+    "All" leaves out the scales of quantized states. Tensors are copied to the CPU.
     """
     scales = [f"{key}_scale" for key in kept]
     read = {key: _read(kept, state, key) for key in wanted or state if key in state and (wanted or key not in scales)}
@@ -103,7 +126,11 @@ def _checked_state(kept: dict[str, StateFormat], state: dict[str, Any], wanted: 
 
 
 def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[int, dict[str, Any]]]]) -> Any:
-    """One state of what every rank has of it, by where it starts in the parameter."""
+    """Return the state `key`, assembled from the fragments of all ranks.
+
+    Args:
+        found: For each rank a list of `(start of the fragment in the parameter, its states)`.
+    """
     of_ranks = [[(at, values[key]) for at, values in entry if values.get(key) is not None] for entry in found]
     parts = sorted((part for entry in of_ranks for part in entry), key=lambda part: part[0])
     if not parts:
@@ -116,20 +143,24 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
         return first.to(place.model.device)
     if first.dim() == 0:
         return first
-    if isinstance(place.model.update, WholeParameterUpdate):  # its owner has all of it, whatever it is
+    if isinstance(place.model.update, WholeParameterUpdate):  # the owner rank keeps the state for all elements
         return first.to(place.model.device)
-    if not place.model.policy.state:
+    if not place.model.policy.state:  # every rank has the whole state
         parts = of_ranks[0]
     if sum(value.numel() for _, value in parts) != shape.numel():
         raise ModelError(
-            f"state {key!r} of {place.name!r} belongs to pieces of it and has no whole (scales of 8-bit states, say); "
-            "use another state_dtype where optimizer states are to be read whole"
+            f"state {key!r} of {place.name!r} exists per shard and cannot be assembled (e.g. the scales of 8-bit "
+            "states); use another state_dtype to read full optimizer states"
         )
     return torch.cat([value.reshape(-1) for _, value in parts]).view(shape).to(place.model.device)
 
 
 def set_part_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole weight; every rank passes the same `value`, of the parameter's shape."""
+    """Set the weight of the part that this rank computes with, and its master weight. Collective.
+
+    Args:
+        value: Tensor of the parameter's shape, equal on all data-parallel ranks.
+    """
     place = require(parameter)
     _check_shape(place, value)
     flat = value.detach().reshape(-1)
@@ -142,7 +173,14 @@ def set_part_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the whole gradient of this step, unscaled; every rank passes the same `value`."""
+    """Replace the gradient of this step, of the part that this rank computes with. Collective.
+
+    Args:
+        value: Gradient without the loss scale, of the parameter's shape, equal on all data-parallel ranks.
+
+    Raises:
+        ModelError: there is no gradient to replace, or `value` has another shape.
+    """
     place = require(parameter)
     _check_shape(place, value)
     if part_grad(parameter) is None:
@@ -151,6 +189,7 @@ def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     assert number is not None
     slot = place.model.slots[number]
     flat, gradient = value.detach().reshape(-1), slot.read()
+    # The step sums the gradient over the extra groups, so each rank of them stores an equal part of it.
     factor = place.model.loss_scale() / math.prod(group.size for group in place.unit.extra_reduce_groups)
     for piece in place.unit.pieces():
         if piece.index == place.index:
@@ -159,9 +198,11 @@ def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-    """Set the whole optimizer state `key`; every rank passes the same `value`.
+    """Set the optimizer state `key` of the part that this rank computes with. Collective.
 
-    A value of the parameter's shape is cut into this rank's pieces; any other (a step count) is kept as it is.
+    Args:
+        value: Tensor that is equal on all data-parallel ranks. If it has the parameter's shape, each rank keeps its
+            fragments of it. Any other tensor (e.g. a step count) is kept unchanged.
     """
     place = _finished(parameter)
     shape, on, update = place.unit.shapes[place.index], _step_device(place), place.model.update
@@ -179,17 +220,19 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 
 
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
-    """Set the optimizer state `key` to something that is no tensor, as `part_states` gave it."""
+    """Set the optimizer state `key` to a value that is not a tensor, as `part_states` returned it."""
     place = _updated(parameter)
     if isinstance(value, int | float) and isinstance(place.model.update, ElementwiseUpdate):
-        value = torch.tensor(float(value))  # old checkpoints of torch have plain counts, which its rules no longer take
+        value = torch.tensor(float(value))  # old torch checkpoints have plain step counts; torch now requires tensors
     for _, _, state in _state(place):
         state[key] = copy.deepcopy(value)
 
 
 def local_param(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's piece of the master weight, flat; empty where other ranks have it all. A view of it, unless it is on
-    disk or updated in several chunks."""
+    """Return this rank's fragment of the master weight, flat. It is empty if other ranks have all elements.
+
+    The result is a view of the master weight, or a copy if that is on NVMe or is updated in several chunks.
+    """
     place = _updated(parameter)
     masters = place.model.masters
     with masters.resident([place.unit], alone=True):
@@ -198,8 +241,12 @@ def local_param(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's piece of the reduced gradient, flat (loss scale included), as a view; empty where other ranks have it
-    all; None if there is no gradient."""
+    """Return this rank's fragment of the reduced gradient, flat and multiplied by the loss scale.
+
+    Returns:
+        A view of the gradient, or a copy if it is on NVMe. Empty if other ranks have all elements. None if there is no
+        reduced gradient.
+    """
     place = require(parameter)
     number = _slot_number(place)
     if number is None:
@@ -215,8 +262,10 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
-    """This rank's piece of the optimizer state `key`; None if it has none. A view of it, unless it is on disk,
-    updated in several chunks or kept in 8 bits."""
+    """Return this rank's fragment of the optimizer state `key`, or None if the rank has no such state.
+
+    The result is a view of the state, or a copy if that is on NVMe, is updated in several chunks, or is kept in 8 bits.
+    """
     place = _updated(parameter)
     with place.model.masters.resident([place.unit], alone=True):
         kept = _coded(place)
@@ -229,7 +278,7 @@ def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
 
 
 def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's piece of the weight. Collective: every rank sets its own (or an empty one)."""
+    """Set this rank's fragment of the weight. Collective: every rank sets its own fragment, which may be empty."""
     place = require(parameter)
     masters = place.model.masters
     with place.model.editing_parameters([place.unit], experts_only=is_expert_only(place)):
@@ -240,7 +289,7 @@ def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's piece of the reduced gradient, loss scale included."""
+    """Set this rank's fragment of the reduced gradient. `value` is multiplied by the loss scale already."""
     place = require(parameter)
     piece = local_grad(parameter)
     if piece is None:
@@ -257,7 +306,7 @@ def set_local_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-    """Set this rank's piece of the optimizer state `key`."""
+    """Set this rank's fragment of the optimizer state `key`; a scalar `value` (a step count) is set unchanged."""
     place = _updated(parameter)
     on = _step_device(place)
     with place.model.masters.resident([place.unit], changes=True, alone=True):
@@ -265,7 +314,9 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
         now = [state.get(key) for _, state in states]
         held = sum(one.numel() for one in now if isinstance(one, torch.Tensor) and one.dim() > 0)
         if held and held != value.numel():
-            raise ModelError(f"state {key!r} of {place.name!r} has {held} elements here, not {value.numel()}")
+            raise ModelError(
+                f"state {key!r} of {place.name!r} has {held} elements on this rank, the value has {value.numel()}"
+            )
         if value.dim() == 0:
             for _, state in states:
                 state[key] = value.detach().clone()
@@ -275,7 +326,7 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
 
 
 def _finished(parameter: nn.Parameter) -> ParameterLocation:
-    """As `require`, with no update of the model under way. Collective."""
+    """Return the location of `parameter`, after its model has finished a delayed update. Collective."""
     place = require(parameter)
     place.model.scheduler.sync("the reading of parameters or states", experts_only=is_expert_only(place))
     place.model.finish_update()
@@ -283,26 +334,27 @@ def _finished(parameter: nn.Parameter) -> ParameterLocation:
 
 
 def is_expert_only(place: ParameterLocation) -> bool:
-    """Return True if a parameter belongs to an expert that is not sharded over ep. Ranks along ep hold different
-    experts, and possibly different numbers of them.
+    """Return True if a parameter belongs to an expert that is a separate module, not sharded over the `ep` axis.
+
+    Ranks along `ep` then hold different experts, and possibly different numbers of them.
     """
     return place.unit.kind.is_expert and place.unit.placements[place.index].is_full
 
 
 def _ranks_with_parameter(place: ParameterLocation) -> RankGroup | None:
-    """The ranks that read or set it together; None: all."""
+    """Return the ranks that read or set the parameter together. None: all ranks."""
     return expert_data_group([place.unit]) if is_expert_only(place) else None
 
 
 def _updated(parameter: nn.Parameter) -> ParameterLocation:
-    """As `require`, with masters and states as after the last step, whatever the other ranks do."""
+    """Return the location of `parameter`, after this rank has waited for a delayed update. Without communication."""
     place = require(parameter)
     place.model.wait_for_update()
     return place
 
 
 def _joined(place: ParameterLocation, pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Pieces that follow each other, as one tensor: the very piece where there is one, and it stays in memory."""
+    """Concatenate adjacent pieces. Return a single piece itself, unless it is only a temporary copy from NVMe."""
     if not pieces:
         return torch.empty(0, device=_step_device(place))
     stays = len(pieces) == 1 and place.unit.state_tier is not Tier.NVME
@@ -325,7 +377,7 @@ def _slot_number(place: ParameterLocation) -> int | None:
 
 
 def _state(place: ParameterLocation) -> list[tuple[int, int, dict[str, Any]]]:
-    """This rank's optimizer state of a parameter: `(start, stop, state)` for each piece it steps."""
+    """Return this rank's optimizer states of a parameter: `(start, stop, state)` for each fragment that it updates."""
     update = place.model.update
     if update is None:
         return []
@@ -337,14 +389,14 @@ def _state(place: ParameterLocation) -> list[tuple[int, int, dict[str, Any]]]:
 
 
 def _coded(place: ParameterLocation) -> dict[str, StateFormat]:
-    """The states of a parameter that are kept in 8 bits."""
+    """Return the formats of the parameter's states that are quantized to 8 bits, by name."""
     update = place.model.update
     found = update.formats().get(id(place.unit.parameters[place.index]), {}) if update is not None else {}
     return {key: kept for key, kept in found.items() if kept.is_quantized}
 
 
 def _read(kept: dict[str, StateFormat], state: dict[str, Any], key: str) -> Any:
-    """A state's value; of one in 8 bits what its codes mean, in float32."""
+    """Return a state's value. Quantized states are dequantized to float32."""
     value, how = state.get(key), kept.get(key)
     if how is None or value is None:
         return value
@@ -355,7 +407,7 @@ def _read(kept: dict[str, StateFormat], state: dict[str, Any], key: str) -> Any:
 
 
 def _write(place: ParameterLocation, state: dict[str, Any], key: str, value: torch.Tensor) -> None:
-    """Set a state's value; of one in 8 bits, to the nearest code."""
+    """Set a state's value. Quantized states are quantized to the nearest code."""
     kept = _coded(place).get(key)
     if kept is None:
         state[key] = value
@@ -366,8 +418,11 @@ def _write(place: ParameterLocation, state: dict[str, Any], key: str, value: tor
 
 
 def assemble(place: ParameterLocation, span: torch.Tensor) -> torch.Tensor:
-    """The whole parameter-shaped tensor, where the model computes, of which each rank has the part in its span of the
-    unit, wherever that rests. Collective."""
+    """Assemble a tensor of the parameter's shape, on the model's device, from the spans of all ranks. Collective.
+
+    Args:
+        span: This rank's state span of a flat tensor over the unit, on any device.
+    """
     model, unit = place.model, place.unit
     layout, group = unit.layout, unit.dp_group.group
     offset, numel = layout.offsets[place.index], layout.numels[place.index]

@@ -1,4 +1,4 @@
-"""Master weights and optimizer states on their way from one layout of a model to another."""
+"""Transfer of master weights and optimizer states from one `ShardedModel` to another that shards differently."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ class _TransferredState:
 
 
 class StateTransfer:
-    """Copy of a model's trained parameters, optimizer states and averages in host memory, each parameter in full on
-    one rank. Collective.
+    """Copy of a model's trained parameters, optimizer states and averages in host memory. Collective.
 
-    Takes `(weights, states and averages) / ranks` of host memory, and one full parameter at a time on every
-    rank.
+    Each parameter is kept unsharded on one rank. So a rank needs `1 / ranks` of the size of weights, states and
+    averages in host memory, and temporarily one full parameter with its states.
 
     Args:
-        model: the source; it may be destroyed afterwards.
+        model: Model to copy from. It may be destroyed afterwards.
     """
 
     def __init__(self, model: ShardedModel) -> None:
@@ -49,7 +48,10 @@ class StateTransfer:
                     self._parcels.append((parameter, owner, _in_host_memory(parcel) if owner == group.index else None))
 
     def restore(self, model: ShardedModel) -> None:
-        """Put it into another layout of the same parameters; those that are not trained there keep their values."""
+        """Set the copied values in `model`, which has the same parameters, and free the copy. Collective.
+
+        Parameters that are frozen in `model` keep their values.
+        """
         for average in self._averages:
             average.rebind(model)
         trained = {id(p) for unit in model.units if model.masters.chunks_of(unit) for p in unit.parameters}

@@ -1,7 +1,7 @@
-"""Parameters that were frozen begin to be trained: their units get masters, a place for gradients, and states to come.
+"""Unfreezing of parameters after `initialize`: their units get master weights and memory for gradients and states.
 
-A unit begins as a whole. Those of its parameters that stay frozen have masters from then on, but no states, since the
-update leaves out what had no gradient.
+The whole unit becomes trainable. Its other parameters, which stay frozen, get master weights too. They get no optimizer
+states, because the update skips parameters without a gradient.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ def can_unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> boo
 
 
 def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
-    """Have `parameters` trained from now on, where `can_grow`. Collective, between a backward and a forward; all ranks
-    name the same.
+    """Make frozen `parameters` trainable. Collective, between a backward and the next forward.
+
+    Args:
+        model: Model for which `can_unfreeze` returned True.
+        parameters: The same parameters on all ranks.
 
     Raises:
-        StorageError: there is no space on disk for masters and states, on some rank; nothing was changed.
+        StorageError: some rank has too little disk space for master weights and states. The model is unchanged.
     """
     wanted = {id(parameter): parameter for parameter in parameters}
     model.scheduler.sync("a change of parameters or states")
     model.finish_update()
-    model.reducer.finish()  # of a step that has begun
+    model.reducer.finish()  # a step may have gradients in flight
     model.recapture_parameters()
     model.runtime.reshard_all()
     units = [u for u in model.units if not u.trainable and any(id(p) in wanted for p in u.parameters)]
@@ -62,19 +65,20 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     if model.delayed_update is not None:
         for slot in slots:
             model.delayed_update.allocate_spare(slot)
-    model.disk_health.check("masters of what was unfrozen could not be kept", loses=True)
+    model.disk_health.check("master weights of unfrozen parameters could not be stored", loses=True)
     model.masters.remember_versions(units)
     for average in model.averages.values():
         average.add_units(units)
     model.hook_gradients()
     elements = sum(unit.numel for unit in units)
-    logger.info(
-        f"trained from now on: {plural(len(wanted), 'parameter')} more; {plural(elements, 'element')} more have masters"
-    )
+    logger.info(f"unfroze {plural(len(wanted), 'parameter')}; {plural(elements, 'element')} more have master weights")
 
 
 def _home(model: ShardedModel) -> Tier:
-    """Return the tier of master weights and states of added parameters, which is that of the existing ones."""
+    """Return the tier of master weights and states of unfrozen parameters.
+
+    This is the configured tier if the states of all trainable units are on it. Otherwise it is the device.
+    """
     if not model.policy.state:
         return Tier.DEVICE
     others = {slot.unit.state_tier for slot in model.slots}
@@ -82,13 +86,17 @@ def _home(model: ShardedModel) -> Tier:
 
 
 def _take_space(model: ShardedModel, slots: list[GradientSlot]) -> list[UpdateChunk]:
-    """The chunks of these units, and the space on disk that they will need."""
+    """Make the units of `slots` trainable, create their chunks, and reserve their disk space. Return the chunks.
+
+    Raises:
+        StorageError: some rank has too little disk space. The units are frozen again.
+    """
     home = _home(model)
     for slot in slots:
         slot.unit.trainable, slot.unit.state_tier = True, home
     chunks = model.masters.add_slots(slots)
     try:
-        model.reserve("what was unfrozen cannot be trained")
+        model.reserve("the unfrozen parameters cannot be trained")
     except StorageError:
         for slot in slots:
             slot.unit.trainable, slot.unit.state_tier = False, Tier.DEVICE
@@ -98,8 +106,12 @@ def _take_space(model: ShardedModel, slots: list[GradientSlot]) -> list[UpdateCh
 
 
 def _bring_buffers(model: ShardedModel, slots: list[GradientSlot]) -> None:
-    """Buffers that peers reach, for gradients and for parameters that are whole on every rank and stepped in cuts."""
-    own: dict[int, TransportBuffer] = {}  # of a unit's gradient
+    """Allocate buffers for gradients that peers can read. Collective.
+
+    Units that are never resharded but have sharded states also move to such a buffer, because each rank updates a shard
+    and the ranks gather the result.
+    """
+    own: dict[int, TransportBuffer] = {}  # gradient buffer, by id of its unit
     held = 0
     for family in model.dp_groups:
         units = [slot.unit for slot in slots if slot.unit.dp_group is family]
@@ -115,5 +127,5 @@ def _bring_buffers(model: ShardedModel, slots: list[GradientSlot]) -> None:
         elif needs:
             own |= {id(unit): buffer for unit, buffer in zip(units, buffers[len(whole) :], strict=True)}
     if held:
-        model.ledger.set_held_bytes(f"gradients of {slots[0].unit.names[0]} and what began with it", held)
+        model.ledger.set_held_bytes(f"gradients of {slots[0].unit.names[0]} and the units unfrozen with it", held)
     model.reducer.add_slots(slots, [own[id(slot.unit)] for slot in slots] if own else [])

@@ -47,7 +47,7 @@ SYNC_POINTS = (
     "the reading of a gradient",
     "the reading of parameters or states",
     "a change of parameters or states",
-    "parameters gathered whole",
+    "a gather of full parameters",
     "a checkpoint",
     "the broadcast of buffers",
     "the end of a schedule",
@@ -213,7 +213,7 @@ class CollectiveScheduler:
         if self._board is not None:
             self._finish_begin()
             self._join_remaining()
-            self._agreement_round(_Message.SHARE_FAILURES, 0, "news of a failure in a forward")
+            self._agreement_round(_Message.SHARE_FAILURES, 0, "the exchange of failures in a forward")
 
     # all-gathers
 
@@ -429,7 +429,7 @@ class CollectiveScheduler:
             places = ", ".join(f"rank {rank} is at {SYNC_POINTS[post[1]]}" for rank, post in enumerate(posts))
             raise CommunicationError(
                 f"ranks wait for each other at different calls, and would wait forever: {places}; all ranks must make "
-                "the same one of these calls, in the same order"
+                "the same calls in the same order"
             )
         return True
 
@@ -454,8 +454,8 @@ class CollectiveScheduler:
             longest = max(post[2] for post in posts)
             # The exchanged messages must have one length on all ranks.
             padded = [*expected, *[0] * (longest - len(expected))]
-            with WaitScope("agreed order: what the others expect"):
-                told = self._board.exchange(padded, "what the others expect") if longest else [[] for _ in posts]
+            with WaitScope("agreed order: the sequences of peers"):
+                told = self._board.exchange(padded, "the sequences of peers") if longest else [[] for _ in posts]
             expected = merge_sequences(tuple(tuple(one[: post[2]]) for one, post in zip(told, posts, strict=True)))
         self._agreed, self._position = hoist_gathers(expected) if self._hoist_gathers else expected, 0
 

@@ -102,12 +102,12 @@ class DiskHealth:
         said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(told) if words)
         updates = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(told) if words)
         if updates:
-            self.loss_reason = f"the update of the previous step was made in part ({updates})"
+            self.loss_reason = f"the update of the previous step was applied in part ({updates})"
             if not said:
-                raise UpdateError(f"{what}: {self.loss_reason}. As for the model: {HALF_UPDATED}") from error
+                raise UpdateError(f"{what}: {self.loss_reason}. State of the model: {HALF_UPDATED}") from error
         if loses or any(tears for _, tears, _ in told):
             self.loss_reason, then = f"{what} ({said})", LOST
-        raise StorageError(f"{what}: {said}. As for the model: {then}") from error
+        raise StorageError(f"{what}: {said}. State of the model: {then}") from error
 
     def check_local(self, what: str, *, loses: bool = False) -> None:
         """Raise StorageError if a transfer of this rank failed, like `check`, but without communication."""
@@ -117,7 +117,7 @@ class DiskHealth:
         if error is not None:
             loses = loses or torn is not None
             self.loss_reason = f"{what} ({error})" if loses else self.loss_reason
-            raise StorageError(f"{what}: {error}. As for the model: {LOST if loses else UNTOUCHED}") from error
+            raise StorageError(f"{what}: {error}. State of the model: {LOST if loses else UNTOUCHED}") from error
 
     def raise_local_failure(self) -> None:
         """Raise StorageError if a transfer of this rank failed and not all ranks have received that yet.

@@ -210,7 +210,7 @@ class UnshardRuntime:
             unit.users += 1
         try:
             with WaitScope("gather", names or (units[0].names if units else ())):  # for the reports of the watchdog
-                self.scheduler.unshard_all(units, "parameters gathered whole", experts_only=experts_only)
+                self.scheduler.unshard_all(units, "a gather of full parameters", experts_only=experts_only)
                 for unit in units:
                     unit.wait_for_unshard()
             self.after_unshard_all(expert_data_group(units) if experts_only else None)

@@ -1,4 +1,4 @@
-"""`with Init(...)`: modules that are built inside are cut over the ranks as they are built."""
+"""Context `Init`, in which the parameters of a model are sharded while the model is constructed."""
 
 from __future__ import annotations
 
@@ -34,36 +34,39 @@ _active: Init | None = None
 
 
 class Init:
-    """Cuts every parameter over the data ranks while a model is built. Collective: all ranks build the same model.
+    """Context that shards the parameters of a model while the model is constructed.
 
-    Inside the context a parameter that is touched is whole, so that initialisers of any kind work; outside it is
-    released, and `initialize`, `GatheredParameters` and `full_param` know how to bring it. Rank 0's values count, so
-    the result is that of a plain build with rank 0's seed, bit for bit. What only some ranks do to parameters must
-    happen inside `GatheredParameters`. Buffers stay whole. An inner `Init` adds nothing to the outer one.
+    Collective: all ranks construct the same model. Inside the context, access to a parameter unshards it, so that
+    initialisers of any kind work. After the context the parameters are sharded. `initialize`, `GatheredParameters` and
+    `full_param` gather them.
+
+    The values come from rank 0. They are bit-identical to those of a plain construction with rank 0's seed. Code that
+    only some ranks run on parameters must use `GatheredParameters`. Buffers are not sharded. A nested `Init` has no
+    effect of its own.
 
     Args:
-        module: a module that was built already, to be cut at once; no context is needed then.
-        data_parallel_group: a process group of all ranks; by default the default group.
-        remote_device: where the pieces are kept until `initialize`: None or "none": the device of this rank; "cpu":
-            host memory; "nvme": a file in `offload_param.nvme_path`. By default as the configuration's
-            `offload_param.device` says.
-        pin_memory: pieces in host memory are pinned, where there is an accelerator.
-        config_dict_or_path, config: the configuration that `initialize` will get; only `offload_param` is read.
-        enabled: False: the context does nothing.
-        dtype: floating-point parameters are cast to this when the context ends, as `model.to(dtype)` would. By default
-            they keep the dtype that the model gave them, and under bf16 or fp16 the master weights start from that.
-        mem_efficient_linear, tensor_overrides: accepted, and without effect: nothing needs them here.
+        module: Module that exists already. It is sharded at once, without a `with` statement.
+        data_parallel_group: Process group that contains all ranks. Default: the default group.
+        remote_device: Tier of the shards until `initialize`. "none": the device of this rank; "cpu": host memory;
+            "nvme": a file in `offload_param.nvme_path`. None: `offload_param.device` of the configuration.
+        pin_memory: Pin shards in host memory, if there is an accelerator.
+        config_dict_or_path, config: Configuration that `initialize` will get. Only `offload_param` is used.
+        enabled: If False, the context does nothing.
+        dtype: Dtype to which floating-point parameters are cast at the end of the context, like `model.to(dtype)`.
+            None: they keep the dtype that the model gave them. With bf16 or fp16 training, the master weights then
+            start from the values in that dtype.
+        mem_efficient_linear, tensor_overrides: Accepted and ignored.
         mpu, zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights,
-        sequence_data_parallel_group, param_swapper: not yet built; anything but the default is refused.
+        sequence_data_parallel_group, param_swapper: Not implemented. Values other than the default are refused.
 
     Raises:
-        ConfigError: an argument that is not known or not built.
+        ConfigError: an argument is invalid or not implemented.
         ModelError: another thread is inside an `Init`.
     """
 
-    cuts_nested = False  # whether the end of a context inside another cuts what was built until then
-    cuts_alone = False  # whether a rank that is alone cuts too: what it has of a parameter then is all of it
-    lends_names = False  # whether `state_dict()` gives stubs for what is born here (see `access.Stub`); else it raises
+    cuts_nested = False  # True: the end of a nested context shards the parameters that exist at that time
+    cuts_alone = False  # True: shard with one rank too; its shard is then the full parameter
+    lends_names = False  # True: `state_dict()` returns a `StateDictStub` for each parameter; False: it raises
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class Init:
             self._site = InitRegistry(self.group, self._home, local_device(), self.lends_names)
             initial_shard.set_builder(self._bring)
         self._replacement.install()
-        parameter_hook: Any = self._parameter_registered  # torch's annotations say that hooks return nothing
+        parameter_hook: Any = self._parameter_registered  # Any: torch annotates these hooks as returning None
         buffer_hook: Any = self._buffer_registered
         self._handles = [
             torch_modules.register_module_parameter_registration_hook(parameter_hook),
@@ -162,7 +165,7 @@ class Init:
         ]
 
     def _cut_now(self) -> list[nn.Module]:
-        """Cut what is whole, among it what came into a module past its hooks; return the modules. Collective."""
+        """Shard all unsharded parameters, also those added without a hook, and return the modules. Collective."""
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
         if self._site is not None:
             for module in modules:
@@ -173,7 +176,7 @@ class Init:
         return modules
 
     def _finish(self) -> None:
-        """Cut and cast all that was built. Collective."""
+        """Shard and cast all parameters of the modules constructed in the context. Collective."""
         modules = self._cut_now()
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         if self._dtype is not None:
@@ -222,7 +225,7 @@ class Init:
         return whole
 
     def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """A module that was built outside, or copied, comes with parameters that no hook saw."""
+        """Register the parameters of a module that was constructed outside, or copied: no hook was called for them."""
         if not self._here() or child is None:
             return
         for inner in child.modules():
@@ -232,7 +235,7 @@ class Init:
                     self._site.register(parameter, _label(inner, own))
 
     def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
-        """The parameter for a tensor of a file: cut, without having been whole."""
+        """Return a parameter for a deferred tensor, e.g. of a file. Its full value never exists."""
         if self._site is None:
             made = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)
         else:

@@ -1,4 +1,4 @@
-"""A tensor whose values come later: from a span of a file, or from rank 0, which alone computes with it."""
+"""Tensors without values, which are read from a file or received from rank 0 when they become parameters."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ class DeferredSource(Protocol):
     """Source of a deferred tensor's values."""
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements `[start, stop)`, flat, in the dtype that the source has."""
+        """Return elements `[start, stop)`, flat, in the dtype of the source."""
         ...
 
 
 class DeferredTensor(torch.Tensor):
-    """Shape and dtype of a tensor, on the meta device, and where its values come from.
+    """Tensor with shape and dtype on the meta device, and the source of its values.
 
-    What only passes it on (`[...]`, `detach`, `to`) passes on the promise. Anything that needs values is computed on
-    rank 0 with the whole tensors, and on the meta device elsewhere; the result is rank 0's, so that a conversion that
-    merges or splits tensors of a file reads them once, not once a rank.
+    Operations that do not need values (`[...]`, `detach`, `to`) return another deferred tensor of the same source.
+    Other operations are computed with the full values on rank 0, and on the meta device on the other ranks. Their
+    result is a deferred tensor with values on rank 0. So a conversion that merges or splits tensors of a file reads
+    them once, and not once per rank.
 
     Attributes:
-        source: a span can be read from it on any rank; None: rank 0 has the values.
-        computed: the whole tensor, on rank 0, where there is no source.
-        computes: this rank computes with whole values.
+        source: Source that every rank can read spans from. None: only rank 0 has the values.
+        computed: The full tensor on rank 0 if there is no source; else None.
+        computes: True on rank 0, which computes with full values.
     """
 
     source: DeferredSource | None
@@ -55,7 +56,7 @@ class DeferredTensor(torch.Tensor):
         return _promised(result, computes)
 
     def full_value(self, group: RankGroup) -> torch.Tensor:
-        """All values, on every rank. Collective where there is no source."""
+        """Return the full tensor on every rank. Collective if there is no source."""
         if self.source is not None:
             return self.source.read(0, self.numel()).to(self.dtype).view(self.shape)
         if group.size == 1:
@@ -64,7 +65,7 @@ class DeferredTensor(torch.Tensor):
         return gather(group, self.shard(group), self.numel()).view(self.shape)
 
     def shard(self, group: RankGroup) -> torch.Tensor:
-        """This rank's piece, flat. Collective where there is no source."""
+        """Return this rank's shard, flat. Collective if there is no source."""
         if self.source is not None:
             return self.source.read(*span(self.numel(), group.index, group.size)).to(self.dtype)
         flat = flat_of(self.computed.contiguous()) if self.computed is not None else None
@@ -74,7 +75,12 @@ class DeferredTensor(torch.Tensor):
 def deferred_tensor(
     shape: tuple[int, ...], dtype: torch.dtype, source: DeferredSource | None, *, computes: bool
 ) -> DeferredTensor:
-    """A tensor of this shape whose values `source` has."""
+    """Return a deferred tensor of the given shape and dtype.
+
+    Args:
+        source: Source of its values. None: the caller sets `computed` on rank 0.
+        computes: True on rank 0, which computes with full values.
+    """
     made: DeferredTensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredTensor)
     made.source, made.computed, made.computes = source, None, computes
     return made
@@ -96,7 +102,7 @@ def _found(value: Any) -> list[DeferredTensor]:
 
 
 def _real(value: Any) -> Any:
-    """The same with whole tensors, where this rank computes, or with meta tensors."""
+    """Replace the deferred tensors in `value` by full tensors if this rank computes, else by meta tensors."""
     if isinstance(value, DeferredTensor):
         if not value.computes:
             return torch.empty(value.shape, dtype=value.dtype, device="meta")

@@ -1,9 +1,9 @@
-"""transformers' own `from_pretrained`, made to read only this rank's bytes while a model is being built sharded.
+"""Patch of transformers, so that `from_pretrained` inside `zero.Init` reads only this rank's bytes.
 
-transformers builds the model on the meta device and then fills it from the files, tensor by tensor, through
-`setattr` on the modules. Here the files are read as promises (born_deferred.py) instead, so that what is set on a
-module is cut without ever being whole. Its path for DeepSpeed's ZeRO-3, which reads every file on every rank, is not
-taken.
+transformers constructs the model on the meta device and then fills it from the files, tensor by tensor, with `setattr`
+on the modules. The patch passes deferred tensors (deferred.py) to it instead of the tensors of the files. Each becomes
+a sharded parameter as soon as it is set on a module, and its full value never exists. The patch also disables the path
+of transformers for DeepSpeed's ZeRO-3, which reads every file on every rank.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from windlass.base.log import logger
 from windlass.zero.sharded_init.weight_files import deferred_from_files
 
 MODULE = "transformers.modeling_utils"
-DETECTION = "is_deepspeed_zero3_enabled"  # asked by from_config and from_pretrained
-LOADER = "_load_pretrained_model"  # of PreTrainedModel, static: (model, state_dict, checkpoint_files, load_config, ...)
-MISSING = "_move_missing_keys_from_meta_to_device"  # of PreTrainedModel: (missing_keys, ...)
+DETECTION = "is_deepspeed_zero3_enabled"  # called by from_config and from_pretrained
+# Static method of PreTrainedModel: (model, state_dict, checkpoint_files, load_config, ...).
+LOADER = "_load_pretrained_model"
+MISSING = "_move_missing_keys_from_meta_to_device"  # method of PreTrainedModel: (missing_keys, ...)
 
 
 class FromPretrainedPatch:
-    """The names of transformers that are replaced while a model is being built; undone by `undo`.
+    """Replacement of functions of transformers while a model is constructed. `undo` restores them.
 
     Args:
-        computes: this rank converts tensors that must be whole for that.
+        computes: True on the rank that converts tensors with full values (rank 0).
     """
 
     def __init__(self, *, computes: bool) -> None:
@@ -34,23 +35,24 @@ class FromPretrainedPatch:
         self._before: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
-        """Replace the names if transformers is there, once.
+        """Replace the functions if transformers is imported and they are not replaced yet.
 
-        transformers 4 has no MISSING. Its models can be built; `from_pretrained` inside the context is refused.
+        transformers 4 has no `MISSING`. Its models can be constructed inside the context, but `from_pretrained` raises
+        ConfigError.
 
         Raises:
-            ConfigError: this transformers has neither name by which loading could be seen.
+            ConfigError: this version of transformers lacks `LOADER` or `DETECTION`.
         """
         module = sys.modules.get(MODULE)
         if self._before or module is None or not hasattr(module, "PreTrainedModel"):
-            return  # absent, or still being imported
+            return  # not imported, or still being imported
         model = module.PreTrainedModel
         absent = [] if LOADER in vars(model) else [f"PreTrainedModel.{LOADER}"]
         absent += [] if DETECTION in vars(module) else [f"{MODULE}.{DETECTION}"]
         if absent:
             raise ConfigError(
-                f"this transformers has no {' and no '.join(absent)}, which windlass.zero.Init replaces; install the "
-                "transformers that docs/construction.md names"
+                f"the installed transformers has no {' and no '.join(absent)}, which windlass.zero.Init replaces; "
+                "install the transformers that docs/construction.md names"
             )
         held = [(module, DETECTION), (model, LOADER), (model, MISSING)]
         self._before = [(holder, name, vars(holder)[name]) for holder, name in held if name in vars(holder)]
@@ -62,7 +64,9 @@ class FromPretrainedPatch:
         def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any, **named: Any) -> Any:
             given = self._promised(state_dict, checkpoint_files, load_config)
             found = original(model, given, checkpoint_files, load_config, *more, **named)
-            _refuse_mismatch(found[0] if isinstance(found, tuple) else found, load_config)  # 5.0: no tuple
+            _refuse_mismatch(
+                found[0] if isinstance(found, tuple) else found, load_config
+            )  # transformers 5.0 returns no tuple
             return found
 
         def move(model: Any, missing_keys: Any, *more: Any, **named: Any) -> Any:
@@ -73,7 +77,7 @@ class FromPretrainedPatch:
         setattr(model, LOADER, staticmethod(load))
 
     def undo(self) -> None:
-        """Put the names back."""
+        """Restore the functions."""
         for holder, name, value in self._before:
             setattr(holder, name, value)
         self._before = []
@@ -100,14 +104,17 @@ class FromPretrainedPatch:
         if state_dict is not None or not files:
             return state_dict
         if not all(str(file).endswith(".safetensors") for file in files):
-            logger.warning(f"{files[0]} is no safetensors file, so every rank reads all of it; save it as safetensors")
+            logger.warning(f"{files[0]} is not a safetensors file, so every rank reads all of it; convert it")
             return None
         return deferred_from_files([Path(file) for file in files], computes=self._computes)
 
 
 class _InOrder(set[str]):
-    """Keys that are missing. transformers makes parameters for them in the order of a set, which is another one in each
-    process; the ranks must make them in one."""
+    """Set of missing keys whose difference with another set is a sorted list.
+
+    transformers creates parameters for the missing keys in the order of a set, which differs between processes. The
+    ranks must create the parameters in the same order.
+    """
 
     def __sub__(self, other: Any) -> Any:
         return sorted(name for name in self if name not in other)

@@ -1,13 +1,14 @@
-"""Registry of the parameters that are unsharded while a model is being built: the most recently created or used
-ones.
+"""Registry of the parameters that are unsharded while a model is constructed: the most recently used ones.
 
-[Note: whole while recent] Initialisers need full values. So a parameter stays unsharded after its construction,
-and is unsharded again when it is used, until newer parameters need the memory. Then the oldest are sharded, from
-the values of rank 0. Besides the parameters of the running call, at most about one parameter of the largest size
-is kept unsharded. A parameter whose memory is referenced elsewhere (a view, `.data` in a variable) stays
-unsharded, because a write through that reference must not be lost. References differ between ranks, because the
-garbage collector runs at different times. So rank 0 decides which parameters are sharded and sends the list to
-the others; the time of this decision depends on sizes alone.
+[Note: whole while recent] Initialisers need full values. So a parameter stays unsharded after its construction, and is
+unsharded again when it is used, until newer parameters need the memory. Then the oldest parameters are sharded, from
+the values of rank 0. Besides the parameters of the running call, at most about one parameter of the largest size is
+kept unsharded.
+
+A parameter whose memory is referenced elsewhere (a view, `.data` in a variable) stays unsharded, because a write
+through that reference must not be lost. References differ between ranks, because the garbage collector runs at
+different times. So rank 0 decides which parameters are sharded and sends the list to the other ranks. The time of this
+decision depends on sizes alone, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -26,51 +27,57 @@ from windlass.zero.core.sharded_parameter import ShardedParameter
 from windlass.zero.sharded_init import initial_shard
 from windlass.zero.sharded_init.initial_shard import Home, ShardedInit
 
-_FLOOR = 1 << 20  # bytes: less than this is always kept whole, or small models would be cut a hundred times
-_AT_ONCE = 32  # parameters to shard, per message
-_USES = getattr(torch._C, "_storage_Use_Count", None)  # nothing public tells; without it nothing counts as seen
+_FLOOR = 1 << 20  # bytes that may always stay unsharded, so that small models are not sharded again and again
+_AT_ONCE = 32  # maximum number of parameters to shard per message
+_USES = getattr(torch._C, "_storage_Use_Count", None)  # there is no public function; without it references are ignored
 
 
 class InitRegistry:
-    """Keeps what is whole small.
+    """Registry that bounds the memory of unsharded parameters, by sharding the oldest ones.
 
     Args:
-        group: the ranks.
-        home: where pieces are kept.
-        device: on which the ranks tell each other what is cut.
-        lends_names: whether `state_dict()` may give stubs for what is born here.
+        group: Ranks over which parameters are sharded.
+        home: Stores a shard on its tier.
+        device: Device of the messages that list the parameters to shard.
+        lends_names: True if `state_dict()` may return stubs for the parameters (see `StateDictStub`).
     """
 
     def __init__(self, group: RankGroup, home: Home, device: torch.device, lends_names: bool = False) -> None:
         self.group, self.home, self._device, self._lends = group, home, device, lends_names
-        self._numbers: dict[int, tuple[ReferenceType[nn.Parameter], int]] = {}  # by id: in the order of their birth
+        # By id: the parameter and its number in the order of construction.
+        self._numbers: dict[int, tuple[ReferenceType[nn.Parameter], int]] = {}
         self._labels: dict[int, str] = {}
-        self._whole: dict[int, ReferenceType[nn.Parameter]] = {}  # by number, the oldest first
+        self._whole: dict[int, ReferenceType[nn.Parameter]] = {}  # unsharded parameters by number, oldest first
         self._limit = _FLOOR
-        self._kept = self._added = 0  # bytes that were whole when the ranks last agreed, and that became so since
+        self._kept = self._added = 0  # unsharded bytes at the last agreement; unsharded since then
         self._alone = _uses(torch.empty(1))
 
     def register(self, parameter: nn.Parameter, label: str) -> None:
-        """A parameter was made, or came into the model from outside. Collective."""
+        """Register an unsharded parameter that was constructed, or added to the model from outside. Collective."""
         if self.knows(parameter) or not _can_be_cut(parameter):
             return
         self._note(parameter, label)
         self._make_room([parameter], 0)
 
     def assign(self, parameter: nn.Parameter, label: str, cut: torch.Tensor, like: torch.Tensor) -> None:
-        """A parameter whose piece is known without its whole values."""
+        """Register a parameter whose shard is known without its full values.
+
+        Args:
+            cut: This rank's shard, flat.
+            like: Tensor of the parameter's shape, strides, dtype and device.
+        """
         number = self._number(parameter, label)
         birth = ShardedInit(self._labels[number], like, self.group, self.home, number, self._lends)
         birth.shard = cut
         initial_shard.shard_parameter(parameter, birth)
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        """Return True if the parameter was admitted."""
+        """Return True if the parameter is registered."""
         entry = self._numbers.get(id(parameter))
         return entry is not None and entry[0]() is parameter
 
     def bring(self, parameter: nn.Parameter, birth: ShardedInit, together: Sequence[torch.Tensor]) -> bool:
-        """Make a parameter that is touched whole again; those in `together` stay as they are. Collective."""
+        """Unshard a parameter that is used, without sharding the tensors in `together`. Return True. Collective."""
         size = birth.numel * birth.dtype.itemsize
         self._make_room(together, size)
         whole = birth.full_value()
@@ -80,12 +87,12 @@ class InitRegistry:
         return True
 
     def close(self) -> None:
-        """Cut all that is still whole. Collective."""
+        """Shard all parameters that are still unsharded. Collective."""
         while self._agree(0, [], force=True):
             pass
 
     def _number(self, parameter: nn.Parameter, label: str) -> int:
-        """In the order of their birth, which is one on all ranks."""
+        """Return the parameter's number, in the order of construction, which is equal on all ranks."""
         if not self.knows(parameter):
             number = len(self._labels)
             self._numbers[id(parameter)] = ref(parameter), number
@@ -104,7 +111,15 @@ class InitRegistry:
                 pass
 
     def _agree(self, limit: int, together: Sequence[torch.Tensor], *, force: bool) -> bool:
-        """Rank 0 says what is cut down to `limit` bytes, and all cut it. Returns whether there is more."""
+        """Shard parameters that rank 0 selects, until at most `limit` bytes are unsharded. Collective.
+
+        Args:
+            together: Tensors of the running call, which stay unsharded.
+            force: Shard all parameters, also referenced ones.
+
+        Returns:
+            True if more parameters may have to be sharded, because the message was full.
+        """
         told = torch.zeros(2 + 3 * _AT_ONCE, dtype=torch.int64)
         if self.group.index == 0:
             chosen, kept = self._choose(limit, {id(tensor) for tensor in together}, force=force)
@@ -133,7 +148,10 @@ class InitRegistry:
         return chosen, kept
 
     def _cut(self, entries: list[tuple[int, int, int]]) -> None:
-        """Cut these: number, elements, bytes of an element. One that is gone here already takes part all the same."""
+        """Shard the parameters in `entries`: `(number, elements, bytes per element)`. Collective.
+
+        This rank takes part in the scatter of a parameter even if it has freed the parameter already.
+        """
         if not entries:
             return
         parameters = [self._whole.pop(number)() for number, _, _ in entries]
@@ -152,6 +170,7 @@ class InitRegistry:
                 initial_shard.shard_parameter(parameter, birth)
 
 
+# A rank that has freed a parameter still receives its shard: any dtype of the right size will do.
 _DTYPE_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64, 16: torch.complex128}
 
 
@@ -166,5 +185,5 @@ def _can_be_cut(parameter: nn.Parameter) -> bool:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """Return the number of tensors that share its memory, plus a constant."""
+    """Return the number of references to the tensor's storage, plus a constant. 0 if torch does not provide it."""
     return int(_USES(tensor.untyped_storage()._cdata)) if _USES is not None else 0

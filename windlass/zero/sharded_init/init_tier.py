@@ -22,15 +22,15 @@ def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple
     """Return the function that stores a shard on its tier, and True if that tier is not the device.
 
     Args:
-        remote_device: None, none, cpu or nvme; None: as the configuration's `offload_param`.
-        pin_memory: pin host memory, if there is an accelerator.
-        config: a `Config`, or None.
+        remote_device: None, "none", "cpu" or "nvme". None: `offload_param.device` of the configuration.
+        pin_memory: Pin host memory, if there is an accelerator.
+        config: A `Config`, or None.
 
     Raises:
-        ConfigError: an unknown device, or nvme without a usable path.
+        ConfigError: the device is unknown, or it is nvme without a usable path.
     """
     if remote_device not in _DEVICES:
-        raise ConfigError(f"remote_device={remote_device!r}; it is None, 'none', 'cpu' or 'nvme'")
+        raise ConfigError(f"remote_device={remote_device!r}; use None, 'none', 'cpu' or 'nvme'")
     section = config.zero_optimization.offload_param if config is not None else None
     where = remote_device or (section.device if section is not None else "none")
     if where == "nvme":
@@ -46,13 +46,13 @@ def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple
 
 
 class ShardFile:
-    """One file for all pieces of a rank. It has no name, so it is gone when the process is, however that ends.
+    """File for all shards of a rank. It has no name, so the system deletes it when the process ends in any way.
 
     Args:
-        directory: where it lies; only this user can read it.
+        directory: Directory of the file. Only this user can read the file.
 
     Raises:
-        ConfigError: no file can be made there.
+        ConfigError: no file can be created there.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -62,18 +62,18 @@ class ShardFile:
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (closed by finalize)
         except OSError as error:
             raise ConfigError(
-                f"offload_param.nvme_path: no file can be made in {directory}: {error.strerror}; name a directory that "
-                "this user may write to"
+                f"offload_param.nvme_path: no file can be created in {directory}: {error.strerror}; name a directory "
+                "that this user may write to"
             ) from error
         finalize(self, self._file.close)
         self._end = 0
-        self._free: dict[int, list[int]] = {}  # by bytes: where pieces lay that are gone
+        self._free: dict[int, list[int]] = {}  # offsets of freed shards, by size in bytes
 
     def put(self, cut: torch.Tensor) -> ShardStorage:
-        """Write a piece where there is room in the file.
+        """Write a shard to the file, in the room of a freed one if possible, and return its storage.
 
         Raises:
-            CheckpointError: there is no space.
+            CheckpointError: the shard cannot be written, e.g. because the disk is full.
         """
         flat = cut.detach().cpu().contiguous()
         size = flat.numel() * flat.element_size()
@@ -88,7 +88,7 @@ class ShardFile:
                 raw, position = raw[count:], position + count
         except OSError as error:
             raise CheckpointError(
-                f"a parameter's piece of {size} bytes cannot be written to "
+                f"a parameter's shard of {size} bytes cannot be written to "
                 f"{self.directory}: {error.strerror}; free some space or name another nvme_path"
             ) from error
         piece = _InFile(self, begin, flat.numel(), flat.dtype)
@@ -96,19 +96,23 @@ class ShardFile:
         return piece
 
     def get(self, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Read a piece back."""
+        """Read the shard of `numel` elements at byte `begin`.
+
+        Raises:
+            CheckpointError: another process truncated the file.
+        """
         flat = torch.empty(numel, dtype=dtype)
         raw = flat.view(torch.uint8).numpy().data if numel else memoryview(b"")
         while raw:
             count = os.preadv(self._file.fileno(), [raw[: 1 << 30]], begin)
             if count == 0:
-                raise CheckpointError(f"the file of parameters in {self.directory} was cut short by someone else")
+                raise CheckpointError(f"the file of parameters in {self.directory} was truncated by another process")
             raw, begin = raw[count:], begin + count
         return flat
 
 
 class _InFile:
-    """A piece in a file."""
+    """Shard in a `ShardFile`."""
 
     def __init__(self, file: ShardFile, begin: int, numel: int, dtype: torch.dtype) -> None:
         self._file, self._begin, self._numel, self._dtype = file, begin, numel, dtype

@@ -1,8 +1,8 @@
-"""A parameter that was cut before its unit is known: this rank's piece of it, and how the pieces become whole.
+"""Shards of parameters that are constructed under `zero.Init`, before the model's units exist.
 
-[Note: sharded construction] While a model is built its units are not known, so each parameter is cut evenly over the
-ranks by itself: `ceil(numel / ranks)` elements each, in the order in which they lie in memory, the last ranks perhaps
-fewer. `initialize` lays out the units and moves the pieces where they belong, unit by unit (born_units.py).
+[Note: sharded construction] Units are not known while a model is constructed, so each parameter is sharded by itself.
+Each rank gets `ceil(numel / ranks)` elements in memory order; the last ranks may get fewer. `initialize` makes the
+units and exchanges the shards between ranks, unit by unit (unit_values.py).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class ShardStorage(Protocol):
     """Storage of a shard between uses."""
 
     def load(self) -> torch.Tensor:
-        """The cut, flat; not to be written to."""
+        """Return the shard, flat. The caller must not change it."""
         ...
 
 
-Home = Callable[[torch.Tensor], ShardStorage]  # puts a cut where it is kept
+Home = Callable[[torch.Tensor], ShardStorage]  # stores a flat shard on its tier
 
 
 class ShardInMemory:
-    """A cut in memory, by default where it was made.
+    """Shard in memory.
 
     Args:
-        cut: flat.
-        device: where to keep it; None: where it is.
+        cut: The shard, flat.
+        device: Device to which it is copied. None: it stays on its device.
     """
 
     def __init__(self, cut: torch.Tensor, device: torch.device | None = None) -> None:
@@ -49,11 +49,11 @@ class ShardedInit:
     """This rank's shard of one parameter constructed under `zero.Init`.
 
     Args:
-        label: name for errors, because the parameter's name in the model is not known yet.
-        like: a tensor of its shape, strides, dtype and device.
-        group: the ranks over which it is sharded.
-        home: stores this rank's shard on its tier.
-        number: index among the model's parameters constructed so, equal on every rank.
+        label: Name for errors, because the parameter's name in the model is not known yet.
+        like: Tensor of the parameter's shape, strides, dtype and device.
+        group: Ranks over which the parameter is sharded.
+        home: Stores this rank's shard on its tier.
+        number: Index among the parameters constructed under `zero.Init`, equal on all ranks.
         lends_name: True if `state_dict()` may contain a stub for it (see `StateDictStub`).
     """
 
@@ -68,13 +68,13 @@ class ShardedInit:
 
     @property
     def row_major(self) -> bool:
-        """Return True if the elements are in memory in the order of their indices."""
+        """True if the elements are in memory in the order of their indices."""
         return is_row_major(self.shape, self.stride)
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's piece, flat, in memory order."""
-        assert self._kept is not None, f"{self.label} was never cut"
+        """This rank's shard, flat, in memory order."""
+        assert self._kept is not None, f"{self.label} has no shard yet"
         return self._kept.load()
 
     @shard.setter
@@ -82,30 +82,30 @@ class ShardedInit:
         self._kept = self._tier(value)
 
     def span(self, index: int) -> tuple[int, int]:
-        """`[start, stop)` of the elements that the `index`-th rank has."""
+        """Return the range `[start, stop)` of the elements that the rank at `index` has."""
         return span(self.numel, index, self.group.size)
 
     def full_value(self) -> torch.Tensor:
-        """All values, with the strides and on the device that the parameter was built with. Collective."""
+        """Gather the full value, with the strides and on the device of the constructed parameter. Collective."""
         flat = gather(self.group, self.shard.to(self.device), self.numel)
         return flat.as_strided(self.shape, self.stride)
 
     def assign(self, values: torch.Tensor, source: int) -> None:
-        """Cut the values of the `source`-th rank; the others' count for nothing. Collective."""
+        """Replace the values by those of the rank at index `source`. Values of other ranks are ignored. Collective."""
         self.shard = scatter(self.group, source, [(flat_of(values), self.numel, self.dtype)], values.device)[0]
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Keep the values in another dtype from now on."""
+        """Convert the shard to another dtype."""
         if dtype != self.dtype:
             self.shard = self.shard.to(dtype)
             self.dtype = dtype
 
     def gather_parameter(self, parameter: nn.Parameter, together: Sequence[torch.Tensor]) -> bool:
-        """As `Keeper`: while a model is being built, by who watches over that."""
+        """Gather through the builder while a model is constructed; else return False. See `GatherHandler`."""
         return _builder is not None and _builder(parameter, self, together)
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """As `Keeper`."""
+        """Return the label, for errors. See `GatherHandler`."""
         return self.label
 
 
@@ -125,15 +125,16 @@ def is_building() -> bool:
 
 
 def find(parameter: nn.Parameter) -> ShardedInit | None:
-    """Return this rank's shard of `parameter`, or None if it was not constructed under `zero.Init` or is unsharded
-    now.
+    """Return this rank's shard of `parameter`.
+
+    None if the parameter was not constructed under `zero.Init`, or after `finish_parameter`.
     """
     entry = _sharded_inits.get(id(parameter))
     return entry[1] if entry is not None and entry[0]() is parameter else None
 
 
 def shard_parameter(parameter: nn.Parameter, birth: ShardedInit) -> None:
-    """Take the whole values from `parameter`, whose piece `birth` has."""
+    """Mark `parameter` as sharded and free its full values. `birth` has this rank's shard."""
     identity = id(parameter)
 
     def gone(reference: ReferenceType[nn.Parameter]) -> None:
@@ -147,14 +148,14 @@ def shard_parameter(parameter: nn.Parameter, birth: ShardedInit) -> None:
 
 
 def unshard_parameter(parameter: nn.Parameter, birth: ShardedInit) -> None:
-    """Give `parameter` private whole values while its piece is kept. Collective."""
+    """Give `parameter` a private copy of its full values, and keep the shard. Collective."""
     whole = birth.full_value()
     mark_unsharded(parameter)
     parameter.data = whole
 
 
 def finish_parameter(parameter: nn.Parameter) -> None:
-    """`parameter` belongs to a unit, or is whole, from now on: drop the piece. Its data are set by who calls."""
+    """Free the shard of `parameter`, which gets a unit or full values. The caller sets its data."""
     del _sharded_inits[id(parameter)]
     mark_unsharded(parameter)
 
@@ -162,13 +163,13 @@ def finish_parameter(parameter: nn.Parameter) -> None:
 def scatter(
     group: RankGroup, source: int, items: list[tuple[torch.Tensor | None, int, torch.dtype]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Give each rank its piece of flat tensors that the `source`-th rank has. Collective.
+    """Scatter flat tensors of the rank at index `source`, and return this rank's shard of each. Collective.
 
     Args:
-        group: the ranks.
-        source: index of the rank whose values count.
-        items: flat tensor (read at the source only), elements, dtype.
-        device: where the pieces are received.
+        group: Ranks over which the tensors are sharded.
+        source: Index in `group` of the rank that sends.
+        items: `(flat tensor, elements, dtype)`; the tensor is None on the other ranks.
+        device: Device on which the shards are received.
     """
     pieces, sends, receives = [], [], []
     for flat, numel, dtype in items:
@@ -189,7 +190,7 @@ def scatter(
 
 
 def gather(group: RankGroup, own: torch.Tensor, numel: int) -> torch.Tensor:
-    """The whole flat tensor of which each rank has its piece, on the piece's device. Collective."""
+    """Gather a flat tensor of `numel` elements from the ranks' shards, on the device of `own`. Collective."""
     flat = torch.empty(numel, dtype=own.dtype, device=own.device)
     parts = [flat[slice(*span(numel, index, group.size))] for index in range(group.size)]
     parts[group.index].copy_(own)
@@ -200,13 +201,16 @@ def gather(group: RankGroup, own: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def span(numel: int, index: int, count: int) -> tuple[int, int]:
-    """`[start, stop)` of `numel` elements that the `index`-th of `count` ranks has."""
+    """Return the range `[start, stop)` of `numel` elements that the rank at `index` of `count` ranks has."""
     size = -(-numel // count)
     return min(index * size, numel), min((index + 1) * size, numel)
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` as they lie in memory, as a view where nothing lies between them."""
+    """Return the elements of `tensor` flat, in memory order: a view if they are contiguous in memory.
+
+    Otherwise return a copy in the order of their indices.
+    """
     plain = tensor.detach()
     return plain.as_strided((plain.numel(),), (1,)) if is_dense(plain) else plain.contiguous().view(-1)
 

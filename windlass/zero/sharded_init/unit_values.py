@@ -1,4 +1,4 @@
-"""Conversion of single sharded parameters to units, in `initialize` of a model constructed under `zero.Init`."""
+"""Conversion of parameters constructed under `zero.Init` to units, in `initialize`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from windlass.zero.sharded_init.initial_shard import ShardedInit
 
 
 def mark_full_parameters(model: nn.Module, stage: int) -> None:
-    """Say once that this stage keeps whole what was born in pieces."""
+    """Log that this ZeRO stage unshards the parameters that were constructed under `zero.Init`, if there are any."""
     pieces = sum(initial_shard.find(parameter) is not None for parameter in model.parameters())
     if pieces:
         logger.info(
-            f"zero.Init cut {pieces} parameters, and stage {stage} gathers them: every rank keeps the whole model; use "
-            "stage 3 to keep it cut"
+            f"zero.Init sharded {pieces} parameters, and stage {stage} gathers them: every rank keeps the full model; "
+            "use stage 3 to keep it sharded"
         )
 
 
 def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch.Tensor]) -> None:
-    """Gather the full values of parameters constructed under `zero.Init` into `places`, one at a time, and free the
-    shards. Collective.
+    """Gather parameters constructed under `zero.Init` into `places`, one at a time, and free their shards. Collective.
+
+    Other parameters are skipped.
     """
     for parameter, place in zip(parameters, places, strict=True):
         birth = initial_shard.find(parameter)
@@ -40,13 +41,13 @@ def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch
 def local_shard_values(
     parameters: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return this rank's shard of the unit of `parameters`, by one exchange of fragments, and free their shards.
-    Collective.
+    """Return this rank's shard of the unit of `parameters`, and free their own shards. Collective.
+
+    The ranks exchange the fragments that the two kinds of shards have in common, in one exchange.
 
     Returns:
-        `[padded / ranks]`, with zeros as padding. None, without any change, if fragments cannot be exchanged: a
-        parameter
-        was not constructed under `zero.Init`, or is not in memory in the order of its indices.
+        `[padded / ranks]`, with zeros as padding. None if the fragments cannot be exchanged, because a parameter was
+        not constructed under `zero.Init` or is not in memory in the order of its indices. Nothing is changed then.
     """
     births = [birth for parameter in parameters if (birth := initial_shard.find(parameter)) is not None]
     if len(births) < len(parameters) or not all(birth.row_major for birth in births):
@@ -84,8 +85,11 @@ def local_shard_values(
 def _overlaps(
     layout: UnitLayout, births: list[ShardedInit], *, owner: int, holder: int, group: RankGroup
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the fragments that `holder` has of `owner`'s shard of the unit: `(parameter, start of the holder's
-    shard, first, last, offset in the owner's shard)`, with elements `[first, last)` of the parameter.
+    """Yield the fragments that rank `holder` has of the unit shard of rank `owner`.
+
+    Yields:
+        `(parameter, begin, first, last, offset)`: the index of the parameter, the start of the holder's shard of it,
+        the elements `[first, last)` of the parameter, and their offset in the owner's shard of the unit.
     """
     for piece in layout.pieces(*layout.shard_range(owner, group.size)):
         begin, end = births[piece.index].span(holder)

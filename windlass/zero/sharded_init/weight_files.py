@@ -1,4 +1,4 @@
-"""The tensors of safetensors files as promises, read in spans with `pread`, so that each rank reads only its own bytes.
+"""Deferred tensors of safetensors files. Each rank reads only the bytes of its own shards, with `pread`.
 
 Format: https://github.com/huggingface/safetensors (8 bytes of length, a JSON header, then the tensors).
 """
@@ -29,7 +29,7 @@ _REMEDY = "fetch or save the model again"
 
 @dataclass(frozen=True)
 class FileSpan:
-    """The bytes of one tensor in a file: from `begin` on, row-major."""
+    """Bytes of one tensor in a file, from byte `begin`, row-major."""
 
     path: Path
     name: str
@@ -37,10 +37,10 @@ class FileSpan:
     dtype: torch.dtype
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements `[start, stop)`, flat.
+        """Return elements `[start, stop)`, flat.
 
         Raises:
-            CheckpointError: the file ends before, or cannot be read.
+            CheckpointError: the file is too short or cannot be read.
         """
         flat = torch.empty(stop - start, dtype=self.dtype)
         if not flat.numel():
@@ -63,14 +63,14 @@ class FileSpan:
 
 
 def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, DeferredTensor]:
-    """Every tensor of these files by name; a later file goes before an earlier one.
+    """Return a deferred tensor for each tensor in `files`, by name. Reads only the headers of the files.
 
     Args:
-        files: safetensors files.
-        computes: this rank is the one that computes with whole tensors.
+        files: safetensors files. If several have a tensor of the same name, the last one is used.
+        computes: True on the rank that computes with full values (rank 0).
 
     Raises:
-        CheckpointError: a file is missing, cut short, or no safetensors file. Nothing was read then but headers.
+        CheckpointError: a file is missing, truncated, or not a safetensors file.
     """
     found: dict[str, DeferredTensor] = {}
     _say_unchecked()
@@ -82,19 +82,23 @@ def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, D
 
 @cache
 def _say_unchecked() -> None:
-    """Say once in a process that these files carry no checksums."""
-    logger.info("weights are read from safetensors files, which carry no checksums: damage in them is not noticed")
+    """Log that safetensors files have no checksums, once per process."""
+    logger.info("weights are read from safetensors files, which carry no checksums: damage in them is not detected")
 
 
 def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
-    """Shapes and places of the tensors of one file. Raises CheckpointError as `promises` does."""
+    """Return the shape and span of each tensor in one file, by name.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, empty, or not a safetensors file.
+    """
     try:
         with open_regular(path) as file:
             found = read_safetensors_header(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
     except SafetensorsHeaderError as error:
-        raise CheckpointError(f"{path} is cut short, damaged or no safetensors file: {error}; {_REMEDY}") from error
+        raise CheckpointError(f"{path} is cut short, damaged or not a safetensors file: {error}; {_REMEDY}") from error
     if not found.entries:
         raise CheckpointError(f"{path} holds no tensors; {_REMEDY}")
     return {name: _place(path, name, entry, found.data_offset) for name, entry in found.entries.items()}
@@ -102,5 +106,5 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
 
 def _place(path: Path, name: str, entry: SafetensorsEntry, data: int) -> tuple[tuple[int, ...], FileSpan]:
     if entry.dtype not in DTYPES:
-        raise CheckpointError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which cannot be read in spans")
+        raise CheckpointError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which cannot be read in parts")
     return entry.shape, FileSpan(path, name, data + entry.begin, DTYPES[entry.dtype])
