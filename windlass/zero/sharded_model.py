@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from weakref import finalize, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -450,7 +449,7 @@ class ShardedModel:
         trouble = self._await_result()
         failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
         if self.mesh.world.size > 1:  # which also says that no peer computes with the old parameters any more
-            dist.all_reduce(failed, group=self.mesh.world.process_group)
+            self.mesh.world.all_reduce(failed)
         self._finish_result(trouble, failed.item())
 
     def unhooked_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -504,7 +503,7 @@ class ShardedModel:
         self.scheduler.sync("a change of parameters or states", experts_only=experts_only)
         self.finish_update()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
-            dist.barrier(group=group.process_group)  # a peer may be in its backward still, and read them there
+            group.barrier()  # a peer may be in its backward still, and read them there
         yield
         trained = [unit for unit in units if self.masters.chunks_of(unit)]
         self._gather_updated(trained)
@@ -553,7 +552,7 @@ class ShardedModel:
         self.units = []
         for family in self.dp_groups:
             if family.group.size > 1:  # peers may still read what goes away with this
-                dist.barrier(group=family.group.process_group)
+                family.group.barrier()
         if keeps_mesh:
             self._closer.detach()
             _close(None, self.ledger, self.tiers.disk)
