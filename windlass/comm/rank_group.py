@@ -170,9 +170,9 @@ def create_rank_group(partition: Sequence[tuple[int, ...]], *, backend: str | No
         CommunicationError: this rank is in none of the sets. No group was created on this rank.
     """
     rank = dist.get_rank()
-    own = next((ranks for ranks in partition if rank in ranks), None)
+    own = next((number for number, ranks in enumerate(partition) if rank in ranks), None)
     if own is None:
         raise CommunicationError(f"rank {rank} is in none of the groups {list(partition)}; add it to one of them")
     # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
     created = [dist.new_group(list(ranks), backend=backend) for ranks in partition]
-    return RankGroup(created[list(partition).index(own)], own, own.index(rank))
+    return RankGroup.of(created[own])  # in torch's order of the ranks, which is ascending
