@@ -170,7 +170,7 @@ def _ask_with_other_inputs(config: dict[str, Any]) -> None:
 
 
 def test_other_samples_along_tp_are_told() -> None:
-    with pytest.raises(RankError, match=r"ranks 0 and 1 are neighbours along tp and\s+were given different inputs"):
+    with pytest.raises(RankError, match=r"ranks 0 and 1 are neighbours along tp and\s+got different inputs"):
         run_ranks(_ask_with_other_inputs, 2, _config(1, {"tp": 2}, "auto"))
 
 

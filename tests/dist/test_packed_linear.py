@@ -294,7 +294,7 @@ def adapters_alone(folder: str) -> list[str]:
 def test_adapters_go_on_over_their_packed_base_alone(tmp_path: Path) -> None:
     for same, other in run_ranks(adapters_alone, 2, str(tmp_path)):
         assert same == ""
-        assert "was saved over another base" in other and "blocks.0.rise.base.int8_weight" in other
+        assert "was saved with another base model" in other and "blocks.0.rise.base.int8_weight" in other
 
 
 def into_other_formats(folder: str) -> str:

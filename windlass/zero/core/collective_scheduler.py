@@ -49,7 +49,7 @@ SYNC_POINTS = (
     "a change of parameters or states",
     "parameters gathered whole",
     "a checkpoint",
-    "the sending of buffers",
+    "the broadcast of buffers",
     "the end of a schedule",
     "destroy",
 )
