@@ -27,6 +27,7 @@ from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.comm.mpu import known_sizes, sizes_of_mpu
 from windlass.comm.pipeline_grid import PipelineParallelGrid
+from windlass.comm.rank_group import world_group
 from windlass.comm.transport import WireOptions
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
@@ -511,9 +512,7 @@ def _open_nvme_tier(paths: list[str], config: Config) -> DeferredFailureTier:
         )
     except StorageError as error:
         problem = str(error)
-    problems = [problem] * dist.get_world_size()
-    if len(problems) > 1:
-        dist.all_gather_object(problems, problem)
+    problems = world_group().all_gather_object(problem)
     said = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     if disk is None or said:
         if disk is not None:

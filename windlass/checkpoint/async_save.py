@@ -8,7 +8,6 @@ import threading
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from windlass.base.device_memory import empty_host_tensor
 from windlass.base.errors import CheckpointError
@@ -16,6 +15,7 @@ from windlass.base.log import logger
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 from windlass.checkpoint.checkpoint_save import CheckpointSave
 from windlass.checkpoint.rank_file import RankFile
+from windlass.comm.rank_group import RankGroup, create_rank_group
 from windlass.storage.disk_error_messages import format_bytes
 from windlass.storage.staging_memory import aligned_buffer, free_memory
 
@@ -38,7 +38,7 @@ class AsyncSave:
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
-        self._group: dist.ProcessGroup | None = None
+        self._group: RankGroup | None = None
         self._host_buffer: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
@@ -100,15 +100,14 @@ class AsyncSave:
             self._host_buffer = None
             group, self._group = self._group, None
             if group is not None:
-                with contextlib.suppress(ValueError):  # destroyed together with the default group
-                    dist.destroy_process_group(group)
+                group.destroy()
 
     def _background_ranks(self, ranks: CheckpointRanks) -> CheckpointRanks:
         """Return the same ranks in a group that only writer threads use."""
         if ranks.world_size == 1:
             return replace(ranks, in_background=True)
         if self._group is None:
-            self._group = dist.new_group(list(self._ranks), backend="gloo")
+            self._group = create_rank_group([self._ranks], backend="gloo")
         return replace(ranks, group=self._group, in_background=True)
 
     def _copy_to_host(self, file: RankFile, pin: bool) -> Exception | None:

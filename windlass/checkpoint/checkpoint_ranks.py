@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import CheckpointError
+from windlass.comm.rank_group import RankGroup, world_group
 
 T = TypeVar("T")
 
@@ -20,11 +21,12 @@ class CheckpointRanks:
     """Ranks that save or load together; a single process if there is no process group.
 
     Attributes:
+        group: the ranks as a group; None for a single process.
         in_background: a writer thread uses the group. Its waits are not reported to the watchdog, which follows the
             training thread.
     """
 
-    group: dist.ProcessGroup | None
+    group: RankGroup | None
     rank: int
     world_size: int
     is_single_process: bool
@@ -42,7 +44,8 @@ class CheckpointRanks:
         rank = dist.get_rank(group)
         if rank < 0:
             raise CheckpointError(f"rank {dist.get_rank()} is not in the process group given; call on its ranks only")
-        return cls(group, rank, dist.get_world_size(group), is_single_process=False)
+        ranks = world_group() if group is None else RankGroup.of(group)
+        return cls(ranks, rank, ranks.size, is_single_process=False)
 
     def run_on_all(self, step: str, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results in rank order. Collective.
@@ -84,20 +87,16 @@ class CheckpointRanks:
             mine = (None, work())
         except Exception as error:
             failure, mine = error, (error_text(error), None)
-        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(mine, found, group=self.group, group_dst=0)
-        failures = [{rank: text for rank, (text, _) in enumerate(found or ()) if text is not None}]
-        dist.broadcast_object_list(failures, group=self.group, group_src=0)
-        if failures[0]:
-            raise CheckpointError(join_failures(step, failures[0], self.world_size)) from failure
-        return [result for _, result in found or ()]
+        assert self.group is not None
+        found: list[Any] = self.group.gather_object(mine)
+        failures = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+        failures = self.group.broadcast_object(failures)
+        if failures:
+            raise CheckpointError(join_failures(step, failures, self.world_size)) from failure
+        return [result for _, result in found]
 
     def _all_gather_object(self, item: Any) -> list[Any]:
-        if self.world_size == 1:
-            return [item]
-        items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item, group=self.group)
-        return items
+        return [item] if self.group is None else self.group.all_gather_object(item)
 
 
 def join_failures(step: str, failures: Mapping[int, str], world_size: int) -> str:

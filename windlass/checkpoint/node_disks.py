@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.checkpoint_directory import disk_errors, fsync_directory
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
@@ -166,10 +164,10 @@ def _write(path: Path, chunks: Iterator[bytes]) -> None:
 
 
 def _send_object(value: Any, to: int, ranks: CheckpointRanks) -> None:
-    dist.send_object_list([value], group=ranks.group, group_dst=to)
+    assert ranks.group is not None
+    ranks.group.send_object(value, to)
 
 
 def _receive_object(source: int, ranks: CheckpointRanks) -> Any:
-    box: list[Any] = [None]
-    dist.recv_object_list(box, group=ranks.group, group_src=source)
-    return box[0]
+    assert ranks.group is not None
+    return ranks.group.receive_object(source)

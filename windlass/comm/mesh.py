@@ -130,9 +130,7 @@ class Mesh:
         """
         if self.only_data:
             return [said]
-        heard: list[Any] = [said] * self.world.size
-        dist.all_gather_object(heard, said, group=self.world.process_group)
-        return heard
+        return self.world.all_gather_object(said)
 
     def of_stages(self, said: Any) -> list[Any]:
         """Return the value of the first rank of each pipeline stage, a plain Python value.

@@ -180,17 +180,16 @@ class MeshAxis:
             run_pending_checks()
             self._count("broadcast", _nbytes(tensor) if self.index != source else 0)
             with self._what():
-                dist.broadcast(tensor, self.group.ranks[source], group=self.group.process_group)
+                self.group.broadcast(tensor, source)
         return tensor
 
     def all_gather_object(self, said: Any) -> list[Any]:
         """All-gather a plain Python value, in the order of the axis."""
-        heard: list[Any] = [said] * self.size
-        if self.size > 1:
-            run_pending_checks()
-            with self._what():
-                dist.all_gather_object(heard, said, group=self.group.process_group)
-        return heard
+        if self.size == 1:
+            return [said]
+        run_pending_checks()
+        with self._what():
+            return self.group.all_gather_object(said)
 
     def _count(self, operation: str, nbytes: int) -> None:
         self.traffic.add(operation, 0, nbytes)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from windlass.comm.rank_group import RankGroup
 
+IndexedTensors = Sequence[tuple[int, torch.Tensor]]  # with the group index of the peer
 
-def exchange_tensors(
-    group: RankGroup, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Tensor]]
-) -> int:
+
+def exchange_tensors(group: RankGroup, sends: IndexedTensors, receives: IndexedTensors) -> int:
     """Send and receive contiguous tensors, and return the bytes received. Collective.
 
     Args:
@@ -18,13 +21,34 @@ def exchange_tensors(
         sends: Group index of the receiver, and the tensor. Tensors for one receiver arrive in this order.
         receives: Group index of the sender, and the target tensor, in the sender's order.
     """
-    # Sent as bytes, because gloo does not support every dtype.
-    operations = [dist.P2POp(dist.isend, t.view(torch.uint8), group.ranks[i], group.process_group) for i, t in sends]
-    operations += [
-        dist.P2POp(dist.irecv, t.view(torch.uint8), group.ranks[i], group.process_group) for i, t in receives
-    ]
-    # Started together: one transfer after the other would deadlock if all ranks send first.
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    wait_for_transfers(start_exchange(group, sends, receives))
     return sum(t.numel() * t.element_size() for _, t in receives)
+
+
+def start_exchange(
+    group: RankGroup, sends: IndexedTensors, receives: IndexedTensors, *, tag: int = 0, on_cpu: bool = False
+) -> list[Any]:
+    """Start an exchange as `exchange_tensors`, and return its operations, for `wait_for_transfers`.
+
+    The tensors must not be freed before the operations end, nor those sent be changed.
+
+    Args:
+        tag: Tag of the messages, equal on both sides. NCCL ignores it and matches messages by order.
+        on_cpu: The tensors are CPU tensors: use the group's process group for these.
+    """
+    # Started together: one transfer after the other would deadlock if all ranks send first.
+    process_group = group.cpu_group if on_cpu else group.process_group
+    operations = [
+        # Sent as bytes, because gloo does not support every dtype.
+        dist.P2POp(operation, tensor.view(-1).view(torch.uint8), group.ranks[index], process_group, tag)
+        for operation, transfers in ((dist.isend, sends), (dist.irecv, receives))
+        for index, tensor in transfers
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def wait_for_transfers(works: Iterable[Any]) -> None:
+    """Wait until operations of `start_exchange` end. On an accelerator, only the current stream waits for them."""
+    # In this folder the hang report sees the wait, [Note: collectives start in comm].
+    for work in works:
+        work.wait()

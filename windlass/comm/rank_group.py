@@ -1,10 +1,25 @@
-"""Groups of ranks that communicate, and the groups of data ranks."""
+"""Groups of ranks that communicate, and the groups of data ranks.
+
+[Note: collectives start in comm] Code outside `windlass/comm` and `windlass/compat` does not call collectives of
+`torch.distributed`: it calls the methods of `RankGroup`, `MeshAxis` and `Mesh`, and the functions of
+`comm/point_to_point`. So the process group of a call is always that of a `RankGroup`, and the hang report sees each
+wait: it classifies the frames of `windlass/comm` as waits for other ranks (`watchdog/thread_location`), and takes the
+name of the operation from the surrounding `WaitScope`, or from the method.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+
+from windlass.base.errors import CommunicationError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -13,12 +28,21 @@ class RankGroup:
 
     `cpu_process_group` is a second process group of the same ranks for CPU tensors, if `process_group` does not support
     these.
+
+    The methods are collective over the group, except the point-to-point ones. In a group of one rank they send nothing.
+    Ranks are given as indices in the group. Objects are pickled, and those received are copies.
     """
 
     process_group: dist.ProcessGroup
     ranks: tuple[int, ...]
     index: int
     cpu_process_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> RankGroup:
+        """Wrap an existing process group, of which this rank must be a member."""
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        return cls(process_group, ranks, dist.get_rank(process_group))
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
@@ -28,6 +52,80 @@ class RankGroup:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    # Tensors
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce the contiguous `tensor` in place over the group, and return it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op, group=self.process_group)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Broadcast the values of the rank at index `source` into the contiguous `tensor`, and return it."""
+        if self.size > 1:
+            dist.broadcast(tensor, self.ranks[source], group=self.process_group)
+        return tensor
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Send a contiguous tensor to the rank at index `target`, and wait until its memory may be changed."""
+        dist.send(tensor, self.ranks[target], group=self._group_for(tensor))
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Receive into the contiguous `tensor` from the rank at index `source`, and return it."""
+        dist.recv(tensor, self.ranks[source], group=self._group_for(tensor))
+        return tensor
+
+    # Objects
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """All-gather a Python value, in the order of the group."""
+        values: list[T] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def gather_object(self, value: T, target: int = 0) -> list[T]:
+        """Return the values of all ranks on the rank at index `target`, and an empty list on the others."""
+        values: list[T] | None = [value] * self.size if self.index == target else None
+        if self.size > 1:
+            dist.gather_object(value, values, group=self.process_group, group_dst=target)
+        return values or []
+
+    def broadcast_object(self, value: T | None = None, source: int = 0) -> T:
+        """Return the value of the rank at index `source`. The values of the other ranks are ignored."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, group=self.process_group, group_src=source)
+        found: T = values[0]
+        return found
+
+    def send_object(self, value: Any, target: int) -> None:
+        """Send a Python value to the rank at index `target`, which calls `receive_object`."""
+        dist.send_object_list([value], group=self.process_group, group_dst=target)
+
+    def receive_object(self, source: int) -> Any:
+        """Return the value that the rank at index `source` sends by `send_object`."""
+        values: list[Any] = [None]
+        dist.recv_object_list(values, group=self.process_group, group_src=source)
+        return values[0]
+
+    # Group
+
+    def barrier(self) -> None:
+        """Wait until all ranks of the group have called this."""
+        if self.size > 1:
+            dist.barrier(group=self.process_group)
+
+    def destroy(self) -> None:
+        """Close the sockets of the process groups. No rank may communicate over them afterwards."""
+        for process_group in (self.process_group, self.cpu_process_group):
+            if process_group is not None:
+                with contextlib.suppress(ValueError):  # it was destroyed with the default group, or earlier
+                    dist.destroy_process_group(process_group)
+
+    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        return self.cpu_group if tensor.device.type == "cpu" else self.process_group
 
 
 @dataclass(frozen=True)
@@ -45,3 +143,36 @@ class DataMesh:
     shard: RankGroup
     replicate: RankGroup
     secondary: RankGroup | None = None
+
+
+def world_group() -> RankGroup:
+    """Return all ranks, in the default process group: for code that runs without a mesh, or before there is one.
+
+    Raises:
+        CommunicationError: the default process group is not initialized.
+    """
+    if dist.group.WORLD is None:
+        raise CommunicationError(
+            "the default process group is not initialized: call windlass.init_distributed() or windlass.initialize() "
+            "first"
+        )
+    return RankGroup(dist.group.WORLD, tuple(range(dist.get_world_size())), dist.get_rank())
+
+
+def create_rank_group(partition: Sequence[tuple[int, ...]], *, backend: str | None = None) -> RankGroup:
+    """Create the process groups of disjoint sets of ranks, and return this rank's group. Collective over all ranks.
+
+    Args:
+        partition: The same sets of global ranks on all ranks.
+        backend: Backend of the groups; the default group's by default.
+
+    Raises:
+        CommunicationError: this rank is in none of the sets. No group was created on this rank.
+    """
+    rank = dist.get_rank()
+    own = next((number for number, ranks in enumerate(partition) if rank in ranks), None)
+    if own is None:
+        raise CommunicationError(f"rank {rank} is in none of the groups {list(partition)}; add it to one of them")
+    # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
+    created = [dist.new_group(list(ranks), backend=backend) for ranks in partition]
+    return RankGroup.of(created[own])  # in torch's order of the ranks, which is ascending

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import PeerError
@@ -85,10 +84,10 @@ class CollectiveErrorCheck:
             f"{self._rank_name}: {action} raised {type(error).__name__}: {error}" if error is not None else "",
             memory,
         )
-        told = [mine] * self._world.size
+        told = [mine]
         if self._world.size > 1:
             with WaitScope("the error messages of failed ranks"):
-                dist.all_gather_object(told, mine, group=self._world.process_group)
+                told = self._world.all_gather_object(mine)
         if error is not None and not isinstance(error, StopIteration):
             error.add_note(f"windlass: {mine[0]}; {consequence}")
             raise error

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from windlass.comm.mesh import Mesh
 from windlass.parallel.full_parameters import gather_full_with_grad
@@ -114,7 +113,8 @@ class FullParameterGather:
                 yield from self._receive_unit(unit_index, stage)
 
     def _receive_unit(self, unit_index: int, stage: int) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-        first = self._mesh.world.ranks[0]
+        world = self._mesh.world
+        first = world.ranks[0]
         for sender in self._senders:
             if sender.stage == stage and sender.rank != first:
                 for told in sender.announcements:
@@ -122,13 +122,13 @@ class FullParameterGather:
                         whole = torch.empty(told.shape, dtype=told.dtype)
                         if whole.numel():
                             flat = whole.view(-1).view(torch.uint8)
-                            dist.recv(flat, sender.rank, group=self._mesh.world.cpu_group)
+                            world.receive(flat, world.ranks.index(sender.rank))
                         yield told.names, whole
 
     def _send(self, full: torch.Tensor) -> None:
         if full.numel():
             flat = full.cpu().contiguous().view(-1).view(torch.uint8)
-            dist.send(flat, self._mesh.world.ranks[0], group=self._mesh.world.cpu_group)
+            self._mesh.world.send(flat, 0)
 
 
 def _is_sending_rank(unit: Unit, mesh: Mesh) -> bool:

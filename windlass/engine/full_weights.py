@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.base.atomic_file import temporary_path_beside
@@ -177,10 +176,9 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, exclude
     for found, whole in collecting.full_parameters():
         if writing is not None:
             writing.add({found[0]: whole})
-    told = [writing.finish() if writing is not None else ""]
-    dist.broadcast_object_list(told, model.mesh.world.ranks[0], group=model.mesh.world.process_group)
-    if told[0]:
-        raise CheckpointError(told[0])
+    failure = model.mesh.world.broadcast_object(writing.finish() if writing is not None else "")
+    if failure:
+        raise CheckpointError(failure)
     return True
 
 

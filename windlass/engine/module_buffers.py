@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.comm.rank_group import RankGroup
@@ -132,7 +131,7 @@ class BufferSynchronizer:
         if self._group.size > 1:
             for buffers in kinds.values():
                 flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-                dist.broadcast(flat.view(torch.uint8), self._group.ranks[0], group=self._group.process_group)
+                self._group.broadcast(flat.view(torch.uint8))
                 with torch.no_grad():
                     for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                         buffer.copy_(part.view(buffer.shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from windlass.comm.rank_group import RankGroup
 from windlass.zero.core.unit import Unit
@@ -40,8 +39,7 @@ class NonFiniteLocator:
             ),
             None,
         )
-        found: list[tuple[int, int, str] | None] = [None] * self._group.size
-        dist.all_gather_object(found, mine, group=self._group.process_group)
+        found = self._group.all_gather_object(mine)
         bad = sorted(
             (micro, place, rank, name) for rank, one in enumerate(found) if one for micro, place, name in [one]
         )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.base.collective_activity import WaitScope
@@ -122,7 +121,7 @@ def _broadcast_model(model: nn.Module, groups: list[RankGroup], deferred: Sharde
             if tensor.numel() and tensor not in deferred:
                 values = tensor.detach().contiguous()
                 for group in groups:
-                    dist.broadcast(values.view(-1).view(torch.uint8), group.ranks[0], group=group.process_group)
+                    group.broadcast(values.view(-1).view(torch.uint8))
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(values)
     logger.debug("the model of rank %d was broadcast", groups[0].ranks[0] if groups else 0)

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
@@ -334,7 +333,7 @@ class PipelineEngine(Engine):
         if self.is_last_stage():
             data = self.mesh.dense.data
             if data.size > 1:
-                dist.all_reduce(mean, group=data.process_group)
+                data.all_reduce(mean)
                 mean /= data.size
         if broadcast:
             return self._axis.broadcast(mean, self._axis.size - 1)

@@ -89,7 +89,5 @@ def _fits_in_memory(sharded: ShardedModel) -> tuple[bool, int, int]:
     elif device.type == "cuda":
         left = torch.cuda.mem_get_info(device)[0]
     fits = torch.tensor([float(needed <= left)], device=device)
-    data = sharded.mesh.dense.data
-    if data.size > 1:
-        dist.all_reduce(fits, dist.ReduceOp.MIN, group=data.process_group)
+    sharded.mesh.dense.data.all_reduce(fits, dist.ReduceOp.MIN)
     return bool(fits.item()), needed, left

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError
+from windlass.comm.rank_group import RankGroup
 from windlass.config import Config, load_config
 from windlass.parallel.activation_store import ActivationStore, ActivationTier, DeviceStore, HostStore
 from windlass.parallel.checkpoint_profiler import CheckpointProfiler
@@ -21,7 +22,7 @@ from windlass.parallel.nvme_activation_store import open_nvme_store
 from windlass.parallel.recompute import RecomputeSettings, is_inside_checkpoint, recompute
 from windlass.parallel.rng_tracker import rng_tracker
 from windlass.parallel.saved_tensor_offload import MIN_OFFLOAD_BYTES, OffloadCounters, SavedTensorOffloader
-from windlass.parallel.sharded_activation_store import ShardedStore, make_rank_group, model_parallel_group
+from windlass.parallel.sharded_activation_store import ShardedStore, model_parallel_group
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def _make_store(options: ActivationCheckpointOptions) -> ActivationStore | None:
         return None
     if cuts:
         assert options.group is not None
-        return ShardedStore(make_rank_group(options.group), place)
+        return ShardedStore(RankGroup.of(options.group), place)
     return place
 
 

@@ -88,11 +88,6 @@ def _shard_bounds(numel: int, size: int) -> list[int]:
     return [min(rank * step, numel) for rank in range(size + 1)]
 
 
-def make_rank_group(process_group: dist.ProcessGroup) -> RankGroup:
-    """Wrap an existing process group as a `RankGroup`."""
-    return RankGroup(process_group, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
-
-
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
     """Return the process group of a Megatron-style model-parallel unit, or None if it has none."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):

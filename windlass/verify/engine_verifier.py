@@ -12,6 +12,7 @@ from torch import nn
 from windlass.base.collective_activity import WaitScope
 from windlass.base.dtypes import dtype_name
 from windlass.base.errors import WindlassError
+from windlass.comm.rank_group import world_group
 from windlass.config import Config
 from windlass.engine.training_engine import Engine
 from windlass.optim.cpu_optimizer import CPUOptimizer
@@ -206,9 +207,7 @@ class EngineVerifier:
         """Compare the step that just ended with the plain one. Collective."""
         record = self._recorder.take_record()
         record.loss_scale = scale
-        problems: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(problems, record.problem)
-        for rank, problem in enumerate(problems):
+        for rank, problem in enumerate(world_group().all_gather_object(record.problem)):
             if problem:
                 raise VerifyError(f"step {self.compared_steps + 1} cannot be compared (rank {rank}): {problem}")
         values = self._full_parameters()
@@ -226,12 +225,10 @@ class EngineVerifier:
         """
         while (turn := _share_turn()) != _DONE:
             if turn == dist.get_rank():
-                dist.send_object_list([record], dst=0)
+                world_group().send_object(record, 0)
 
     def _share_deviated(self) -> None:
-        told = [bool(self.report.deviations)]
-        dist.broadcast_object_list(told, src=0)
-        self.has_deviated = told[0]
+        self.has_deviated = world_group().broadcast_object(bool(self.report.deviations))
 
     def _compare_step_here(self, reference: ReferenceModel, own: StepRecord, values: dict[str, torch.Tensor]) -> None:
         tolerance = self._build_tolerance(reference, own)
@@ -303,19 +300,15 @@ def _share_turn(turn: int | None = None) -> int:
 
     Rank 0 broadcasts after each replay. So no other rank waits longer than one replay, and the watchdog sees progress.
     """
-    told = [turn]
     with WaitScope("the plain run on rank 0"):
-        dist.broadcast_object_list(told, src=0)
-    assert told[0] is not None
-    return told[0]
+        return world_group().broadcast_object(turn)
 
 
 def _receive_record(rank: int) -> StepRecord:
     _share_turn(rank)
-    box: list[Any] = [None]
-    dist.recv_object_list(box, src=rank)
-    assert isinstance(box[0], StepRecord)
-    return box[0]
+    record = world_group().receive_object(rank)
+    assert isinstance(record, StepRecord)
+    return record
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

@@ -93,9 +93,7 @@ def _fits(sharded: ShardedModel) -> bool:
     """Return True if every rank has memory to unshard all parameters at once. Collective."""
     missing = sum(unit.nbytes for unit in sharded.units if unit.frees_memory)
     fits = torch.tensor([float(missing <= _SHARE * _free_bytes(sharded.device))], device=sharded.device)
-    if sharded.mesh.world.size > 1:
-        dist.all_reduce(fits, dist.ReduceOp.MIN, group=sharded.mesh.world.process_group)
-    return bool(fits.item())
+    return bool(sharded.mesh.world.all_reduce(fits, dist.ReduceOp.MIN).item())
 
 
 def _free_bytes(device: torch.device) -> int:

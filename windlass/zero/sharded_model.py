@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from weakref import finalize, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -466,7 +465,7 @@ class ShardedModel:
         trouble = self._await_result()
         failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
         if self.mesh.world.size > 1:  # also ensures that no peer still computes with the old parameters
-            dist.all_reduce(failed, group=self.mesh.world.process_group)
+            self.mesh.world.all_reduce(failed)
         self._finish_result(trouble, failed.item())
 
     def unhooked_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -527,7 +526,7 @@ class ShardedModel:
         self.finish_update()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
             # A peer may still run its backward and read this rank's shards in shared memory.
-            dist.barrier(group=group.process_group)
+            group.barrier()
         yield
         trained = [unit for unit in units if self.masters.chunks_of(unit)]
         self._gather_updated(trained)
@@ -577,7 +576,7 @@ class ShardedModel:
         self.units = []
         for family in self.dp_groups:
             if family.group.size > 1:  # peers may still read this rank's shards in shared memory, freed below
-                dist.barrier(group=family.group.process_group)
+                family.group.barrier()
         if keeps_mesh:
             self._closer.detach()
             _close(None, self.ledger, self.tiers.disk)

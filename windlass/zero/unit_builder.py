@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.base.device_memory import DeviceMemoryLedger, device_has_own_memory
@@ -198,7 +197,7 @@ class UnitBuilder:
             for index, parameter in enumerate(unit.parameters):
                 unit.parameter_view(values, index).copy_(parameter.detach())
         if data.size > 1 and values.numel():
-            dist.broadcast(values.view(torch.uint8), data.ranks[0], group=data.process_group)
+            data.broadcast(values.view(torch.uint8))
 
 
 def _bytes(needs: list[BufferRequest]) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from functools import partial
 from threading import Event, Thread
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -145,3 +146,21 @@ def test_the_calls_that_it_knows_by_name_are_the_engines() -> None:
 
     for known in _ENGINE_CALLS:
         assert getattr(Engine, known.rpartition(".")[2]).__qualname__ == known
+
+
+def test_a_transfer_between_stages_or_along_a_ring_is_a_wait() -> None:
+    from windlass.comm.mesh_axis import single_rank_axis
+    from windlass.parallel.pipeline.stage_transfers import _InFlightTransfer
+    from windlass.parallel.sequence.ring_transfer import RingTransfer
+
+    failing = SimpleNamespace(wait=partial(int, "a lost peer"))  # like torch's, its `wait` has no Python frame
+    ring = RingTransfer(single_rank_axis("sp"), [], 0)
+    ring._works = [failing]
+    for wait, operation in (
+        (_InFlightTransfer([], [failing]).wait, "wait_for_transfers"),
+        (ring.wait, "a pass along sp"),
+    ):
+        with pytest.raises(ValueError) as lost:
+            wait()
+        thread_location, waiting = location_of_error(lost.value, lost.value.__traceback__)
+        assert waiting and thread_location.operation == operation

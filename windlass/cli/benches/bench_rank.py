@@ -29,6 +29,7 @@ from windlass.cli.benches.bench_tasks import TASK_TYPES, TrainingTask, ZeroMemor
 from windlass.cli.benches.memory_sampler import MemorySampler
 from windlass.cli.expected_errors import describe_expected_error
 from windlass.comm.bootstrap import init_distributed
+from windlass.comm.rank_group import world_group
 
 MEMORY_POINTS = ("model built", "engine built", "before the step", "after the step")
 
@@ -47,7 +48,7 @@ def main(folder: Path) -> None:
         print_escaped(f"windlass: {message}", to_stderr=True)
         sys.exit(1)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
-    dist.barrier()
+    world_group().barrier()
     dist.destroy_process_group()
 
 
@@ -55,7 +56,7 @@ def measure_zero_memory(work: ZeroMemoryTask) -> dict[str, Any]:
     """Measure peak memory until each of `MEMORY_POINTS`, the parameter sum after the steps, and the last loss."""
     device, rank = local_device(), dist.get_rank()
     preload_engine_modules(work.engine)
-    dist.barrier()  # opens the connections, so that their buffers are part of the baseline
+    world_group().barrier()  # opens the connections, so that their buffers are part of the baseline
     watch = MemorySampler(device)
     peaks = []
     torch.manual_seed(0)
@@ -91,7 +92,7 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
     preload_engine_modules("windlass")
     if any(config.get("engine") == "deepspeed" for config in work.configs.values()):
         preload_engine_modules("ds")
-    dist.barrier()
+    world_group().barrier()
     watch = MemorySampler(device) if work.measure_memory else None
     trainees: dict[str, BenchEngine] = {}
     parameters = 0
@@ -158,7 +159,7 @@ def _timed_step(trainee: BenchEngine, work: TrainingTask, device: torch.device, 
     draw = torch.Generator().manual_seed(1000 * dist.get_rank() + number % 2)
     tokens = torch.randint(0, work.vocabulary, (work.batch, work.length), generator=draw).to(device)
     synchronize(device)
-    dist.barrier()
+    world_group().barrier()
     start = time.perf_counter()
     loss = trainee.forward(tokens)
     trainee.backward(loss)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from windlass.comm.rank_group import world_group
+
 
 @dataclass(frozen=True)
 class LossAgreement:
@@ -31,7 +33,7 @@ def all_reduce_losses(losses: list[torch.Tensor], stop_requested: bool) -> LossA
     # Each rank writes to its own slot the 1-based index of its first non-finite micro-batch, or 0 for none. argmin of
     # the 0/1 flags is the first 0.
     shared[2 + rank] = torch.where(finite.all(), 0, finite.int().argmin() + 1)
-    dist.all_reduce(shared)
+    world_group().all_reduce(shared)
     loss, stops, *firsts = shared.tolist()
     bad = next(((index, int(first) - 1) for index, first in enumerate(firsts) if first), None)
     return LossAgreement(loss if bad is None else float("nan"), stops > 0, bad)
@@ -40,5 +42,5 @@ def all_reduce_losses(losses: list[torch.Tensor], stop_requested: bool) -> LossA
 def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
     """Return the elementwise sum over ranks, in double precision. Collective."""
     shared = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(shared)
+    world_group().all_reduce(shared)
     return list(map(float, shared.tolist()))

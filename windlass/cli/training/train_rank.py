@@ -22,6 +22,7 @@ from windlass.cli.training.stop_signals import INTERRUPTED_EXIT_CODE, StopSignal
 from windlass.cli.training.text_continuation import generate_continuation
 from windlass.cli.training.train_loop import TrainLoop
 from windlass.cli.training.training_plan import TrainingPlan, read_plan, write_text
+from windlass.comm.rank_group import world_group
 from windlass.config import Config, load_config
 from windlass.data.held_out import HeldOutSet
 from windlass.data.resumable_loaders import SequenceLoader
@@ -76,7 +77,7 @@ def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = windlass.initialize(model=model, config=plan.config)
     rank, (readers, reader) = dist.get_rank(), engine.data_loading_ranks
-    dist.barrier()  # from here on a stop request stops all ranks together
+    world_group().barrier()  # from here on a stop request stops all ranks together
     stop_signals.install()
     if rank == 0:
         logger.info(
@@ -106,7 +107,7 @@ def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:
     state = engine.full_state_dict()
     if rank == 0:
         write_results(plan, trainer, tokens, state)
-    dist.barrier()
+    world_group().barrier()
     return True
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import ModelError
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.point_to_point import start_exchange, wait_for_transfers
 from windlass.parallel.pipeline.stage_message import MessageLayout, TensorSpec
 
 _ACTIVATION, _GRADIENT, _HEADER = range(3)  # kinds of message; with the stage they form the tag
@@ -34,8 +34,7 @@ class _InFlightTransfer:
     def wait(self) -> list[torch.Tensor]:
         """Wait until the transfer ends and return its tensors."""
         works, self.works = self.works, []
-        for work in works:
-            work.wait()
+        wait_for_transfers(works)
         return self.tensors
 
     @property
@@ -323,7 +322,7 @@ class StageTransfers:
         mark = torch.tensor([ok], dtype=torch.uint8)
         # Sends need dense memory; the transfer keeps these copies alive until it ends.
         whole = [tensor.contiguous() for tensor in tensors]
-        moving = _InFlightTransfer(whole, self._start(dist.isend, [mark, *whole], to, _tag(kind, stage)), mark)
+        moving = _InFlightTransfer(whole, self._start([mark, *whole], to, _tag(kind, stage), sends=True), mark)
         self._sending.setdefault((kind, stage), {})[micro_batch] = moving
 
     def _receive(
@@ -331,29 +330,26 @@ class StageTransfers:
     ) -> None:
         buffers = [sheet.empty(self._device) for sheet in tensor_specs]
         mark = torch.zeros(1, dtype=torch.uint8)
-        works = self._start(dist.irecv, [mark, *buffers], source, _tag(kind, source))
+        works = self._start([mark, *buffers], source, _tag(kind, source), sends=False)
         self._receiving[kind, stage, micro_batch] = _InFlightTransfer(buffers, works, mark)
         self._axis.traffic.add(traffic_name, 0, sum(sheet.nbytes for sheet in tensor_specs))
 
-    def _start(self, operation: Any, tensors: list[torch.Tensor], stage: int, tag: int) -> list[Any]:
+    def _start(self, tensors: list[torch.Tensor], stage: int, tag: int, *, sends: bool) -> list[Any]:
         """Start one transfer to or from the rank of `stage`: one batch of device tensors and one of host tensors."""
         group = self._axis.group
-        peer, works = group.ranks[stage % group.size], []
-        for process_group, here in ((group.process_group, False), (group.cpu_group, True)):
+        works: list[Any] = []
+        for on_cpu in (False, True):
             # Empty tensors are not sent; both sides have their shapes.
-            chosen = [t for t in tensors if t.numel() and (t.device.type == "cpu") is here]
-            if chosen:
-                # As bytes: not every backend supports every dtype.
-                flat = [tensor.view(-1).view(torch.uint8) for tensor in chosen]
-                operations = [dist.P2POp(operation, one, peer, process_group, tag) for one in flat]
-                works += dist.batch_isend_irecv(operations)
+            chosen = [(stage % group.size, t) for t in tensors if t.numel() and (t.device.type == "cpu") is on_cpu]
+            sent, received = (chosen, []) if sends else ([], chosen)
+            works += start_exchange(group, sent, received, tag=tag, on_cpu=on_cpu)
         return works
 
     def _send_header(self, stage: int, layout: MessageLayout | None) -> None:
         """Send a layout; None means that this rank failed and that no activation follows."""
         text = torch.frombuffer(bytearray(pickle.dumps(layout)), dtype=torch.uint8)
         length = torch.tensor([text.numel()])
-        works = [w for t in (length, text) for w in self._start(dist.isend, [t], stage + 1, _tag(_HEADER, stage))]
+        works = [w for t in (length, text) for w in self._start([t], stage + 1, _tag(_HEADER, stage), sends=True)]
         going = self._sending.setdefault((_HEADER, stage), {})
         going[max(going, default=0) + 1] = _InFlightTransfer([length, text], works)
         # No gradient answers a header, so limit the headers in flight here.
@@ -370,7 +366,8 @@ class StageTransfers:
 
     def _receive_header_into(self, tensor: torch.Tensor, stage: int) -> None:
         source = stage - 1
-        self._wait(_InFlightTransfer([tensor], self._start(dist.irecv, [tensor], source, _tag(_HEADER, source))))
+        works = self._start([tensor], source, _tag(_HEADER, source), sends=False)
+        self._wait(_InFlightTransfer([tensor], works))
 
 
 def _tag(kind: int, stage: int) -> int:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from windlass.base.errors import ConfigError, DataError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import AXES, DATA_LOADING_AXES, MeshShape
-from windlass.comm.rank_group import RankGroup
+from windlass.comm.rank_group import RankGroup, create_rank_group
 from windlass.parallel.sequence.apply_sequence_parallel import (
     apply_sequence_parallel,
     derivation_along,
@@ -25,7 +25,7 @@ from windlass.parallel.sequence_loss import IGNORE_INDEX, shift_targets
 
 def axis_from_process_group(group: dist.ProcessGroup, name: str = "sp") -> MeshAxis:
     """Return a process group as a mesh axis."""
-    return MeshAxis(name, RankGroup(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)))
+    return MeshAxis(name, RankGroup.of(group))
 
 
 class SequenceParallelGroups:
@@ -86,9 +86,7 @@ _GETTERS = {
 
 def _make_axis(name: str, partition: list[tuple[int, ...]]) -> MeshAxis:
     """Create all groups of a partition of the ranks, and return this rank's group as an axis. Collective."""
-    made = {ranks: dist.new_group(list(ranks)) for ranks in partition}
-    own = next(ranks for ranks in partition if dist.get_rank() in ranks)
-    return MeshAxis(name, RankGroup(made[own], own, own.index(dist.get_rank())))
+    return MeshAxis(name, create_rank_group(partition))
 
 
 class UlyssesSPAttentionHF:

@@ -7,12 +7,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import GatherError
 from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES
+from windlass.comm.rank_group import world_group
 from windlass.zero.access.shard_values import is_expert_only, set_part_param
 from windlass.zero.core.parameter_registry import ParameterLocation, find
 from windlass.zero.core.sharded_parameter import ShardedParameter, StateDictStub, mark_sharded, mark_unsharded, put_data
@@ -102,7 +102,7 @@ class GatheredParameters:
         if self._rank is not None and kind is None and initial_shard.is_building():
             for parameter in self._whole:
                 value = parameter.detach().contiguous()
-                dist.broadcast(_bytes(value), self._rank)
+                world_group().broadcast(_bytes(value), self._rank)
                 parameter.detach().copy_(value)
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
         resized = [(place, p.shape) for p, place in self._copied if p.shape != place.unit.shapes[place.index]]
@@ -112,7 +112,7 @@ class GatheredParameters:
                 data = place.unit.dp_group.mesh.data
                 if data.size > 1:
                     with WaitScope("broadcast", [place.name]):
-                        dist.broadcast(_bytes(value), _modifier(place, self._rank), group=data.process_group)
+                        data.broadcast(_bytes(value), data.ranks.index(_modifier(place, self._rank)))
                 values.append((parameter, value))
         for parameter, place in self._copied:
             _open.discard(id(parameter))

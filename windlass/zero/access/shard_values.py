@@ -20,7 +20,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ModelError
@@ -75,8 +74,7 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     model.reducer.finish()
     group = place.unit.dp_group.mesh.data if alone else model.mesh.dense.data
     facts = torch.tensor([int(bool(slot.written)), int(place.index in slot.used)], device=model.device)
-    if group.size > 1:
-        dist.all_reduce(facts, group=group.process_group)
+    group.all_reduce(facts)
     if facts[1] == 0:
         return None
     # Reduce what is not reduced yet. Without a gradient in this group, another replica has one: reduce zeros here.
@@ -106,11 +104,7 @@ def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
     with place.model.masters.resident([place.unit], among=_ranks_with_parameter(place)):
         kept = _coded(place)
         mine = [(start, _checked_state(kept, state, wanted)) for start, _, state in _state(place)]
-    found: list[list[tuple[int, dict[str, Any]]]] = [mine]
-    group = place.unit.dp_group.group
-    if group.size > 1:
-        found = [[]] * group.size
-        dist.all_gather_object(found, mine, group=group.process_group)
+    found = place.unit.dp_group.group.all_gather_object(mine)
     keys = dict.fromkeys(key for entry in found for _, values in entry for key in values)
     return {key: _assemble_state(place, key, found) for key in keys}
 
@@ -438,7 +432,7 @@ def assemble(place: ParameterLocation, span: torch.Tensor) -> torch.Tensor:
         if rank == group.index:
             part.copy_(span[begin - first : end - first])
         if cut:
-            dist.broadcast(part, group.ranks[rank], group=group.process_group)
+            group.broadcast(part, rank)
     return whole
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.zero.access.shard_values import part_param, part_states, set_part_param, set_part_state, set_plain_state
@@ -58,10 +57,7 @@ class StateTransfer:
         for parameter, owner, parcel in self._parcels:
             if id(parameter) not in trained:
                 continue
-            told, group = [parcel], require(parameter).unit.dp_group.mesh.data
-            if group.size > 1:
-                dist.broadcast_object_list(told, group.ranks[owner], group=group.process_group)
-            found = told[0]
+            found = require(parameter).unit.dp_group.mesh.data.broadcast_object(parcel, owner)
             assert found is not None
             set_part_param(parameter, found.weight.to(model.device))
             for key, value in found.states.items():

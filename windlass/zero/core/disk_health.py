@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from windlass.base.errors import StorageError, UpdateError
 from windlass.comm.rank_group import RankGroup
@@ -73,9 +72,7 @@ class DiskHealth:
             return
         group = among or self._data
         bad = torch.tensor([self.has_local_failure()], device=self._device)
-        if group.size > 1:
-            dist.all_reduce(bad, group=group.process_group)
-        if bad.item() > 0:
+        if group.all_reduce(bad).item() > 0:
             self.raise_failures(what, then=then, loses=loses, among=among)
 
     def raise_failures(
@@ -96,9 +93,7 @@ class DiskHealth:
         mine = (str(error) if error is not None else "", torn is not None, "")
         if error is None and broken is not None:
             error, mine = broken, ("", False, f"its optimizer raised {type(broken).__name__}: {broken}")
-        told = [mine] * group.size
-        if group.size > 1:
-            dist.all_gather_object(told, mine, group=group.process_group)
+        told = group.all_gather_object(mine)
         said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(told) if words)
         updates = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(told) if words)
         if updates:

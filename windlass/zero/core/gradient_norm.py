@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from windlass.base.collective_activity import WaitScope
 from windlass.comm.mesh import Mesh
@@ -173,12 +172,12 @@ def _reduce(vector: torch.Tensor, common: int, mesh: Mesh, traffic: Traffic) -> 
     # Without other axes one all-reduce is sufficient.
     if data.size == mesh.world.size:
         if data.size > 1:
-            dist.all_reduce(vector, group=data.process_group)
+            data.all_reduce(vector)
             traffic.control += vector.numel()
         return
     if data.size > 1 and vector.numel() > common:
-        dist.all_reduce(vector[common:], group=data.process_group)
-    dist.all_reduce(vector[:common], group=mesh.world.process_group)
+        data.all_reduce(vector[common:])
+    mesh.world.all_reduce(vector[:common])
     traffic.control += vector.numel()
 
 

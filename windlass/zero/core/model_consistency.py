@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.base.collective_activity import WaitScope
@@ -31,13 +30,11 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     mine = _summary_of(model, optimizer)
     # Compare digests first: the full summaries of large models are sent only if they differ.
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-    digests: list[str] = [""] * data.size
     with WaitScope("the comparison of models"):
-        dist.all_gather_object(digests, digest, group=data.process_group)
+        digests = data.all_gather_object(digest)
         if len(set(digests)) == 1:
             return
-        told: list[list[_Summary]] = [[] for _ in digests]
-        dist.all_gather_object(told, mine, group=data.process_group)
+        told = data.all_gather_object(mine)
     other = next(index for index, one in enumerate(digests) if one != digests[0])
     here, there = ({said[0]: said for said in told[index]} for index in (0, other))
     name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "")
@@ -62,9 +59,8 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
         ModelError: the units differ. Raised on all ranks.
     """
     mine = [(plan.kind.is_expert, plan.dtype, plan.trainable, plan.persistent, plan.numel) for plan in plans]
-    told: list[list[tuple[bool, torch.dtype, bool, bool, int]]] = [mine] * data.size
     with WaitScope("the comparison of models"):
-        dist.all_gather_object(told, mine, group=data.process_group)
+        told = data.all_gather_object(mine)
     # Without `numel`, which may differ for experts.
     kinds = [[one[:4] for one in of_rank] for of_rank in told]
     if all(one == kinds[0] for one in kinds):

@@ -110,10 +110,7 @@ class StepAgreement:
 
     def first_name(self, mine: str) -> str:
         """Return the first nonempty name in rank order; empty if no rank has one. Collective over all ranks."""
-        found = [mine] * self._mesh.world.size
-        if len(found) > 1:
-            dist.all_gather_object(found, mine, group=self._mesh.world.process_group)
-        return next((name for name in found if name), "")
+        return next((name for name in self._mesh.world.all_gather_object(mine) if name), "")
 
     def _warn_uneven(self) -> None:
         ranks, made = self._mesh.dense.data.ranks, self._all_gather_from_data_ranks(self._gradients.backward_count)
@@ -128,11 +125,7 @@ class StepAgreement:
 
     def _all_gather_from_data_ranks(self, mine: T) -> list[T]:
         """All-gather an object from the data ranks. Collective over them."""
-        data = self._mesh.dense.data
-        found = [mine] * data.size
-        if data.size > 1:
-            dist.all_gather_object(found, mine, group=data.process_group)
-        return found
+        return self._mesh.dense.data.all_gather_object(mine)
 
     def forget(self) -> None:
         """Forget that replicas were summed, because the gradients of the last agreement are gone."""
@@ -153,7 +146,7 @@ class StepAgreement:
         """
         if not self._replicas_summed:
             for group in unit.extra_reduce_groups:
-                dist.all_reduce(part, group=group.process_group)
+                group.all_reduce(part)
         return part
 
     def first_nonfinite(self) -> str:
@@ -171,9 +164,7 @@ class StepAgreement:
                     part = gradient.narrow(0, piece.offset, piece.numel)
                     if not bool(torch.isfinite(part).all()):
                         mine.append((stage, slot.unit.index, piece.index, slot.unit.names[piece.index]))
-        found: list[list[tuple[int, int, int, str]]] = [mine] * self._mesh.world.size
-        if len(found) > 1:
-            dist.all_gather_object(found, mine, group=self._mesh.world.process_group)
+        found = self._mesh.world.all_gather_object(mine)
         return min((bad for bads in found for bad in bads), default=(0, 0, 0, ""))[-1]
 
     def refuse_unused(self, used: list[list[bool]]) -> None:
@@ -192,8 +183,7 @@ class StepAgreement:
             if not had and parameter.requires_grad
         ]
         if not self._mesh.only_data:
-            told: list[list[str]] = [[]] * self._mesh.world.size
-            dist.all_gather_object(told, unused, group=self._mesh.world.process_group)
+            told = self._mesh.world.all_gather_object(unused)
             unused = list(dict.fromkeys(name for names in told for name in names))
         if unused:
             raise ModelError(

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from weakref import ReferenceType, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -128,7 +127,7 @@ class InitRegistry:
                 told[2 + 3 * place] = number
                 told[3 + 3 * place], told[4 + 3 * place] = parameter.numel(), parameter.element_size()
         told = told.to(self._device)
-        dist.broadcast(told, self.group.ranks[0], group=self.group.process_group)
+        self.group.broadcast(told)
         count, self._kept, *numbers = (int(x) for x in told.tolist())
         self._added = 0
         self._cut([(numbers[3 * i], numbers[3 * i + 1], numbers[3 * i + 2]) for i in range(count)])

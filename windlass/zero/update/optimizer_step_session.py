@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from windlass.comm.rank_group import RankGroup
@@ -79,9 +78,7 @@ class OptimizerStepSession:
             {key: value for key, value in new.items() if isinstance(value, int | float | str)}
             for new in (*self._new_options, self._new)
         ]
-        found: list[list[dict[str, Any]]] = [[]] * among.size
-        dist.all_gather_object(found, mine, group=among.process_group)
-        return found
+        return among.all_gather_object(mine)
 
     def _attributes(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return _without(optimizer.__dict__, _NOT_SHARED) if type(self._inner) is type(self._optimizer) else {}

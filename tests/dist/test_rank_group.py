@@ -1,0 +1,113 @@
+"""Law: the methods of a RankGroup equal their explicit computation from the values of all ranks of the group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.harness import run_ranks
+from windlass.base.errors import CommunicationError
+from windlass.comm.point_to_point import start_exchange, wait_for_transfers
+from windlass.comm.rank_group import RankGroup, create_rank_group, world_group
+
+
+def value_of(rank: int) -> torch.Tensor:
+    return torch.tensor([rank + 1.0, -2.0 * rank])
+
+
+def results(group: RankGroup) -> dict[str, Any]:
+    """The result of every method on this rank. Collective."""
+    rank, last = group.ranks[group.index], group.size - 1
+    found: dict[str, Any] = {
+        "ranks": group.ranks,
+        "sum": group.all_reduce(value_of(rank)),
+        "max": group.all_reduce(value_of(rank), dist.ReduceOp.MAX),
+        "first": group.broadcast(value_of(rank)),
+        "last": group.broadcast(value_of(rank), last),
+        "objects": group.all_gather_object({"rank": rank}),
+        "to first": group.gather_object(rank),
+        "to last": group.gather_object(rank, last),
+        "object of first": group.broadcast_object(f"rank {rank}"),
+        "object of last": group.broadcast_object(f"rank {rank}" if group.index == last else None, last),
+    }
+    group.barrier()
+    if group.size > 1:
+        if group.index == 0:
+            group.send(value_of(rank), last)
+            group.send_object(("from", rank), last)
+        elif group.index == last:
+            found["received"] = group.receive(torch.zeros(2), 0)
+            found["received object"] = group.receive_object(0)
+        following, before = (group.index + 1) % group.size, (group.index - 1) % group.size
+        passed = torch.zeros(2, 1, dtype=torch.bfloat16)
+        sent = value_of(rank).view(2, 1).bfloat16()
+        wait_for_transfers(start_exchange(group, [(following, sent)], [(before, passed)], tag=3, on_cpu=True))
+        found["passed"] = passed
+    return found
+
+
+def expected(ranks: tuple[int, ...], rank: int) -> dict[str, Any]:
+    values = torch.stack([value_of(one) for one in ranks])
+    index, size = ranks.index(rank), len(ranks)
+    found: dict[str, Any] = {
+        "ranks": ranks,
+        "sum": values.sum(0),
+        "max": values.amax(0),
+        "first": values[0],
+        "last": values[-1],
+        "objects": [{"rank": one} for one in ranks],
+        "to first": list(ranks) if index == 0 else [],
+        "to last": list(ranks) if index == size - 1 else [],
+        "object of first": f"rank {ranks[0]}",
+        "object of last": f"rank {ranks[-1]}",
+    }
+    if size > 1:
+        if index == size - 1:
+            found |= {"received": values[0], "received object": ("from", ranks[0])}
+        found["passed"] = values[(index - 1) % size].view(2, 1).bfloat16()
+    return found
+
+
+def on_world_and_parts(parts: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
+    """The results in the group of all ranks, and in this rank's group of a partition."""
+    group = create_rank_group(parts)
+    found = [(one.ranks, results(one)) for one in (world_group(), group, RankGroup.of(group.process_group))]
+    group.destroy()
+    with pytest.raises(KeyError):
+        dist.get_process_group_ranks(group.process_group)
+    group.destroy()  # a second call does nothing
+    return found
+
+
+@pytest.mark.parametrize("parts", [[(0,)], [(0, 1)], [(0,), (1,)], [(0,), (2, 1)]], ids=str)
+def test_every_method_equals_its_computation(parts: list[tuple[int, ...]]) -> None:
+    world = sum(map(len, parts))
+    for rank, found in enumerate(run_ranks(on_world_and_parts, world, parts)):
+        own = next(tuple(sorted(part)) for part in parts if rank in part)
+        assert [ranks for ranks, _ in found] == [tuple(range(world)), own, own]
+        for ranks, values in found:
+            for name, value in expected(ranks, rank).items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(values.pop(name), value), (name, ranks, rank)
+                else:
+                    assert values.pop(name) == value, (name, ranks, rank)
+            assert not values
+
+
+def left_out() -> str:
+    with pytest.raises(CommunicationError) as raised:
+        create_rank_group([(1,)] if dist.get_rank() == 0 else [(0,)])
+    return str(raised.value)
+
+
+def test_a_rank_outside_the_partition_raises() -> None:
+    assert "rank 0 is in none of the groups [(1,)]" in run_ranks(left_out, 2)[0]
+
+
+def test_without_a_process_group_the_world_raises() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(CommunicationError, match=r"call windlass\.init_distributed\(\)"):
+        world_group()
