@@ -305,7 +305,7 @@ class MasterWeights:
         return DONE  # the staging pool waits for the write, and raises its failure at a later call
 
     def lowered_output(self, chunk: UpdateChunk) -> torch.Tensor:
-        """Return a host tensor `[stop - start]` for a chunk's new parameters in the param_dtype, which the update writes.
+        """Return a host tensor `[stop - start]` in the param_dtype, to which an update writes a chunk's new parameters.
 
         Without delayed updates this is the shard itself on the host tier, and a staging buffer for the NVMe tier. In
         all other cases it is new memory, so that the forward and backward can use the old values during the update.
