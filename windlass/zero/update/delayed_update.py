@@ -1,22 +1,26 @@
-"""An update that goes on while the next forward and backward run.
+"""Optimizer update on a background thread, during the next forward and backward.
 
-[Note: delayed update] With `offload_optimizer.delayed_update` a step hands its gradient to a thread of its own and
-returns; what the thread made of it is brought to the parameters by the next step. So each gradient is that of the
-parameters of one update before, and with w[0] = w[-1] the weights that training began with
+[Note: delayed update] With `offload_optimizer.delayed_update`, a step passes its gradient to a background thread and
+returns. The next step writes the thread's result to the parameters. So each gradient belongs to parameters that are
+one update old. With w[-1] = w[0], the initial weights,
 
     w[t + 1] = w[t] - update(gradient(w[t - 1]))
 
-(Ren et al., "ZeRO-Offload", arXiv:2101.06840, section 5.2: one-step delayed parameter update). Everything else of a
-step (norm, clipping, overflow, hyper-parameters) is of its own time. Three things are kept twice for it:
+(Ren et al., "ZeRO-Offload", arXiv:2101.06840, section 5.2: one-step delayed parameter update). Norm, clipping,
+overflow and hyper-parameters of a step are not delayed: they are those at the call of `step`. Delayed updates need
+additional memory for:
 
-- gradients: the update reads those of its step while the next arrive (`GradientSlot.spare`);
-- fp32 parameters that rest in host memory: elsewhere masters are other memory anyway (`Masters`);
-- new parameters in the compute dtype, where they are no cast of masters at hand, until the next step brings them
-  (`Chunk.lowered`).
+- a second gradient: the update reads the gradient of its step while the next one arrives
+  (`GradientSlot.spare_storage`);
+- separate master weights: parameters never serve as their own master weights, even if dtype and tier are equal
+  (`MasterWeights`);
+- new parameters in the param_dtype until the next step publishes them (`UpdateChunk.lowered_params`), unless the
+  master weights are in memory in that dtype.
 
-Between `start` and `wait` masters, optimizer states and the disk records of both are the thread's, parameters and the
-next gradient everybody else's. Whoever looks at the former from outside waits (`ShardedModel.await_update`); whoever
-needs both to fit together, or sets them, finishes the update (`ShardedModel.finish_update`), which is collective.
+Between `start` and `wait`, only the thread uses master weights, optimizer states and their disk records. Other code
+uses only the parameters and the next gradient. Code that reads master weights or states first calls
+`ShardedModel.wait_for_update`. Code that needs parameters and master weights of the same step, or sets either, first
+calls `ShardedModel.finish_update`, which is collective.
 """
 
 from __future__ import annotations
@@ -36,20 +40,20 @@ from windlass.zero.update.update_chunk import UpdateChunk
 
 
 class DelayedUpdate:
-    """The update under way of one model, if there is one.
+    """Background update of one model: at most one at a time.
 
     Args:
-        slots: gradients of the trainable units.
-        masters: what is updated.
-        units: all of the model.
-        device: where the model computes.
-        home: of gradients handed over, where they arrive on the device.
-        make: makes a slot: name, elements, dtype, home.
-        dtype: of gradients.
+        slots: gradients of the trainable units. The caller may append to the list.
+        masters: master weights to update.
+        units: all units of the model.
+        device: device of the model.
+        home: tier of the spare gradient of a slot whose reduced gradient is on the device.
+        make: makes a slot from name, number of elements, dtype and tier.
+        dtype: dtype of the gradients.
 
     Attributes:
-        seconds: that the last finished update took on its thread.
-        waited: those of them in which a step, or whoever wanted its result, had to wait for it.
+        seconds: duration of the last finished update on its thread.
+        waited: part of `seconds` during which `wait` blocked its caller.
     """
 
     def __init__(
@@ -66,13 +70,13 @@ class DelayedUpdate:
         self._home, self._make, self._dtype = home, make, dtype
         for slot in slots:
             self.allocate_spare(slot)
-        # one thread for good: each new one that computes would start a team of OpenMP threads
+        # One thread for all updates: every new thread that computes would start its own team of OpenMP threads.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="windlass-update")
         self._running: concurrent.futures.Future[list[list[UpdateChunk]]] | None = None
         self.seconds = self.waited = self._took = self._waits = 0.0
 
     def allocate_spare(self, slot: GradientSlot) -> None:
-        """Make room for a gradient that is handed over."""
+        """Allocate the second storage of a slot, for the gradient that an update uses."""
         rests = slot.storage.tier if slot.storage is not None else self._home
         numel = slot.unit.state_stop - slot.unit.state_start
         slot.spare_storage = self._make(f"gradient of {slot.unit.names[0]}, handed over", numel, self._dtype, rests)
@@ -80,30 +84,38 @@ class DelayedUpdate:
 
     @property
     def in_progress(self) -> bool:
-        """True while an update is started and not finished; equal on all ranks."""
+        """True from `start` to `finish`. Equal on all ranks."""
         return self._running is not None
 
     def start(self, batches: Iterator[list[UpdateChunk]]) -> None:
-        """Hand this step's gradients over and update on the thread.
+        """Move the gradients of this step to their spare storage, and start the update on the thread.
 
         Args:
-            batches: does the update, as it is asked for what was updated.
+            batches: performs the update while it is iterated; yields each batch of chunks once it is updated.
         """
         assert self._running is None
+        # The next backward overwrites the gradients, so the copies must end here. All start before the first wait.
         for moving in [slot.hand_over() for slot in self._slots]:
             moving.wait()
         self._waits = 0.0
         self._running = self._thread.submit(self._update, batches)
 
     def wait(self) -> None:
-        """Wait until the thread is through, well or not: then masters and states are those after the update."""
+        """Wait until the thread has finished the update or failed. Then other code may read master weights and states.
+
+        An error of the update is not raised here: see `local_error`.
+        """
         if self._running is not None and not self._running.done():
             begin = time.perf_counter()
             concurrent.futures.wait([self._running])
             self._waits += time.perf_counter() - begin
 
     def local_error(self) -> Exception | None:
-        """Why this rank can't bring its new parameters, after `wait`."""
+        """Return the reason why this rank cannot use the result of the update; None if it can. Call `wait` first.
+
+        Returns:
+            UpdateError if the update raised, ModelError if a parameter was changed in place since `start`.
+        """
         assert self._running is not None
         if (error := self._running.exception()) is not None:
             said = UpdateError(
@@ -121,12 +133,19 @@ class DelayedUpdate:
         return None
 
     def finish(self, *, use: bool) -> list[list[UpdateChunk]]:
-        """End the update, after `wait`: the chunks whose new parameters are to be brought; none unless it is of use."""
+        """End the update. Call `wait` first.
+
+        Args:
+            use: False drops the new parameters, because the update failed on some rank.
+
+        Returns:
+            The updated chunks by batch, for `MasterWeights.write_back`; empty if not `use`.
+        """
         running, self._running = self._running, None
         assert running is not None
         self.seconds, self.waited = self._took, min(self._took, self._waits)
         for slot in self._slots:
-            slot.handed_over = None
+            slot.handed_over = None  # `slot.stepped` is the gradient of the current step again
         if use:
             return running.result()
         for chunk in self._masters.chunks:
@@ -134,17 +153,19 @@ class DelayedUpdate:
         return []
 
     def close(self) -> None:
-        """End the thread."""
+        """Wait for the update in progress, if any, and end the thread."""
         self._thread.shutdown()
 
     def _update(self, batches: Iterator[list[UpdateChunk]]) -> list[list[UpdateChunk]]:
         begin = time.perf_counter()
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # each thread has its own; page-locked memory belongs to one
+            # The current device is per thread, and page-locked memory is allocated for the current device.
+            torch.cuda.set_device(self._device)
         done = []
-        with torch.no_grad():
+        with torch.no_grad():  # grad mode is per thread, too
             for batch in batches:
                 for chunk in batch:
+                    # Copy now: master weights on NVMe leave memory when the next batch is requested.
                     self._masters.keep_lowered_params(chunk)
                 done.append(batch)
         self._took = time.perf_counter() - begin

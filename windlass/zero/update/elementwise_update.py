@@ -1,8 +1,8 @@
-"""Steps the optimizer on this rank's spans: the user's own optimizer class sees flat pieces of parameters.
+"""Update with an elementwise optimizer, whose class steps this rank's flat fragments of parameters.
 
-An elementwise rule gives the same result on any piece of a parameter, so each rank runs the very class that the user
-chose on its pieces of the master weights. The state that it makes, `step` included, is kept by piece, so a parameter
-that had no gradient anywhere is skipped exactly as torch skips it.
+An elementwise optimizer computes the same values for a fragment as for the full parameter. So each rank runs the user's
+optimizer class, or a native equivalent for host memory, on its fragments of the master weights. Each fragment has its
+own state, `step` included. So a parameter without a gradient is skipped exactly as torch skips it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chu
 
 
 class ParameterSegment:
-    """A piece of a parameter that this rank updates."""
+    """Fragment of a parameter, as a flat `nn.Parameter` that the optimizer steps.
+
+    Attributes:
+        chunk: chunk that contains the fragment.
+        piece: range of the fragment in its parameter, and offset in the chunk.
+        tensor: `[piece.numel]` in `chunk.state_dtype`: a view of the master weights, or empty while they are on NVMe or
+            need a wider copy for the update.
+    """
 
     def __init__(self, chunk: UpdateChunk, piece: LayoutPiece) -> None:
         self.chunk, self.piece = chunk, piece
@@ -44,36 +51,38 @@ class ParameterSegment:
         return self.chunk.unit.names[self.piece.index]
 
     def point_to(self, values: torch.Tensor) -> None:
-        """See the master weights of the chunk `[stop - start]` here."""
+        """Make `tensor` a view of its fragment of `values` `[chunk]`, the chunk's master weights or a wider copy."""
         self.tensor.data = values.narrow(0, self.piece.offset, self.piece.numel)
 
     def detach_memory(self) -> None:
-        """See no memory, so that a widened copy of master weights can be freed."""
+        """Make `tensor` empty, so that a widened copy of the master weights can be freed."""
         self.tensor.data = self.tensor.data.new_empty(0)
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
-        """Point `.grad` at this piece of the chunk's reduced gradient `[chunk]`."""
+        """Make `tensor.grad` a view of its fragment of the chunk's reduced gradient `[chunk]`."""
         self.tensor.grad = gradient.narrow(0, self.piece.offset, self.piece.numel)
 
 
 def clone_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class with the same attributes, and state and groups of its own, as yet empty."""
+    """Return an optimizer of the same class with the same attributes, but without states, groups and hooks."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler may have wrapped the original's; that would step the original
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()  # see Turn
+    twin.__dict__.pop("step", None)  # a scheduler may have set a wrapper here, which would step the original
+    # The hooks run once a step with the original optimizer, see `OptimizerStepSession`.
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     twin.state = defaultdict(dict)
     twin.param_groups = []
     return twin
 
 
 class ElementwiseUpdate:
-    """Runs an elementwise optimizer on this rank's segments, a bounded number of elements at a time.
+    """Update of this rank's master weights with an elementwise optimizer, a bounded number of elements at a time.
 
     Args:
-        optimizer: the user's; its groups say which parameters and with which hyper-parameters.
-        masters: what this rank updates.
-        sub_group: elements of one call (`sub_group_size`); bounds what a rule takes for temporaries.
+        optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters; its existing states are
+            moved to this rank's fragments.
+        masters: master weights of this rank.
+        sub_group: maximum elements of one optimizer call (`sub_group_size`), which bounds its temporary memory.
     """
 
     def __init__(
@@ -92,20 +101,22 @@ class ElementwiseUpdate:
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
         self.add_chunks(chunks)
         for chunk in chunks:
+            # A chunk on NVMe is stored again with the states that it gets here.
             with residence.resident([chunk]) if optimizer.state else nullcontext():
                 self._shard_existing_state(chunk)
-        optimizer.state.clear()
+        optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
-        """Step these chunks too; they are among the masters' already."""
+        """Update these chunks, too. They must be in `masters.chunks` already."""
         for chunk in chunks:
             found = self._of_chunk[id(chunk)] = [ParameterSegment(chunk, piece) for piece in chunk.pieces()]
             chunk.state_keys = [segment.tensor for segment in found]
         self._batches = batch_chunks(self.chunks, self._sub_group)
 
     def cannot_step(self, dtype: torch.dtype, home: Tier) -> bool:
-        """Return True if master weights of this dtype on this tier cannot be updated together with the others, by a
-        kernel for float32 in host memory.
+        """Return True if master weights of this dtype on tier `home` cannot be updated together with the existing ones.
+
+        This is so if the native kernel replaces the user's class: it updates only float32 in host memory.
         """
         native = isinstance(self._inner, CPUOptimizer) and type(self._inner) is not type(self.optimizer)
         return native and (dtype != torch.float32 or home is Tier.DEVICE)
@@ -119,23 +130,28 @@ class ElementwiseUpdate:
                 yield StateEntry(chunk, segment.tensor, piece.index, piece.start, piece.stop, shape)
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
-        """Return the storage formats of states, if the optimizer defines them: by id of a parameter, then by state
-        name.
+        """Return the storage format of each state, by id of the parameter and name of the state.
+
+        Empty if the optimizer does not define formats.
         """
         return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """Update batch after batch, under the hyper-parameters of this moment; yields each once its masters are new.
+        """Return an iterator that updates one batch of chunks after the other, and yields each once it is updated.
+
+        Hyper-parameters are read in this call, so later changes of them do not affect the iterator. Between two
+        iterations, the master weights and states of the yielded batch are in memory.
 
         Args:
-            used: by unit and parameter; the unused are skipped.
-            divisor: gradients are divided by it (loss scale over clip coefficient).
+            used: by unit index: one flag for each parameter. False: the parameter has no gradient and is skipped.
+            divisor: divisor of the gradients (loss scale over clip coefficient).
         """
         turn = OptimizerStepSession(self.optimizer, self._inner)
         turn.keep_options()
         group_of = self._groups()
+        # Check the user's optimizer: its groups may have changed, and a clone has none before the first part.
         scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
-        self._scales = supports_grad_scale(scaled)  # of the groups as they are now
+        self._scales = supports_grad_scale(scaled)
         return self._run(turn, used, divisor, group_of)
 
     def _run(
@@ -145,8 +161,8 @@ class ElementwiseUpdate:
             chosen: dict[int, list[ParameterSegment]] = defaultdict(list)
             widened: list[tuple[UpdateChunk, torch.Tensor]] = []
             for chunk in batch:
-                self._masters.drop_lowered_params(chunk)
-                if chunk.gradient is None:
+                self._masters.drop_lowered_params(chunk)  # a failed step may have left them
+                if chunk.gradient is None:  # the unit has no gradient in this step
                     continue
                 gradient, values = self._gradient(chunk, chunk.gradient, divisor), chunk.values()
                 if _widened(chunk):
@@ -156,34 +172,42 @@ class ElementwiseUpdate:
                 for segment in self._of_chunk[id(chunk)]:
                     group = group_of.get(id(segment.parameter))
                     if group is not None and used[chunk.unit.index][segment.piece.index]:
+                        # These values are at another address in every step. All others were set at construction.
                         if chunk.tier is Tier.NVME or values is not chunk.master:
                             segment.point_to(values)
                         segment.take_gradient(gradient)
                         chosen[group].append(segment)
                     else:
                         skipped = True
+                # The kernel writes only stepped segments, so a skipped one would leave a gap in the 16-bit copy.
                 if not skipped and values is chunk.master:
                     self._lower(chunk)
             self._step(turn, chosen, divisor)
             for chunk, values in widened:
-                chunk.values().copy_(values)
+                chunk.values().copy_(values)  # rounds to the dtype of the master weights
                 for segment in self._of_chunk[id(chunk)]:
                     segment.detach_memory()
             yield batch
         turn.end()
 
     def _native(self) -> torch.optim.Optimizer | None:
-        """The same rule in one pass over host memory, where all of it is updated there, and in float32."""
+        """Return the native equivalent of the optimizer, which steps host memory in one pass.
+
+        None if there is none, or if any chunk is on the device or has another state dtype than float32.
+        """
         held = [chunk for chunk in self.chunks if chunk.numel]
         if any(chunk.tier is Tier.DEVICE or chunk.state_dtype != torch.float32 for chunk in held):
             return None
         native = make_native_cpu_equivalent(self.optimizer)
-        if native is not None:
+        if native is not None:  # it has copies of the user's states and groups; segments have their own
             native.state, native.param_groups = defaultdict(dict), []
         return native
 
     def _lower(self, chunk: UpdateChunk) -> None:
-        """Have the 16-bit copy of a chunk written in the same pass; every piece of it is updated now."""
+        """Prepare the 16-bit parameters of a chunk as output of the same pass, if the optimizer supports that.
+
+        All segments of the chunk must be stepped.
+        """
         if not isinstance(self._inner, CPUOptimizer) or chunk.unit.dtype not in (torch.bfloat16, torch.float16):
             return
         chunk.lowered_params = self._masters.lowered_output(chunk)
@@ -192,12 +216,13 @@ class ElementwiseUpdate:
             self._lowered[segment.tensor] = chunk.lowered_params.narrow(0, piece.offset, piece.numel)
 
     def _groups(self) -> dict[int, int]:
-        """By parameter, the number of its group; read at every step, since groups may change."""
+        """Return the group number of each parameter, by id. Read at every step, since groups may change."""
         return {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
     def _gradient(self, chunk: UpdateChunk, gradient: torch.Tensor, divisor: float) -> torch.Tensor:
         if gradient.dtype != chunk.state_dtype:
             gradient = gradient.to(chunk.state_dtype)
+        # In place is safe, because the gradient is dropped after the step. Fused kernels divide by themselves.
         if divisor != 1.0 and not self._scales:
             gradient.div_(divisor)
         return gradient
@@ -207,20 +232,22 @@ class ElementwiseUpdate:
         if self._scales and divisor != 1.0 and chosen:
             device = next(iter(chosen.values()))[0].tensor.device
             inner.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+            # `GradScaler` sets both attributes. Zero, because a step with non-finite gradients does not get here.
             inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
         if self._lowered:
             inner.low_precision_copies = self._lowered  # type: ignore[attr-defined]
         try:
             for part in self._parts(chosen):
                 turn.step(part)
-        finally:  # also where a step fails: the next one has a divisor and copies of its own, or none
+        finally:  # also after an error: the next batch sets its own divisor and copies, or none
             for name in ("grad_scale", "found_inf", "low_precision_copies"):
                 inner.__dict__.pop(name, None)
             self._lowered = {}
 
     def _parts(self, chosen: dict[int, list[ParameterSegment]]) -> list[dict[int, list[nn.Parameter]]]:
-        """Split the parameters into groups for one optimizer call each. Torch's fused SGD takes only tensors with a
-        momentum or only tensors without.
+        """Divide the tensors, by group number, into parts for one optimizer call each.
+
+        Torch's fused SGD requires that either all tensors of a call have a momentum or none.
         """
         tensors = {number: [segment.tensor for segment in segments] for number, segments in chosen.items()}
         if type(self._inner) is not torch.optim.SGD:
@@ -232,7 +259,7 @@ class ElementwiseUpdate:
         return [part for part in parts if part]
 
     def _shard_existing_state(self, chunk: UpdateChunk) -> None:
-        """State that the user's optimizer brought along, cut to this rank's segments."""
+        """Copy this rank's fragments of states that the user's optimizer already has."""
         for segment in self._of_chunk[id(chunk)]:
             given = self.optimizer.state.get(segment.parameter)
             if not given:
@@ -244,28 +271,29 @@ class ElementwiseUpdate:
                     value = value.detach().reshape(-1)[piece.start : piece.stop].to(home, copy=True)
                     value = value.to(state_dtype(self.optimizer, value.dtype, chunk))
                 elif isinstance(value, torch.Tensor):
-                    value = value.detach().clone()
+                    value = value.detach().clone()  # e.g. `step`: each segment has its own
                 self._inner.state[segment.tensor][key] = value
 
 
 def _widened(chunk: UpdateChunk) -> bool:
-    """Return True if the optimizer updates a wider copy of a chunk's master weights."""
+    """Return True if the update needs a wider copy of a chunk's master weights."""
     return chunk.dtype != chunk.state_dtype
 
 
 def state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype, chunk: UpdateChunk) -> torch.dtype:
-    """The dtype in which to keep a state of `dtype` and of its parameter's shape, which was made elsewhere.
+    """Return the dtype in which to keep an existing state of `dtype` that has one value per element.
 
-    A rule makes states like the parameters it was given. Were these narrow, their masters are not, and a rule computes
-    with both; so the state becomes as wide. Optimizers that choose the dtype of their states themselves keep it.
+    Optimizers create states in the dtype of the parameters. A state in a narrower param_dtype is therefore widened to
+    the dtype in which the chunk is updated. A `CPUOptimizer` chooses the dtype of its states itself, so they keep it.
     """
     like_the_parameter = dtype == chunk.unit.dtype and dtype.itemsize < chunk.state_dtype.itemsize
     return chunk.state_dtype if like_the_parameter and not isinstance(optimizer, CPUOptimizer) else dtype
 
 
 def formats_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> dict[int, dict[str, StateFormat]]:
-    """Return the storage formats of the states that `inner` keeps for `optimizer`; empty if the optimizer defines
-    none.
+    """Return the storage format of each state that `inner` keeps, by id of the parameter and name of the state.
+
+    Empty if `inner` does not define formats. Only a `CPUOptimizer` does.
     """
     if not isinstance(inner, CPUOptimizer):
         return {}
@@ -274,10 +302,10 @@ def formats_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """The optimizer's parameters are the model's.
+    """Check that all parameters of the optimizer are parameters of the model.
 
     Raises:
-        ModelError: one is not; says its group, place and shape.
+        ModelError: a parameter is not in the model. The message gives its group, position and shape.
     """
     own = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""The master weights of all trainable units: made, brought to hand, written back into the parameters."""
+"""Master weights of all trainable units: creation, transfer to memory, and write-back to the parameters."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ from windlass.zero.core.zero_settings import Placements
 from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
 from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
 
-_KEPT = 0.5  # of the staging memory has to be free for new parameters to be kept there for the next forward
+_KEPT = 0.5  # fraction of the staging memory that stays free if new parameters are kept there for the next forward
 
 
 class MasterWeights:
-    """Weights that the optimizer updates: in float32 or `dtype`. They are the parameters themselves if these have
-    that dtype and are on the same tier.
+    """Weights that the optimizer updates: this rank's state spans of all trainable units, in chunks.
+
+    The parameters themselves serve as master weights if they have the same dtype and tier, that tier is not NVMe, and
+    updates are not delayed. Otherwise the master weights are separate memory.
 
     Args:
         slots: gradients of the trainable units.
         limit: maximum elements of a chunk.
-        homes: tiers; each unit's is already in `Unit.state_tier`.
+        homes: tiers, disk and staging pool. The tier of a unit's master weights is `Unit.state_tier`.
         device: device of the model.
+        ledger: receives the bytes of separate master weights on the device.
         health: health of the disk.
         state_bytes: see `OptimizerStateOffload`.
         dtype, state_dtype: see `ZeroSettings.master_dtype` and `ZeroSettings.state_dtype`.
@@ -71,14 +74,15 @@ class MasterWeights:
         self._of_unit: dict[int, list[UpdateChunk]] = {}
         self.add_slots(slots)
         self._versions: dict[int, int] = {}
-        # parameters of which a script has read `.data`, by id: changes through it raise no version
+        # Parameters whose `.data` a script has read, by id. Changes through `.data` do not increment the version, so
+        # values are compared: by `copy_edits` with the master weights, by `first_edited` with this copy.
         self._data_snapshots: dict[
             int, torch.Tensor | None
-        ] = {}  # with their values when an update began that is under way
-        self._same_memory_views: dict[int, torch.Tensor] = {}
+        ] = {}  # values at the start of the last delayed update; None: no update has started since the read
+        self._same_memory_views: dict[int, torch.Tensor] = {}  # by unit: separate master weights outside NVMe
 
     def add_slots(self, slots: list[GradientSlot]) -> list[UpdateChunk]:
-        """Have chunks of these units too, whose masters are still to be made."""
+        """Add the chunks of these units and return them. `create` makes their master weights."""
         added = make_chunks(slots, self._limit)
         self.chunks += added
         for chunk in added:
@@ -86,20 +90,20 @@ class MasterWeights:
         return added
 
     def remove_chunks(self, chunks: list[UpdateChunk]) -> None:
-        """Undo `grow`."""
+        """Undo `add_slots`, given the chunks that it returned."""
         for chunk in chunks:
             self.chunks.remove(chunk)
             self._of_unit.pop(chunk.unit.index, None)
 
     def chunks_of(self, unit: Unit) -> list[UpdateChunk]:
-        """The chunks of a unit; none if it is not trained."""
+        """Return the chunks of a unit; none if the unit is frozen."""
         return self._of_unit.get(unit.index, [])
 
     def create(self, unit: Unit, span: torch.Tensor) -> None:
-        """Make the masters of a unit whose parameters are in place, and take them home.
+        """Create the master weights of a unit on their tier. The parameters must have their values already.
 
         Args:
-            span: `[state_stop - state_start]`, the parameters before they were cast to the compute dtype.
+            span: `[state_stop - state_start]`, parameter values before the cast to the param_dtype.
         """
         chunks = self.chunks_of(unit)
         if not chunks:
@@ -124,15 +128,19 @@ class MasterWeights:
     def resident(
         self, units: list[Unit], *, changes: bool = False, alone: bool = False, among: RankGroup | None = None
     ) -> Iterator[None]:
-        """Masters and optimizer states of `units` in memory. Collective where they rest on disk, unless `alone`.
+        """Context with master weights and optimizer states of `units` in memory.
+
+        In-place changes of the parameters are copied to the master weights first. Collective if the model keeps data
+        on NVMe, unless `alone`.
 
         Args:
-            changes: are kept.
-            alone: ranks do this each by itself.
-            among: only these ranks do this together.
+            changes: store values that were changed in the context.
+            alone: this rank does not wait for others, and errors are raised on this rank only.
+            among: only these ranks take part.
 
         Raises:
-            StorageError: they can't be read, or changes not be written; on all ranks, unless `alone`.
+            StorageError: the data cannot be read or written on some rank, or training cannot continue from the model's
+                state. Raised on all ranks that take part.
         """
         check = self._health.check_local if alone else partial(self._health.check, among=among)
         self._health.require_intact("reading or setting masters and optimizer states")
@@ -145,10 +153,10 @@ class MasterWeights:
             check("changed masters and optimizer states could not be kept", loses=True)
 
     def round_to_parameters(self, units: list[Unit]) -> None:
-        """Set masters to the values that the model computes with, where these are narrower. Collective.
+        """Round master weights to the dtype of their parameters, so that both have the same values. Collective.
 
         Raises:
-            StorageError: they can't be read or kept; on all ranks.
+            StorageError: the master weights cannot be read or written on some rank. Raised on all ranks.
         """
         for unit in units:
             with self.resident([unit], changes=True):
@@ -157,27 +165,35 @@ class MasterWeights:
                         chunk.values().copy_(chunk.values().to(unit.dtype))
 
     def disk_record_sizes(self, unit: Unit) -> Iterator[int]:
-        """Bytes of each record that a unit's masters and states will have on disk."""
+        """Yield the bytes on NVMe of each record of a unit's master weights and future states."""
         for chunk in self.chunks_of(unit):
             if chunk.tier is Tier.NVME:
                 yield self.state_offload.record_nbytes(chunk, self._dtype_of(unit.parameters[0].dtype))
 
     def read_ahead(self, unit: Unit) -> None:
-        """Start to read what the next step will want of a unit, last chunk first as there."""
+        """Start to read a unit's master weights and states from NVMe, in the order of the next step: last chunk first.
+
+        Does nothing for other tiers.
+        """
         self.state_offload.read_ahead(self.chunks_of(unit)[::-1])
 
     def pieces(self, unit: Unit) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-        """This rank's pieces of a unit's masters, which must be at hand: `(parameter, start, stop, flat tensor)`."""
+        """Yield this rank's fragments of a unit's master weights: `(parameter index, start, stop, flat tensor)`.
+
+        The master weights must be in memory.
+        """
         for chunk in self.chunks_of(unit):
             for piece in chunk.pieces():
                 yield piece.index, piece.start, piece.stop, chunk.values().narrow(0, piece.offset, piece.numel)
 
     def read_span(self, unit: Unit, *, among: RankGroup | None = None) -> torch.Tensor:
-        """The masters of this rank's state span `[state_stop - state_start]`, only to be read: where they rest in
-        memory, or a copy of what is on disk. Collective where anything rests there, over all ranks or those `among`.
+        """Return the master weights of this rank's state span `[state_stop - state_start]`.
+
+        The caller must not change them: the result may be the master weights themselves or a copy. Collective if the
+        model keeps data on NVMe, over all ranks or the ranks `among`.
 
         Raises:
-            StorageError: they can't be read; on all ranks.
+            StorageError: the master weights cannot be read on some rank. Raised on all ranks that take part.
         """
         self._health.require_intact("reading master weights")
         chunks = self.chunks_of(unit)
@@ -197,12 +213,12 @@ class MasterWeights:
     def opened(
         self, chunk: UpdateChunk, refilled: dict[nn.Parameter, dict[str, torch.Tensor]] | None = None, *, changes: bool
     ) -> Iterator[None]:
-        """Context with one chunk in memory, on this rank alone. The parameters follow its changes.
+        """Context with one chunk in memory, on this rank alone. Changes are written to the parameters, too.
 
         Args:
-            refilled: states that the chunk shall have (see `OptimizerStateOffload`); by default its current
-                states.
-            changes: True if changes are kept.
+            refilled: states to create in the chunk, see `OptimizerStateOffload.overwritten`. The caller fills them.
+                By default the chunk keeps its current states.
+            changes: store values that were changed in the context. Pass True with `refilled`.
 
         Raises:
             StorageError: the chunk cannot be read. All ranks must then call `DiskHealth.check`.
@@ -221,27 +237,29 @@ class MasterWeights:
         return bool(self.chunks_of(unit)) and self._same_memory(unit) is None
 
     def full_span(self, unit: Unit) -> torch.Tensor | None:
-        """The masters of this rank's state span, where they are other memory than the parameters and not on disk."""
+        """Return the master weights of this rank's state span; None if they are parameters themselves or on NVMe."""
         return self._same_memory_views.get(unit.index)
 
     def write_back(self, chunk: UpdateChunk, *, keep: bool = False) -> Pending:
-        """Start to cast new masters into this rank's span of the parameters, where they are not the same memory.
+        """Start to write a chunk's new master weights, cast to the param_dtype, to this rank's shard of the parameters.
+
+        Does nothing if both are the same memory.
 
         Args:
-            keep: the next forward is near: what goes to disk stays in memory for it, where there is room.
+            keep: if the parameters are on NVMe, also keep them in staging memory for the next forward if it has room.
         """
         unit = chunk.unit
         lowered, chunk.lowered_params = chunk.lowered_params, None
         values = chunk.values() if lowered is None else lowered
         if unit.shard_slot is not None and unit.shard_slot.tier is not Tier.DEVICE:
             if unit.shard_slot.tensor is not None and _same(unit.shard_slot.tensor[chunk.start : chunk.stop], values):
-                return DONE  # the master weights themselves, or written there
+                return DONE  # the same memory, or the update wrote its 16-bit copy there (`lowered_output`)
             if unit.shard_slot.tensor is None:
                 return self._store(chunk, lowered, keep=keep)
             if lowered is None and chunk.tier is Tier.DEVICE and device_has_own_memory(self._device):
                 return unit.shard_slot.put(
                     values.to(unit.dtype, copy=True), chunk.start
-                )  # masters may leave before it ends
+                )  # a copy, since the master weights may change during the transfer
             return unit.shard_slot.store(values.to(unit.dtype), chunk.start)
         target = self._device_span(unit)[chunk.start : chunk.stop]
         if _same(target, values):
@@ -249,17 +267,27 @@ class MasterWeights:
         if chunk.tier is Tier.DEVICE or not device_has_own_memory(self._device):
             target.copy_(values)
             return DONE
+        # Copy master weights: their staging buffer may be reused before the transfer ends.
         return copy_to_device(target, values if lowered is not None else values.to(unit.dtype, copy=True))
 
     def keep_lowered_params(self, chunk: UpdateChunk) -> None:
-        """Keep a chunk's new parameters for a later `write_back`, unless its masters will do."""
+        """Keep a copy of a chunk's new parameters in the param_dtype for a `write_back` in a later step.
+
+        Master weights that are in memory in that dtype need no copy.
+        """
         if chunk.lowered_params is None and (chunk.tier is Tier.NVME or chunk.dtype != chunk.unit.dtype):
             chunk.lowered_params = empty_host_tensor(chunk.numel, chunk.unit.dtype, pin=self._pin).copy_(chunk.values())
 
     def _store(self, chunk: UpdateChunk, lowered: torch.Tensor | None, *, keep: bool) -> Pending:
-        """Start new parameters on their way to disk; whoever reads them there comes after them."""
+        """Start to write a chunk's new parameters to NVMe. The disk tier orders later reads after this write.
+
+        Args:
+            lowered: the new parameters in the param_dtype; None: cast the master weights.
+            keep: see `write_back`.
+        """
         rests = chunk.unit.shard_slot
         assert rests is not None and self._staging is not None
+        # With delayed updates it is no staging buffer (see `lowered_output`), so there is nothing to release.
         if lowered is not None and self._delayed:
             return rests.store(lowered, chunk.start)
         if lowered is None:
@@ -274,12 +302,13 @@ class MasterWeights:
             rests.keep_staged(lowered, chunk.start, written)
         else:
             self._staging.release(lowered, written)
-        return DONE
+        return DONE  # the staging pool waits for the write, and raises its failure at a later call
 
     def lowered_output(self, chunk: UpdateChunk) -> torch.Tensor:
-        """Return the tensor `[stop - start]` into which a host update writes a chunk's parameters in the
-        param_dtype: directly into their storage, if that is host memory and no computation uses the old values
-        any more.
+        """Return a host tensor `[stop - start]` in the param_dtype, to which an update writes a chunk's new parameters.
+
+        Without delayed updates this is the shard itself on the host tier, and a staging buffer for the NVMe tier. In
+        all other cases it is new memory, so that the forward and backward can use the old values during the update.
         """
         rests = chunk.unit.shard_slot
         if not self._delayed and rests is not None and rests.tier is Tier.HOST and rests.tensor is not None:
@@ -289,7 +318,7 @@ class MasterWeights:
         return empty_host_tensor(chunk.numel, chunk.unit.dtype, pin=self._pin)
 
     def drop_lowered_params(self, chunk: UpdateChunk) -> None:
-        """Drop 16-bit copies that a step which failed has left."""
+        """Drop new parameters in the param_dtype that a failed step has left."""
         rests = chunk.unit.shard_slot if not self._delayed else None
         if (
             chunk.lowered_params is not None
@@ -301,10 +330,12 @@ class MasterWeights:
         chunk.lowered_params = None
 
     def copy_edits(self, chunk: UpdateChunk) -> None:
-        """A parameter that was changed in place since the last step: its master follows, or the change would be
-        lost."""
+        """Copy in-place changes of parameters since the last step to the chunk's master weights.
+
+        Without this, the next update would overwrite the changes.
+        """
         unit = chunk.unit
-        if unit.reshards:
+        if unit.reshards:  # changes of such parameters are detected by `pop_lost_edit`
             return
         source = self._device_span(unit)[chunk.start : chunk.stop]
         if _same(source, chunk.values()):
@@ -315,13 +346,15 @@ class MasterWeights:
             if parameter._version != self._versions.get(id(parameter)):
                 chunk.values()[place].copy_(source[place])
             elif id(parameter) in self._data_snapshots:
+                # Any element may have changed; unchanged ones must not be rounded to the param_dtype.
                 _copy_differing(chunk.values()[place], source[place])
 
     def track_data_edits(self, unit: Unit, index: int, *, late: bool) -> None:
-        """A script reads `.data` of a parameter: compare its values with the masters at every step from now on.
+        """Record that a script reads `.data` of a parameter. From now on every step checks its values for changes.
 
         Args:
-            late: an update is under way, so the masters are not what the parameters are.
+            late: a delayed update is in progress, so values cannot be compared with the master weights. The current
+                values are copied for the comparison.
         """
         parameter = unit.parameters[index]
         if unit.reshards:
@@ -331,8 +364,10 @@ class MasterWeights:
         self._data_snapshots[id(parameter)] = raw_data(parameter).clone() if late else None
 
     def copy_all_edits(self, units: list[Unit]) -> None:
-        """As `take_edits` for every chunk of `units`, before an update begins that others do not wait for; what is
-        changed later counts as a change of its own."""
+        """Run `copy_edits` for all chunks of `units`, before a delayed update or an async save starts.
+
+        Changes after this call are found by `first_edited` or by the next `copy_edits`. Not collective.
+        """
         exposed = (
             [unit for unit in units if any(id(p) in self._data_snapshots for p in unit.parameters)]
             if self._data_snapshots
@@ -347,7 +382,7 @@ class MasterWeights:
                     self._data_snapshots[id(parameter)] = raw_data(parameter).clone()
 
     def first_edited(self, units: list[Unit]) -> str | None:
-        """A parameter that was changed in place since the masters were what parameters are."""
+        """Return the name of a parameter that was changed in place since `remember_versions`; None if there is none."""
         for unit in units:
             if (name := self._edited(unit)) is not None:
                 return name
@@ -362,7 +397,7 @@ class MasterWeights:
         empty if none. The record is cleared.
         """
         found = ""
-        with torch._C.DisableTorchFunctionSubclass():  # nothing but versions is asked of released parameters
+        with torch._C.DisableTorchFunctionSubclass():  # no values are read, so nothing has to be unsharded
             for unit in units:
                 if unit.reshards:
                     found, unit.lost_edit_name = found or unit.lost_edit_name, ""
@@ -373,28 +408,29 @@ class MasterWeights:
         return found
 
     def accept_version(self, parameter: nn.Parameter) -> None:
-        """Changes of a parameter up to now are known."""
+        """Record the current version of a parameter, so that earlier changes do not count as edits."""
         self._versions[id(parameter)] = parameter._version
 
     def _edited(self, unit: Unit) -> str | None:
+        """Return the name of a parameter whose version changed since it was recorded; None if there is none."""
         if unit.reshards or not self.chunks_of(unit):
             return None
         named = zip(unit.names, unit.parameters, strict=True)
         return next((n for n, p in named if p._version != self._versions.get(id(p))), None)
 
     def remember_versions(self, units: list[Unit]) -> None:
-        """The masters of `units` are what the parameters are now."""
+        """Record the current versions of all parameters of `units`, whose master weights have the same values."""
         self._versions.update({id(p): p._version for unit in units for p in unit.parameters})
 
     def _device_span(self, unit: Unit) -> torch.Tensor:
-        """This rank's state span of the parameters in the device's memory."""
+        """Return this rank's state span of the parameters in device memory, as a view."""
         if unit.shard_slot is not None:
             assert unit.shard_slot.tensor is not None
             return unit.shard_slot.tensor
         return unit.local_shard if unit.reshards else unit.local_span(unit.full)
 
     def _same_memory(self, unit: Unit) -> torch.Tensor | None:
-        """The parameters themselves, where they may serve as masters."""
+        """Return this rank's state span of the parameters if it serves as master weights, else None."""
         if self._delayed or unit.dtype != self._dtype_of(unit.dtype) or unit.state_tier is Tier.NVME:
             return None
         home = unit.shard_slot.tier if unit.shard_slot is not None else Tier.DEVICE
@@ -403,19 +439,20 @@ class MasterWeights:
         return unit.shard_slot.tensor if unit.shard_slot is not None else self._device_span(unit)
 
     def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which parameters of `dtype` would be stepped."""
+        """Return the dtype in which the optimizer would update parameters of `dtype`."""
         return self._state_dtype or self._dtype_of(dtype)
 
     def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the masters of parameters that had `dtype` before they were cast."""
+        """Return the dtype of master weights for parameters that had `dtype` before the cast to the param_dtype."""
         return self._dtype or (dtype if dtype == torch.float64 else torch.float32)
 
 
 def _copy_differing(masters: torch.Tensor, values: torch.Tensor) -> None:
-    """Set those masters that, cast to the parameters' dtype, are not what the parameters are."""
+    """Set those master weights that, rounded to the dtype of the parameters `values`, differ from them."""
     wide = values.to(masters.device, masters.dtype)
     torch.where(masters.to(values.dtype).to(masters.dtype) == wide, masters, wide, out=masters)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors are the same memory in the same dtype."""
     return a.dtype == b.dtype and a.data_ptr() == b.data_ptr()

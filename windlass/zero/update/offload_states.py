@@ -1,4 +1,4 @@
-"""Takes what rests on the device to host memory for a while, so that something else may use the device."""
+"""Temporary offload of a model's device memory to the host, so that other work can use the device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.master_weights import MasterWeights
 
-# the last is DeepSpeed's name for what is here a ring of two units' size; it stays
+# DeepSpeed's names. The last offloads nothing: here the gradient buffer is a ring of two units' size, which stays.
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
 @dataclass
 class _OffloadedTensors:
-    """Tensors of one holder on the device, and their offloaded copies."""
+    """Device tensors of one entry of the memory ledger, and their copies in host memory."""
 
     holder: str
     tensors: list[torch.Tensor]
@@ -39,9 +39,9 @@ class _OffloadedTensors:
 
 
 class StateOffloader:
-    """Slots of one model that were taken off the device.
+    """Offload of a model's device slots, as `offload_states` and `reload_states` of the engine request it.
 
-    A tensor keeps its place in the program, its memory goes: every view of it is right again after `bring_back`.
+    On CUDA the tensors stay and only their memory is freed, so that all views of them are valid again after `reload`.
     """
 
     def __init__(
@@ -58,15 +58,24 @@ class StateOffloader:
 
     @property
     def offloaded_kinds(self) -> bool:
-        """Return the kinds of state that are offloaded now."""
+        """True if states are offloaded now."""
         return bool(self._offloaded)
 
     def offload(self, kinds: Iterable[str], *, pin: bool) -> int:
-        """Take slots of these kinds to host memory; returns their bytes. Where device and host are one memory, none.
+        """Move the device tensors of these kinds to host memory until `reload`.
+
+        Does nothing on a device without memory of its own, such as the CPU.
+
+        Args:
+            kinds: any of `KINDS`, as strings or as members of DeepSpeed's enumeration.
+            pin: page-lock the copies.
+
+        Returns:
+            Number of bytes that were moved.
 
         Raises:
-            ConfigError: there is no such kind.
-            ModelError: something is away already.
+            ConfigError: an unknown kind.
+            ModelError: states are offloaded already.
         """
         wanted = [str(getattr(kind, "value", kind)) for kind in kinds]
         for kind in wanted:
@@ -82,6 +91,7 @@ class StateOffloader:
             flat = [tensor.reshape(-1) for tensor in tensors]
             under_way += [copy_to_host(copy, one) for copy, one in zip(copies, flat, strict=True)]
             self._offloaded.append(_OffloadedTensors(holder, tensors, copies))
+        # The memory may be freed only after all copies from it have finished.
         for pending in under_way:
             pending.wait()
         for one in self._offloaded:
@@ -89,12 +99,12 @@ class StateOffloader:
                 if tensor.device.type == "cuda":
                     tensor.untyped_storage().resize_(0)
                 else:
-                    tensor.fill_(float("nan"))  # an emulated device: whoever reads it now shall see that
+                    tensor.fill_(float("nan"))  # an emulated device: makes accidental reads visible
             self._ledger.set_held_bytes(one.holder, 0)
         return sum(one.nbytes for one in self._offloaded)
 
     def reload(self) -> None:
-        """Everything is on the device again."""
+        """Move all offloaded tensors back to the device. Returns when the copies have finished."""
         under_way = []
         for one in self._offloaded:
             self._ledger.set_held_bytes(one.holder, one.nbytes)
@@ -107,8 +117,9 @@ class StateOffloader:
         self._offloaded = []
 
     def _of(self, kind: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield the holders of this kind of state with their tensors in device memory of their own."""
+        """Yield ledger entry and tensors of each slot of this kind that has device memory of its own."""
         if kind == "lp_params":
+            # Units without a shard slot keep their shard inside the full buffer, which stays.
             for unit in self._units:
                 rests = unit.shard_slot
                 if rests is None or rests.tensor is None or rests.tier is not Tier.DEVICE:
@@ -121,6 +132,7 @@ class StateOffloader:
                 if whole is not None and unit.state_tier is Tier.DEVICE:
                     yield f"master weights of {unit.names[0]}", [whole]
         elif kind == "lp_grads":
+            # With a buffer, the shard is a view of it and cannot be freed alone.
             for slot in self._slots:
                 if slot.shard is not None and slot.buffer is None:
                     yield f"gradient of {slot.unit.names[0]}", [slot.shard]

@@ -1,15 +1,14 @@
 """Tiers of master weights and optimizer states between steps, and their transfer to memory for a step.
 
-[Note: homes] Every optimizer needs its tensors in memory. Tensors on the device or in host memory are always
-resident. Tensors on disk are loaded batch by batch: during the update of one batch, the next batches are read
-and earlier ones are written. The state of a parameter is all tensors that the optimizer put into its `state`.
-They move with the master weights of their chunk as one contiguous record, so states of any optimizer can be on
-disk.
+[Note: records on NVMe] An optimizer needs its tensors in memory. Tensors on the device or host tier always are.
+Tensors on NVMe are loaded batch by batch: during the update of one batch, the next batches are read and earlier
+batches are written. The master weights of a chunk and all non-scalar tensors that the optimizer put into its `state`
+are one contiguous record, so states of any optimizer can be on NVMe.
 
-[Note: reading ahead] Only this file changes data on disk, so a record may be read at any time before its step:
-as soon as the gradient of its unit is on its tier, while the backward continues. The last writes of a step
-continue in the next forward; the tier orders later reads of the same bytes after them. The room in the staging
-pool limits the amount in flight.
+[Note: reading ahead] Only this file changes records on NVMe, so a record may be read at any time before its step. The
+read starts as soon as the gradient of the unit is reduced, while the backward continues. The last writes of a step
+continue in the next forward. The disk tier orders later reads of the same bytes after these writes. The staging pool
+limits the bytes in flight.
 """
 
 from __future__ import annotations
@@ -42,13 +41,19 @@ from windlass.storage.staging_pool import StagingPool
 from windlass.zero.update.update_chunk import UpdateChunk
 
 _ALIGN = 64  # bytes
-_SPARE = 0.25  # of the staging memory is left to parameters while a backward runs
-_SLACK = 4 * _ALIGN  # what the states of a piece may lose to alignment
+_SPARE = 0.25  # fraction of the staging memory that reads ahead leave free for parameters during a backward
+_SLACK = 4 * _ALIGN  # bytes reserved for the alignment of the states of one fragment
 
 
 @dataclass(frozen=True)
 class _RecordEntry:
-    """A tensor in a record: whose state it is and under which key; the master weights have neither."""
+    """Location of one tensor in a record.
+
+    Attributes:
+        state_key: parameter under which the optimizer's `state` has the tensor; None for the master weights.
+        key: name of the state ("exp_avg"); empty for the master weights.
+        offset: offset in the record, in bytes.
+    """
 
     state_key: nn.Parameter | None
     key: str
@@ -58,18 +63,21 @@ class _RecordEntry:
     nbytes: int
 
     def view_in(self, record: torch.Tensor) -> torch.Tensor:
-        """The tensor within its record `[bytes]`."""
+        """Return the tensor as a view of its record, a uint8 tensor."""
         return record[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
-_Found = tuple[nn.Parameter | None, str, torch.Tensor]  # what is to be laid out, as in _Entry
+_Found = tuple[nn.Parameter | None, str, torch.Tensor]  # tensor to store: state_key, key, tensor
 
 
 @dataclass
 class _StateRecord:
-    """Record of a chunk on disk.
+    """Record of a chunk on NVMe.
 
     Attributes:
+        entries: its tensors, in order of their offsets.
+        nbytes: bytes up to the end of the last tensor. The extent may be larger.
+        extent: its location; None until the first write.
         discarded: the record has no content until it is written again.
     """
 
@@ -94,12 +102,14 @@ class _StateRecord:
 
 @dataclass
 class _FetchedChunk:
-    """A chunk on its way in, at hand, or on its way out.
+    """Chunk from the start of its transfer to memory until it is stored or discarded.
 
     Attributes:
-        record: buffer with its record; None where it does not rest on disk.
-        own: buffer with its gradient, where that was read from disk.
-        gradient: its part of the reduced gradient, where that was asked for.
+        record: staging buffer with its record; None if the chunk is not on NVMe.
+        pending: read of the record.
+        own: staging buffer with its gradient, if the gradient was read from NVMe.
+        gradient: chunk's part of the reduced gradient, `[chunk.numel]`; None if there is none or none was requested.
+        gradient_pending: transfer of the gradient.
     """
 
     chunk: UpdateChunk
@@ -112,7 +122,7 @@ class _FetchedChunk:
 
 @dataclass(frozen=True)
 class StateRecordOnDisk:
-    """Current record of a chunk on disk, to be read by another thread before it is overwritten.
+    """Current record of a chunk on NVMe, for a thread that reads it before it is overwritten.
 
     Attributes:
         extent: its location.
@@ -135,21 +145,22 @@ class StateRecordOnDisk:
 
 
 class OptimizerStateOffload:
-    """Loads chunks into memory and stores them on their tiers.
+    """Transfer of chunks between their tiers and memory.
 
     Args:
         device: device of the model.
-        tier: the disk, if any chunk is on it.
-        staging: pool of host buffers for transfers from and to disk.
+        ledger: receives the bytes of optimizer states on an emulated device.
+        tier: disk tier; None if no chunk is on NVMe.
+        staging: pool of host buffers for transfers from and to NVMe; None if no chunk is on NVMe.
         pin: page-lock host memory.
-        state_bytes: bytes per element of future states, by dtype. Disk space for them is reserved when their
-            chunk first
-            goes to disk, so that a full disk raises before a step begins.
+        state_bytes: returns the bytes per element of future states for a dtype of master weights. Space for them is
+            allocated with the first write of a chunk, so that a full disk raises before a step begins.
 
     Attributes:
-        on_fetched: called with each chunk that was loaded.
-        state_name_of: returns the parameter name of a state entry, for messages.
-        states: the optimizer's states, by parameter.
+        on_fetched: called with each chunk when its tensors are in memory, also for chunks that always are.
+        state_name_of: returns the parameter name of a state key of a chunk, for messages.
+        states: the optimizer's states, by state key. Tensors of a chunk on NVMe are in it only while the chunk is in
+            memory.
     """
 
     def __init__(
@@ -169,23 +180,30 @@ class OptimizerStateOffload:
         self.states: MutableMapping[Any, Any] = {}
         self._records: dict[int, _StateRecord] = {}
         self._fetched: dict[int, _FetchedChunk] = {}
-        self._read_ahead_queue: deque[UpdateChunk] = deque()  # to be read ahead once there is room
+        self._read_ahead_queue: deque[UpdateChunk] = deque()  # chunks to read ahead once there is room
 
     def read_ahead(self, chunks: list[UpdateChunk]) -> None:
-        """Start to read the records of the next step, in its order, as far as the staging pool has room."""
+        """Start to read the records of `chunks`, given in the order of the next step, while the staging pool has room.
+
+        The other chunks are read ahead by later calls, when there is room.
+        """
         self._read_ahead_queue += [
             c for c in chunks if c.tier is Tier.NVME and c.master is None and id(c) not in self._fetched
         ]
-        # one after the other: what comes later in a step would take the memory from what it begins with
+        # Strictly in order: a later chunk must not take the staging memory that the first batches of the step need.
         while self._read_ahead_queue and self._has_room([self._read_ahead_queue[0]], spare=_SPARE):
             self._start_fetch(self._read_ahead_queue.popleft())
 
     def iterate_batches(self, batches: list[list[UpdateChunk]]) -> Iterator[list[UpdateChunk]]:
-        """Each batch in turn, with masters, states and gradients at hand; it goes home when the next is asked for."""
+        """Yield each batch once its master weights, states and gradients are in memory.
+
+        A batch is stored on its tier when the next batch is requested.
+        """
         self._recover_failed_step()
-        self._read_ahead_queue.clear()
-        ahead = 0  # batches that have set out
+        self._read_ahead_queue.clear()  # the loop below reads the remaining chunks
+        ahead = 0  # number of batches whose transfer has started
         for number, batch in enumerate(batches):
+            # The next batch is always read during the update of this one, later batches only if there is room.
             while ahead < len(batches) and (ahead < number + 2 or self._has_room(batches[ahead])):
                 for chunk in batches[ahead]:
                     self._start_fetch(chunk)
@@ -207,9 +225,9 @@ class OptimizerStateOffload:
         Args:
             changes: store the changed values; otherwise the data on disk stays unchanged.
             came: called when all chunks are in memory. If it raises, no data is written to disk.
-            room: minimum bytes of the host buffer for a chunk on disk.
+            room: minimum bytes of the staging buffer for a chunk on NVMe.
         """
-        away = [chunk for chunk in chunks if chunk.master is None]
+        away = [chunk for chunk in chunks if chunk.master is None]  # the others stay in memory afterwards
         for chunk in away:
             self._start_fetch(chunk, room=room)
         for chunk in chunks:
@@ -226,7 +244,7 @@ class OptimizerStateOffload:
             for chunk in away:
                 (self._start_store if changes else self._discard_fetched)(chunk)
             if self._staging is not None:
-                self._staging.wait_all()
+                self._staging.wait_all()  # raises if a write failed
 
     @contextmanager
     def overwritten(
@@ -236,16 +254,16 @@ class OptimizerStateOffload:
         *,
         came: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Load a chunk to replace its values, which are then stored.
+        """Context with a chunk in memory, whose values the caller replaces. They are stored afterwards.
 
         Args:
-            states: by parameter and key, the non-scalar states that the chunk shall have, described by tensors
-                without memory.
-                Other states are dropped; missing ones are created with zeros.
+            states: by state key and name, the non-scalar states that the chunk has from now on, described by tensors
+                without memory. Other non-scalar states are dropped. Missing states are created with zeros.
             came: as in `resident`.
         """
         wanted = [(tenant, key, like) for tenant, state in states.items() for key, like in state.items()]
         master: _Found = (None, "", torch.empty(chunk.numel, dtype=chunk.dtype, device="meta"))
+        # The staging buffer gets room for the new record, so that the states can be created in place.
         with self.resident([chunk], came=came, room=_record_end(_lay_out([master, *wanted]))):
             for tenant in chunk.state_keys:
                 state, likes = self.states.setdefault(tenant, {}), states.get(tenant, {})
@@ -260,7 +278,7 @@ class OptimizerStateOffload:
             yield
 
     def describe_state(self, chunk: UpdateChunk, tenant: nn.Parameter) -> dict[str, Any]:
-        """Return the state of a parameter of a chunk. Values on disk are described by tensors without memory."""
+        """Return the optimizer state of a parameter of a chunk. Tensors on NVMe are replaced by meta tensors."""
         state = dict(self.states.get(tenant, {}))
         if chunk.master is None:
             for entry in self._records[id(chunk)].of(tenant):
@@ -268,23 +286,26 @@ class OptimizerStateOffload:
         return state
 
     def record_of(self, chunk: UpdateChunk) -> StateRecordOnDisk | None:
-        """Return a chunk's record on disk; None for a chunk in memory."""
+        """Return a chunk's record on NVMe; None for a chunk in memory."""
         record = self._records.get(id(chunk))
         if chunk.master is not None or record is None or record.extent is None or self._tier is None:
             return None
         return StateRecordOnDisk(record.extent, self._tier, tuple(record.entries), record.nbytes)
 
     def record_nbytes(self, chunk: UpdateChunk, dtype: torch.dtype) -> int:
-        """Bytes that the record of a chunk with masters of `dtype` will take on disk, states included."""
+        """Return the bytes on NVMe of a chunk with master weights of `dtype`, including its future states."""
         per_piece = [_align_up(piece.numel * self._state_bytes(dtype)) + _SLACK for piece in chunk.pieces()]
         return _align_up(chunk.numel * dtype.itemsize) + sum(per_piece)
 
     def tensors(self, chunk: UpdateChunk) -> list[torch.Tensor]:
-        """The elementwise optimizer states of a chunk in memory."""
+        """Return the non-scalar optimizer states of a chunk in memory."""
         return [tensor for _, _, tensor in self._tensors_to_store(chunk)[1:]]
 
     def inventory(self, chunks: list[UpdateChunk]) -> Iterator[tuple[UpdateChunk, str, int]]:
-        """Bytes of every elementwise optimizer state: chunk, key, bytes. Counts (`step`) are left out."""
+        """Yield the chunk, name and bytes of every non-scalar optimizer state, in memory or on NVMe.
+
+        Scalars such as `step` are left out.
+        """
         for chunk in chunks:
             if chunk.master is None:
                 yield from (
@@ -296,22 +317,26 @@ class OptimizerStateOffload:
                 )
 
     def store(self, chunk: UpdateChunk) -> None:
-        """A new chunk, its master weights at hand: to its home."""
+        """Start to write a new chunk, whose master weights are in memory, to NVMe. Does nothing for other tiers."""
         if chunk.tier is Tier.NVME:
             self._start_store(chunk)
 
     def _recover_failed_step(self) -> None:
-        """Take home what a step that failed left on its way: its gradients are not those of the next. What was only
-        read is as it is on disk."""
+        """Store the chunks that a failed step left in memory, and drop its gradients.
+
+        Records that are only being read, e.g. ahead of this step, equal the contents on NVMe and stay in flight.
+        """
         for visit in list(self._fetched.values()):
-            if visit.chunk.tier is Tier.NVME and visit.chunk.master is None:  # it never arrived
+            if visit.chunk.tier is Tier.NVME and visit.chunk.master is None:  # not unpacked, so not changed
                 self._drop_gradient(visit)
             else:
                 self._start_store(visit.chunk)
 
     def _has_room(self, batch: list[UpdateChunk], *, spare: float = 0.0) -> bool:
-        """Return True if a batch can be loaded early: it is on disk, and the staging pool has room, with a fraction
-        `spare` left free.
+        """Return True if a batch can be read early: all of it is on NVMe, and the staging pool has room for it.
+
+        Args:
+            spare: fraction of the staging pool that must stay free.
         """
         if self._staging is None or any(chunk.tier is not Tier.NVME for chunk in batch):
             return False
@@ -319,10 +344,14 @@ class OptimizerStateOffload:
         wanted = sum(self._records[id(chunk)].nbytes for chunk in waiting)
         return self._staging.has_room(wanted + int(spare * self._staging.limit))
 
-    # in
+    # From the tiers to memory
 
     def _start_fetch(self, chunk: UpdateChunk, *, room: int = 0) -> None:
-        """Start to bring masters and states to hand, where they are not there and not on their way."""
+        """Start to read a chunk's record from NVMe, unless that has started. Does nothing for other tiers.
+
+        Args:
+            room: minimum bytes of the staging buffer.
+        """
         if chunk.tier is not Tier.NVME or id(chunk) in self._fetched:
             return
         record = self._records[id(chunk)]
@@ -330,7 +359,7 @@ class OptimizerStateOffload:
         buffer = self._staging.acquire(max(record.nbytes, room), torch.uint8)
         try:
             came = buffer[: record.nbytes]
-            if record.discarded:
+            if record.discarded:  # there is nothing to read: the caller is about to replace all values
                 came.zero_()
                 pending: Pending = DONE
             else:
@@ -341,24 +370,29 @@ class OptimizerStateOffload:
         self._fetched[id(chunk)] = _FetchedChunk(chunk, buffer, pending)
 
     def _start_gradient_fetch(self, chunk: UpdateChunk) -> None:
-        """Start to bring the chunk's part of the reduced gradient to where its master weights are stepped."""
+        """Start to copy the chunk's part of the reduced gradient to the memory in which the chunk is updated.
+
+        Does nothing if the unit has no gradient. A gradient that is there already is not copied.
+        """
         whole = chunk.slot.stepped
         if whole is None:
             return
         visit = self._fetched.setdefault(id(chunk), _FetchedChunk(chunk, None, DONE))
         rests = isinstance(whole, Slot)
         source = whole.tensor if isinstance(whole, Slot) else whole
-        if source is None:
+        if source is None:  # the gradient is on NVMe
             assert isinstance(whole, Slot) and self._staging is not None
             visit.gradient = visit.own = self._staging.acquire(chunk.numel, whole.dtype)
             visit.gradient_pending = whole.load(visit.gradient, chunk.start)
             return
         visit.gradient = source[chunk.start : chunk.stop]
+        # Gradient on the device, update in host memory.
         if not rests and chunk.tier is not Tier.DEVICE and device_has_own_memory(self._device):
             on_device, visit.gradient = visit.gradient, empty_host_tensor(chunk.numel, source.dtype, pin=self._pin)
             visit.gradient_pending = copy_to_host(visit.gradient, on_device)
 
     def _finish_fetch(self, chunk: UpdateChunk) -> None:
+        """Wait for the transfers of a chunk, and set its master weights, states and gradient."""
         visit = self._fetched.get(id(chunk))
         if visit is not None:
             visit.pending.wait()
@@ -369,6 +403,7 @@ class OptimizerStateOffload:
         self.on_fetched(chunk)
 
     def _unpack(self, chunk: UpdateChunk, buffer: torch.Tensor) -> None:
+        """Make the master weights and states of a chunk views of the buffer with its record."""
         for entry in self._records[id(chunk)].entries:
             if entry.state_key is None:
                 chunk.master = entry.view_in(buffer)
@@ -376,7 +411,7 @@ class OptimizerStateOffload:
                 self.states[entry.state_key][entry.key] = entry.view_in(buffer)
 
     def _materialize_states(self, chunk: UpdateChunk) -> None:
-        """Zeros for states that are only described, in the memory in which the rest came if they fit there."""
+        """Replace meta tensors among a chunk's states by zeros, in its staging buffer if they fit there."""
         found = self._tensors_to_store(chunk)
         laid = _lay_out(found)
         visit = self._fetched.get(id(chunk))
@@ -391,9 +426,10 @@ class OptimizerStateOffload:
                     made = entry.view_in(record)
                 self.states[tenant][key] = made.zero_()
 
-    # out
+    # From memory to the tiers
 
     def _start_store(self, chunk: UpdateChunk) -> None:
+        """Drop the gradient of a chunk. If it is on NVMe, start to write its record and free its tensors."""
         visit = self._fetched.pop(id(chunk), None)
         chunk.gradient = None
         if visit is not None:
@@ -405,6 +441,7 @@ class OptimizerStateOffload:
         record = self._records.setdefault(id(chunk), _StateRecord())
         laid = _lay_out(found)
         nbytes = _record_end(laid)
+        # The optimizer made more states than the extent has room for, or this is the first write.
         if record.extent is None or nbytes > record.extent.nbytes:
             if record.extent is not None:
                 self._tier.free(record.extent)
@@ -413,6 +450,7 @@ class OptimizerStateOffload:
             record.extent.describe_content = partial(_describe, ref(self), ref(chunk))
         record.entries, record.nbytes, record.discarded = laid, nbytes, False
         buffer = visit.record if visit is not None else None
+        # Write from the buffer that was read if all tensors are still in their places, else pack a new buffer.
         target = buffer
         if target is None or target.numel() < nbytes or not _fits_in_place(laid, found, target):
             target = self._staging.acquire(nbytes, torch.uint8)
@@ -421,15 +459,17 @@ class OptimizerStateOffload:
             if place.data_ptr() != tensor.data_ptr():
                 place.copy_(tensor)
             if entry.state_key is not None:
-                del self.states[entry.state_key][entry.key]
+                del self.states[entry.state_key][entry.key]  # a view of the buffer, which will be reused
         if buffer is not None and target is not buffer:
             self._staging.release(buffer)
         chunk.master = None
         for tenant in chunk.state_keys:
-            tenant.data = tenant.data.new_empty(0)  # or the buffer could not go
+            tenant.data = tenant.data.new_empty(0)  # it is a view of the buffer, too
+        # The pool reuses the buffer after the write. A failure of the write surfaces at the next check.
         self._staging.release(target, self._tier.write(record.extent, 0, target[:nbytes]))
 
     def _drop_gradient(self, visit: _FetchedChunk) -> None:
+        """Release the gradient of a chunk, after its transfer has finished."""
         visit.gradient_pending.wait()
         if visit.own is not None and self._staging is not None:
             self._staging.release(visit.own)
@@ -437,7 +477,7 @@ class OptimizerStateOffload:
         visit.gradient_pending = DONE
 
     def _discard_fetched(self, chunk: UpdateChunk) -> None:
-        """Forget what came to hand; it is as it was on disk."""
+        """Free the tensors of a chunk on NVMe without storing them. The record on NVMe stays unchanged."""
         visit = self._fetched.pop(id(chunk), None)
         if visit is None or visit.record is None:
             return
@@ -451,7 +491,7 @@ class OptimizerStateOffload:
         self._staging.release(visit.record)
 
     def describe(self, chunk: UpdateChunk, first: int, last: int) -> str:
-        """Name what lies in bytes `[first, last)` of a chunk's record."""
+        """Return the names of the tensors in bytes `[first, last)` of a chunk's record, for messages."""
         names: list[str] = []
         for entry in self._records[id(chunk)].entries:
             low, high = max(first - entry.offset, 0), min(last - entry.offset, entry.nbytes)
@@ -466,7 +506,7 @@ class OptimizerStateOffload:
         return abbreviate_names(names)
 
     def discard(self) -> None:
-        """Forget all that is on disk: every record is to be filled anew (`refilled`) before it is used."""
+        """Mark the contents of all records on NVMe as lost. `overwritten` must replace each before its next use."""
         self.discard_read_ahead()
         for record in self._records.values():
             if record.extent is not None:
@@ -475,7 +515,7 @@ class OptimizerStateOffload:
                 record.discarded = True
 
     def discard_read_ahead(self) -> None:
-        """Drop what was read for the next step: it is to be read again."""
+        """Drop records that were read for the next step. The step reads them again."""
         self._read_ahead_queue.clear()
         for visit in list(self._fetched.values()):
             if visit.chunk.master is None:
@@ -491,6 +531,7 @@ class OptimizerStateOffload:
         return found
 
     def _account(self, chunks: list[UpdateChunk]) -> None:
+        """Record the bytes of optimizer states on an emulated device in the ledger."""
         if emulated_device_memory() is None:
             return
         for chunk in chunks:
@@ -506,14 +547,17 @@ def is_offloadable(value: Any) -> bool:
 
 
 def _same_form(value: torch.Tensor, like: torch.Tensor | None) -> bool:
+    """Return True if `value` is contiguous and has the shape and dtype of `like`."""
     return like is not None and (value.shape, value.dtype) == (like.shape, like.dtype) and value.is_contiguous()
 
 
 def _record_end(laid: list[_RecordEntry]) -> int:
+    """Return the size of a record in bytes."""
     return laid[-1].offset + laid[-1].nbytes
 
 
 def _lay_out(found: list[_Found]) -> list[_RecordEntry]:
+    """Return the entries of a record that has these tensors in this order, each aligned to 64 bytes."""
     entries, end = [], 0
     for tenant, key, tensor in found:
         nbytes = tensor.numel() * tensor.element_size()
@@ -523,8 +567,9 @@ def _lay_out(found: list[_Found]) -> list[_RecordEntry]:
 
 
 def _fits_in_place(laid: list[_RecordEntry], found: list[_Found], record: torch.Tensor) -> bool:
-    """Return True if every tensor in the record is already at its place. Otherwise moving tensors could overwrite
-    others.
+    """Return True if every tensor that lies in `record` is at its offset in the layout.
+
+    Otherwise, copying one tensor to its place could overwrite another.
     """
     storage = record.untyped_storage().data_ptr()
     return all(
@@ -538,7 +583,11 @@ def _fits_in_place(laid: list[_RecordEntry], found: list[_Found], record: torch.
 def _describe(
     residence: ReferenceType[OptimizerStateOffload], chunk: ReferenceType[UpdateChunk], first: int, last: int
 ) -> str:
-    """Weakly, as the tier holds this to its end: it would keep the model alive that is to close it."""
+    """Run `OptimizerStateOffload.describe`; return an empty string if its model is gone.
+
+    The disk tier keeps this function until it is closed, so it refers to the model weakly: else the model, which closes
+    the tier, would stay alive.
+    """
     by, of = residence(), chunk()
     return "" if by is None or of is None else by.describe(of, first, last)
 

@@ -1,4 +1,4 @@
-"""One step of a user's optimizer, taken in parts."""
+"""One step of a user's optimizer, divided into several calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.comm.rank_group import RankGroup
 
+# Attributes of an optimizer that are not copied between the user's optimizer and the inner one.
 _NOT_SHARED = frozenset(
     """
     state param_groups step _optimizer_step_pre_hooks _optimizer_step_post_hooks
@@ -19,15 +20,16 @@ _NOT_SHARED = frozenset(
 
 
 class OptimizerStepSession:
-    """One step of a user's optimizer, taken in parts under the hyper-parameters of its groups as they are now.
+    """One step of a user's optimizer, divided into parts: calls of `step` for different parameters.
 
-    Each part finds the groups' options, and the optimizer's own attributes, as they were before the step, so that what
-    a rule counts there it counts once a step. What any part changed comes back to the user's object at the end; a step
-    that fails changes nothing there. Hooks before a step run once, here; those after it once the parameters are new.
+    All parts use the groups' options and the optimizer's attributes from before the step, so that a counter kept there
+    advances once a step and not once a part. `end` copies changed options and attributes to the user's optimizer; a
+    step that fails changes nothing there. The constructor runs the optimizer's pre-step hooks. The engine runs the
+    post-step hooks.
 
     Args:
-        optimizer: the user's.
-        inner: the one that is stepped: its clone, or another class with the same results.
+        optimizer: the user's optimizer.
+        inner: optimizer whose `step` is called: a clone of `optimizer`, or another class with the same results.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
@@ -40,13 +42,14 @@ class OptimizerStepSession:
         self._new: dict[str, Any] = {}
 
     def keep_options(self) -> None:
-        """Parts may be stepped later: options that are tensors (a learning rate) are those of now, too."""
+        """Copy options that are tensors (a learning rate), so that later changes do not affect the remaining parts."""
         for options in self._options:
             options.update({k: v.detach().clone() for k, v in options.items() if isinstance(v, torch.Tensor)})
 
     def step(self, tensors: dict[int, list[nn.Parameter]]) -> None:
-        """Step `tensors` (by group number); their gradients are dropped."""
+        """Step one part: `tensors`, by group number. Their gradients are dropped afterwards."""
         inner = self._inner
+        # Undo changes of the previous part, so that every part starts from the values before the step.
         inner.__dict__.update(self._own)
         inner.param_groups = [{**options, "params": tensors.get(n, [])} for n, options in enumerate(self._options)]
         inner.step()
@@ -58,11 +61,11 @@ class OptimizerStepSession:
                 tensor.grad = None
 
     def end(self, among: RankGroup | None = None) -> None:
-        """All parts were stepped.
+        """End the step after its last part: copy changed options and attributes to the user's optimizer.
 
         Args:
-            among: ranks of which each stepped other parameters, so that one may have had none of a group: what others
-                counted there counts here too. Collective over them.
+            among: ranks that stepped different parameters. A rank without parameters of a group takes the changes of
+                that group from the other ranks. Collective over these ranks.
         """
         if among is not None and among.size > 1:
             for others in self._gather_plain_values(among):
@@ -73,7 +76,10 @@ class OptimizerStepSession:
         self._optimizer.__dict__.update(self._new)
 
     def _gather_plain_values(self, among: RankGroup) -> list[list[dict[str, Any]]]:
-        """The plain values that each rank's rule left: by group, and the attributes last."""
+        """All-gather the changed options (one dictionary a group) and changed attributes (the last dictionary).
+
+        Only int, float and str values are sent.
+        """
         mine = [
             {key: value for key, value in new.items() if isinstance(value, int | float | str)}
             for new in (*self._new_options, self._new)
@@ -81,6 +87,7 @@ class OptimizerStepSession:
         return among.all_gather_object(mine)
 
     def _attributes(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        # An inner optimizer of another class has other attributes, so none are copied.
         return _without(optimizer.__dict__, _NOT_SHARED) if type(self._inner) is type(self._optimizer) else {}
 
 

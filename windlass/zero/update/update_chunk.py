@@ -1,4 +1,4 @@
-"""The part of a unit that is updated at once: a span of its master weights, gradient and optimizer states."""
+"""Chunk of a unit: a span of its master weights, gradient and optimizer states that is updated at once."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import ALIGN, LayoutPiece
 
-_BATCHES = 8  # of an update on disk, if they are not too small for the disk
-_LEAST_ON_DISK = 1 << 20  # elements
+_BATCHES = 8  # number of batches of an update on NVMe, unless they would be smaller than `_LEAST_ON_DISK`
+_LEAST_ON_DISK = 1 << 20  # elements; smaller transfers do not reach the disk's bandwidth
 
 
 @dataclass(eq=False)
 class UpdateChunk:
-    """Elements `[start, stop)` of this rank's update of a unit.
+    """Elements `[start, stop)` of this rank's state span of a unit, which one optimizer call updates.
 
     Attributes:
-        start, stop: within the unit's state span.
+        slot: gradient of the unit.
+        start, stop: range of elements, counted from the start of the unit's state span.
         tier: tier of master weights and states between steps.
         dtype: dtype of the master weights.
-        state_dtype: dtype of the update and of the states.
-        master: `[stop - start]`, in the memory where it is updated; None while it is on disk.
-        gradient: `[stop - start]`, in the same memory; None while it is not resident.
-        lowered_params: `[stop - start]`, new parameters in the param_dtype, if the update itself wrote them.
-        state_keys: keys of the optimizer's `state` for this chunk.
+        state_dtype: dtype in which the optimizer computes and keeps states.
+        master: `[stop - start]`, on `device`; None while it is only on NVMe.
+        gradient: `[stop - start]`, on `device`; None outside an update, and if the unit has no gradient.
+        lowered_params: `[stop - start]`, new parameters in the param_dtype, from the update until
+            `MasterWeights.write_back`; None if that casts the master weights.
+        state_keys: parameters under which the optimizer's `state` has the states of this chunk.
     """
 
     slot: GradientSlot
@@ -53,11 +55,11 @@ class UpdateChunk:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the chunk in messages: the unit's first parameter, and the range of elements."""
         return f"{self.unit.names[0]}[{self.start}:{self.stop}]"
 
     def pieces(self) -> Iterator[LayoutPiece]:
-        """The parts of parameters in it; offsets count from `start`."""
+        """Yield the fragments of parameters in the chunk. Their offsets count from `start`."""
         first = self.unit.state_start
         return self.unit.layout.pieces(first + self.start, first + self.stop)
 
@@ -67,17 +69,21 @@ class UpdateChunk:
         return self.unit.full.device if self.tier is Tier.DEVICE else torch.device("cpu")
 
     def values(self) -> torch.Tensor:
-        """The master weights, which must be at hand."""
+        """Return the master weights, which must be in memory."""
         assert self.master is not None, f"the master weights of {self.name} are on disk"
         return self.master
 
 
 @dataclass(frozen=True)
 class StateEntry:
-    """State entry of a chunk: elements `[start, stop)` of one of the unit's parameters.
+    """Fragment of a parameter whose optimizer states this rank keeps, under one key of the optimizer's `state`.
 
     Attributes:
-        shape: shape of a state with one value per element.
+        chunk: chunk that contains the fragment.
+        state_key: key of the optimizer's `state`.
+        index: index of the parameter in its unit.
+        start, stop: range of elements of the flattened parameter.
+        shape: shape of those states that have one value per element.
     """
 
     chunk: UpdateChunk
@@ -89,7 +95,7 @@ class StateEntry:
 
     @property
     def name(self) -> str:
-        """The parameter's."""
+        """Name of the parameter."""
         return self.chunk.unit.names[self.index]
 
     @property
@@ -98,22 +104,28 @@ class StateEntry:
 
 
 def make_chunks(slots: list[GradientSlot], limit: int) -> list[UpdateChunk]:
-    """The chunks of all trainable units in model order, none of more than `limit` elements (rounded up to a cache
-    line), and those of one unit of nearly one size: memory for one serves the others."""
+    """Divide the state spans of `slots` into chunks, in the order of `slots`.
+
+    A chunk has at most `limit` elements, rounded up to a multiple of 16 (a cache line of float32). The chunks of a unit
+    have nearly equal sizes, so that a buffer for one fits the others.
+    """
     found = []
     for slot in slots:
         span = slot.unit.state_stop - slot.unit.state_start
         size = -(-span // max(1, -(-span // max(limit, 1))))
         size = max(ALIGN, -(-size // ALIGN) * ALIGN)
         for start in range(0, max(span, 1), size):
-            home = slot.unit.state_tier if span else Tier.DEVICE  # nothing takes no room anywhere
+            home = slot.unit.state_tier if span else Tier.DEVICE  # an empty chunk needs no memory on any tier
             found.append(UpdateChunk(slot, start, min(start + size, span), home))
     return found
 
 
 def pipeline_numel(slots: list[GradientSlot]) -> int:
-    """Elements of a batch such that there are several to read, update and write at a time; the same on all ranks. No
-    bound where nothing rests on disk."""
+    """Return the maximum elements of a batch that overlaps reads, updates and writes of NVMe data.
+
+    An update then has about 8 batches, but a batch has at least 2**20 elements. Without NVMe data there is no limit
+    (2**62). Equal on all ranks.
+    """
     on_disk = sum(s.unit.state_stop - s.unit.state_start for s in slots if s.unit.state_tier is Tier.NVME)
     return max(_LEAST_ON_DISK, -(-on_disk // _BATCHES)) if on_disk else 1 << 62
 
@@ -121,8 +133,17 @@ def pipeline_numel(slots: list[GradientSlot]) -> int:
 def batch_chunks(
     chunks: list[UpdateChunk], limit: int, size_of: Callable[[UpdateChunk], int] = lambda chunk: chunk.numel
 ) -> list[list[UpdateChunk]]:
-    """Chunks from the last to the first (what the next forward wants first is updated last), of one home and at most
-    `limit` elements each, as `size_of` counts them."""
+    """Divide chunks into batches, from the last chunk to the first.
+
+    The parameters that the next forward uses first are updated last.
+
+    Args:
+        limit: maximum size of a batch. A larger chunk is a batch of its own.
+        size_of: returns the size of a chunk; its number of elements by default.
+
+    Returns:
+        Batches of chunks. All chunks of a batch are on the same tier.
+    """
     made: list[list[UpdateChunk]] = []
     size = 0
     for chunk in reversed(chunks):

@@ -1,13 +1,13 @@
-"""Update with an optimizer that needs full parameters: layer norms (LAMB), matrices (Muon), or any unknown rule.
+"""Update with an optimizer that needs full parameters: their norms (LAMB), their matrices (Muon), or anything unknown.
 
-Each parameter has one owner rank. Before the step, the owner collects the fragments of its master weight and
-gradient, runs the user's optimizer class on the parameter in its own shape, and sends the fragments back. The
+Each parameter has one owner rank. Before the step, the owner receives the fragments of master weight and gradient,
+runs the user's optimizer class on the parameter in its own shape, and sends the fragments of the new weight back. The
 state stays on the owner. Without sharding, every rank updates every parameter, as in plain data parallelism.
 
-[Note: whole steps of parts] A parameter that is sharded over tp or ep has one owner per part, at the same
-position in each part's data-parallel group. The owners all-gather weight, gradient and states of their parts,
-all update the full parameter, and each keeps its own part of weight and states. So states are stored and saved
-as those of elementwise optimizers are. A state of another shape (one value per row) is equal on all owners.
+[Note: whole steps of parts] A parameter that is sharded over tp or ep has one owner per part, at the same position in
+each part's data-parallel group. The owners assemble the full weight, gradient and states from their parts by
+all-reduce, all update the full parameter, and each keeps its own part of weight and states. So states are stored and
+saved in the same parts as the parameter. A state of another shape (one value per row) is equal on all owners.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chu
 
 @dataclass(eq=False)
 class OwnedParameter:
-    """A parameter and who steps it; `tensor` carries its optimizer state and, during a step, its values."""
+    """Parameter, or its local part if it is sharded over tp or ep, and the rank that updates it.
+
+    Attributes:
+        chunk: chunk of the parameter's unit.
+        index: index of the parameter in the unit.
+        owner: index in `group` of the rank that updates the parameter.
+        tensor: key of the optimizer's `state`. On the owner it has the parameter's values during a step, else it is
+            empty.
+    """
 
     chunk: UpdateChunk
     index: int
@@ -56,7 +64,7 @@ class OwnedParameter:
 
     @property
     def group(self) -> RankGroup:
-        """The ranks that have pieces of it."""
+        """Ranks that have fragments of the parameter."""
         return self.chunk.unit.dp_group.group
 
     @property
@@ -66,21 +74,20 @@ class OwnedParameter:
 
     @property
     def is_local(self) -> bool:
-        """This rank steps it."""
+        """True if this rank is the owner."""
         return self.owner == self.group.index
 
 
 class WholeParameterUpdate:
-    """Runs any optimizer whose update of a parameter depends on that parameter alone.
+    """Update with any optimizer whose update of a parameter depends on no other parameter.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer. Its existing states are moved to the owners.
         chunks: this rank's chunks of the trainable units, one per unit.
-        residence: offload of their master weights and states.
         dp_groups: groups over which states are sharded, that of dense parameters first.
-        axes: mesh axes by name along which parameters are sharded otherwise.
-        whole: each rank keeps all states and exchanges nothing.
-        sub_group: elements that are gathered at a time.
+        axes: mesh axes by name, for parameters that are sharded over tp or ep.
+        whole: every rank of a data-parallel group keeps all states and updates all parameters, without an exchange.
+        sub_group: maximum size of a batch, in elements a rank: the batch's elements divided by the ranks of the group.
     """
 
     def __init__(
@@ -105,14 +112,15 @@ class WholeParameterUpdate:
         self.add_chunks(chunks)
         for chunk in chunks:
             mine = [owned for owned in self._of_chunk[id(chunk)] if owned.is_local]
+            # A chunk on NVMe is stored again with the states that it gets here.
             with residence.resident([chunk]) if optimizer.state else nullcontext():
                 for owned in mine:
                     if given := optimizer.state.get(owned.parameter):
                         self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
-        optimizer.state.clear()
+        optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
 
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
-        """As `ElementwiseUpdate.grow`; the same on all ranks."""
+        """Update these chunks, too, and assign owners to their parameters. All ranks pass the same units."""
         added = self._assign(chunks)
         self.owned += added
         for owned in added:
@@ -123,11 +131,11 @@ class WholeParameterUpdate:
         self._batches = batch_chunks(self.chunks, self._sub_group, self._size)
 
     def cannot_step(self, dtype: torch.dtype, home: Tier) -> bool:
-        """As `ElementwiseUpdate.refuses`."""
+        """Return False: the user's class updates any dtype on any tier. See `ElementwiseUpdate.cannot_step`."""
         return False
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
-        """As `ElementwiseUpdate.tenancies`; an owner has the whole of a parameter's state, in the parameter's shape."""
+        """Yield the state entries of one unit or all: one for each parameter that this rank owns, in its shape."""
         for owned in self.owned:
             of = owned.chunk.unit
             if owned.is_local and (unit is None or unit is of):
@@ -135,11 +143,11 @@ class WholeParameterUpdate:
                 yield StateEntry(owned.chunk, owned.tensor, owned.index, 0, numel, shape)
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
-        """As `ElementwiseUpdate.formats`."""
+        """Return the storage format of each state, as `ElementwiseUpdate.formats` does."""
         return formats_of(self.optimizer, self._inner)
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
-        """As `ElementwiseUpdate.run`. Collective."""
+        """Update one batch of chunks after the other and yield each, as `ElementwiseUpdate.run` does. Collective."""
         turn = OptimizerStepSession(self.optimizer, self._inner)
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         wanted = self._wanted(used, group_of)
@@ -147,7 +155,7 @@ class WholeParameterUpdate:
             todo = [owned for chunk in batch for owned in self._of_chunk[id(chunk)] if id(owned) in wanted]
             for chunk in batch:
                 if chunk.gradient is None and any(owned.chunk is chunk for owned in todo):
-                    chunk.gradient = torch.zeros_like(chunk.values())  # only other parts of it have one
+                    chunk.gradient = torch.zeros_like(chunk.values())  # only ranks with another part have one
             values = self._collect(todo, gradient=False)
             gradients = self._collect(todo, gradient=True)
             tensors: dict[int, list[nn.Parameter]] = defaultdict(list)
@@ -160,22 +168,27 @@ class WholeParameterUpdate:
                     tensors[group_of[id(owned.parameter)]].append(owned.tensor)
             turn.step(tensors)
             for owned in todo:
+                # The step computed the full parameter; this rank stores only its part of weight and states.
                 if id(owned) in values and not owned.placement.is_full:
                     self._part(owned)
             self._return(todo, values)
-            for owned in todo:
+            for owned in todo:  # free the full values before the next batch
                 owned.tensor.data = owned.tensor.data.new_empty(0)
             yield batch
         turn.end(None if self._whole else self._dp_groups[0].group)
 
     def _size(self, chunk: UpdateChunk) -> int:
-        """Return the size of a chunk in a batch, equal on all ranks of an update because batches must be equal."""
+        """Return the size of a chunk for its batch. It is equal on all ranks, so that all divide chunks equally.
+
+        A unit of experts that are not sharded counts 0, because other ranks have other experts in its place.
+        """
         unit = chunk.unit
         alike = not unit.kind.is_expert or all(not placement.is_full for placement in unit.placements)
         return sum(map(get_global_numel, unit.parameters)) // unit.dp_group.group.size if alike else 0
 
     def _wanted(self, used: dict[int, list[bool]], group_of: dict[int, int]) -> set[int]:
-        """Return the ids of the parameters to update: those with a gradient on any rank with another part.
+        """Return the ids of the `OwnedParameter`s to update: those with a gradient on this rank or for another part.
+
         Collective if parameters are sharded over tp or ep.
         """
         mine = [
@@ -184,6 +197,7 @@ class WholeParameterUpdate:
             and id(owned.parameter) in group_of
             for owned in self.owned
         ]
+        # All owners of parts have to take part in the same steps, so a gradient for one part counts for all.
         for name in sorted({axis for owned in self.owned for axis in owned.placement.sharded_axes}):
             cut = [number for number, owned in enumerate(self.owned) if name in owned.placement.sharded_axes]
             device = self.chunks[0].unit.full.device
@@ -194,14 +208,14 @@ class WholeParameterUpdate:
         return {id(owned) for owned, wants in zip(self.owned, mine, strict=True) if wants}
 
     def _assemble(self, owned: OwnedParameter, part: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which each owner has its part. Collective over them."""
+        """Return the full tensor, given this rank's part of it. Collective over the owners of the parts."""
         if owned.placement.is_full:
             return part
-        device = owned.chunk.unit.full.device  # where the groups of the axes send from, wherever masters rest
+        device = owned.chunk.unit.full.device  # the mesh axes communicate on it, on whatever tier the part is
         return gather_full(part.to(device), owned.placement, self._axes).to(part.device)
 
     def _join_states(self, owned: OwnedParameter) -> None:
-        """Make the states of a part those of the whole. Collective over the owners of its parts."""
+        """Replace the states of this rank's part by full states. Collective over the owners of the parts."""
         placement = owned.placement
         if placement.is_full:
             return
@@ -211,7 +225,7 @@ class WholeParameterUpdate:
                 state[key] = self._assemble(owned, value)
 
     def _part(self, owned: OwnedParameter) -> None:
-        """Keep this rank's part of the weight that was stepped and of its states."""
+        """Reduce the updated weight and its states to this rank's part."""
         placement = owned.placement
         owned.tensor.data = select_local_shard(owned.tensor.data.view(placement.global_shape), placement)
         state = self._inner.state.get(owned.tensor, {})
@@ -220,9 +234,13 @@ class WholeParameterUpdate:
                 state[key] = select_local_shard(value, placement)
 
     def _assign(self, chunks: list[UpdateChunk]) -> list[OwnedParameter]:
-        """Assign an owner to each parameter: the largest first, to the rank with the fewest elements."""
+        """Assign an owner to each parameter: the largest first, to the rank with the fewest elements so far.
+
+        Returns:
+            All parameters of `chunks`, without empty ones, in model order.
+        """
         found = [
-            (get_global_numel(parameter), number, index)  # the same wherever another part lies
+            (get_global_numel(parameter), number, index)  # full size: all parts get equal owners
             for number, chunk in enumerate(chunks)
             for index, parameter in enumerate(chunk.unit.parameters)
         ]
@@ -245,7 +263,7 @@ class WholeParameterUpdate:
         return owned
 
     def _spans(self, owned: OwnedParameter) -> list[tuple[int, int, int, int]]:
-        """Return the parts of a parameter by rank: `(rank, start, stop, offset in that rank's span)`."""
+        """Return the fragments of a parameter: `(index of the rank in the group, start, stop, offset in its span)`."""
         layout, group = owned.chunk.unit.layout, owned.group
         if self._whole or group.size == 1:
             return [(group.index, 0, layout.numels[owned.index], layout.offsets[owned.index])]
@@ -260,7 +278,14 @@ class WholeParameterUpdate:
         return spans
 
     def _collect(self, todo: list[OwnedParameter], *, gradient: bool) -> dict[int, torch.Tensor]:
-        """The whole flat values of the parameters that this rank owns, by id of the entry. Collective."""
+        """Send fragments of `todo` to their owners, and return the flat parameters that this rank owns. Collective.
+
+        Args:
+            gradient: collect gradients instead of master weights.
+
+        Returns:
+            Tensors `[elements of the parameter]` in the chunk's state dtype, by id of the `OwnedParameter`.
+        """
         result: dict[int, torch.Tensor] = {}
         moves = [_PointToPointMoves(family) for family in self._dp_groups]
         for owned in todo:
@@ -278,16 +303,17 @@ class WholeParameterUpdate:
                     move.sends.append((owned.owner, source.narrow(0, offset, stop - start).to(dtype)))
                 elif whole is not None:
                     move.receives.append((rank, whole[start:stop]))
+        # All transfers of a group start at once: in sequence, ranks that send to each other would deadlock.
         for move in moves:
             move.make()
         return result
 
     def _return(self, todo: list[OwnedParameter], values: dict[int, torch.Tensor]) -> None:
-        """Send the new values back to who keeps their pieces. Collective."""
+        """Send the fragments of updated parameters to the ranks that keep them. Collective."""
         moves = [_PointToPointMoves(family) for family in self._dp_groups]
         for owned in todo:
             master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
-            # the rule may have replaced the tensor's data rather than written to it
+            # Not from `values`: the optimizer may have replaced the tensor's data instead of writing to it.
             whole = owned.tensor.detach().reshape(-1) if id(owned) in values else None
             for rank, start, stop, offset in self._spans(owned):
                 if rank == me and whole is not None:
@@ -300,30 +326,40 @@ class WholeParameterUpdate:
             move.make()
 
     def _move_of(self, owned: OwnedParameter, moves: list[_PointToPointMoves]) -> _PointToPointMoves:
+        """Return the transfers of the parameter's data-parallel group."""
         return next(move for move in moves if move.family is owned.chunk.unit.dp_group)
 
 
 @dataclass(eq=False)
 class _PointToPointMoves:
-    """Point-to-point transfers between the ranks of a group, all started together."""
+    """Point-to-point transfers between the ranks of a group, all started together.
+
+    Attributes:
+        sends: destination, as index in the group, and tensor of each message.
+        receives: source, as index in the group, and tensor to receive into of each message.
+    """
 
     family: DataParallelGroup
     sends: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     receives: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def make(self) -> None:
+        """Run all transfers, and count the received bytes as traffic of the step."""
         moved = exchange_tensors(self.family.group, self.sends, self.receives)
         self.family.transport.traffic.bytes_moved["whole"] += moved
 
 
 def _is_part(key: str, value: Any, placement: Placement) -> bool:
-    """Return True if a state of a part has one value for each of its elements."""
+    """Return True if a state of a sharded parameter has one value for each element of this rank's part."""
     shaped = isinstance(value, torch.Tensor) and value.dim() > 0 and key not in SCALAR_STATES
     return shaped and tuple(value.shape) == placement.local_shape
 
 
 def _moved(state: dict[str, Any], owned: OwnedParameter, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A parameter's state where it is stepped; counts stay where their rule put them."""
+    """Return an existing state of a parameter with its tensors on the device of the update.
+
+    Scalar states such as `step` stay on the device that the optimizer chose.
+    """
     moved = dict(state)
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or key in SCALAR_STATES:
