@@ -15,6 +15,7 @@ from windlass.config import Config
 from windlass.engine.engine_checkpoint import LoadOptions, load_engine, save_engine
 from windlass.engine.full_weights import full_state_dict, load_full_state_dict, load_with_function, save_16bit_model
 from windlass.engine.state_fingerprint import compute_fingerprint
+from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class CheckpointMethods:
             StorageError: an offloaded value cannot be read; on all ranks.
         """
         self._require_ready("fingerprint")
-        self._sharded.scheduler.sync("the reading of parameters or states")
+        self._sharded.scheduler.sync(SyncPoint.STATE_READ)
         return str(compute_fingerprint(self._sharded))
 
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -53,7 +54,7 @@ class CheckpointMethods:
         They are on the CPU of rank 0; other ranks get an empty dictionary. Collective.
         """
         self._require_ready("full_state_dict")
-        self._sharded.scheduler.sync("the reading of parameters or states")
+        self._sharded.scheduler.sync(SyncPoint.STATE_READ)
         return full_state_dict(self._sharded, dtype=dtype)
 
     def load_module_state_dict(
@@ -168,7 +169,7 @@ class CheckpointMethods:
             )
             return False
         self._require_ready("save_16bit_model")
-        self._sharded.scheduler.sync("the reading of parameters or states")
+        self._sharded.scheduler.sync(SyncPoint.STATE_READ)
         return save_16bit_model(self._sharded, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_checkpoint(
@@ -202,7 +203,7 @@ class CheckpointMethods:
         if not str(save_dir):
             raise ValueError("save_checkpoint: save_dir is empty; give the directory that checkpoints go to")
         self._require_ready("save_checkpoint")
-        self._sharded.scheduler.sync("a checkpoint")
+        self._sharded.scheduler.sync(SyncPoint.CHECKPOINT)
         at_once = not self._config.checkpoint.async_save if blocking is None else blocking
         engine = cast("Engine", self)
         name = None if tag is None else str(tag)  # scripts may pass numbers as tags
@@ -255,7 +256,7 @@ class CheckpointMethods:
             CheckpointError: the checkpoint is damaged, or does not fit.
         """
         self._require_ready("load_checkpoint")
-        self._sharded.scheduler.sync("a checkpoint")
+        self._sharded.scheduler.sync(SyncPoint.CHECKPOINT)
         wanted = LoadOptions(
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states and not load_module_only,

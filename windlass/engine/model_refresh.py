@@ -13,6 +13,7 @@ from windlass.base.text import plural
 from windlass.engine.parallelize import mesh_of_model
 from windlass.zero.access.state_transfer import StateTransfer
 from windlass.zero.access.unfreezing import can_unfreeze, unfreeze
+from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.model_consistency import check_same_model
 from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 from windlass.zero.unit_builder import check_devices
@@ -28,7 +29,7 @@ def refresh_engine(engine: Engine) -> None:
     before = engine._sharded
     for average in before.averages.values():
         average.refuse_applied("refresh()")
-    before.scheduler.sync("a change of parameters or states")
+    before.scheduler.sync(SyncPoint.STATE_CHANGE)
     check_same_model(
         before.model, before.update.optimizer if before.update is not None else None, before.mesh.dense.data
     )

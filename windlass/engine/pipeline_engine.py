@@ -30,6 +30,7 @@ from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, Sche
 from windlass.parallel.pipeline.schedule_simulation import compute_bubble_fraction
 from windlass.parallel.pipeline.stage_transfers import StageTransfers
 from windlass.parallel.pipeline.transfer_order import add_transfers
+from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.sharded_model import ShardedModel
 
 PipelineEngineT = TypeVar("PipelineEngineT", bound=Engine)
@@ -280,7 +281,7 @@ class PipelineEngine(Engine):
         """Complete all transfers and collectives, then raise on every rank if a stage raised on any. Collective."""
         drain = BackgroundCall(halted.drain) if halted is not None else None
         # joins collectives of ranks that have not reached this point
-        self._sharded.scheduler.sync("the end of a schedule")
+        self._sharded.scheduler.sync(SyncPoint.SCHEDULE_END)
         if drain is not None:
             drain.join()
         if not self._error_check.any_failed(halted, "a schedule"):

@@ -38,6 +38,7 @@ from windlass.engine.training_progress import TrainingProgress
 from windlass.optim.loss_scale import LossScale
 from windlass.parallel.experts import find_router_biases, update_biases
 from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel_of
+from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.script_gradients import format_foreign_gradients
 from windlass.zero.core.zero_settings import StepOutcome
 from windlass.zero.sharded_model import ShardedModel
@@ -105,7 +106,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._sharded, data = sharded, sharded.mesh.dense.data
         if self._optimizer is not None:
             self._optimizer.attach(sharded)
-        meet = partial(sharded.scheduler.sync, "the broadcast of buffers")
+        meet = partial(sharded.scheduler.sync, SyncPoint.BUFFER_BROADCAST)
         self._buffer_sync = BufferSynchronizer(self.module, data, self.device, self._buffer_dtype_policy(), meet)
         self._router_balances = find_router_biases(self.module)
         self._nonfinite_locator = NonFiniteLocator(sharded.mesh.world)

@@ -16,6 +16,7 @@ from torch import nn
 from windlass.base.device_memory import emulated_device_memory
 from windlass.base.log import logger
 from windlass.storage.staging_memory import available_memory
+from windlass.zero.core.collective_scheduler import SyncPoint
 
 if TYPE_CHECKING:
     from windlass.zero.sharded_model import ShardedModel
@@ -46,7 +47,7 @@ class ShardedGenerate:
             return self._own(model, *args, **kwargs)
         units = [unit for unit in sharded.units if unit.reshards]
         sharded.finish_update()
-        sharded.scheduler.sync("a gather of full parameters")
+        sharded.scheduler.sync(SyncPoint.FULL_GATHER)
         # The ranks agree on one way: with units gathered in each forward, all ranks need the same number of forwards.
         if _fits(sharded):
             with sharded.runtime.unsharded(units):

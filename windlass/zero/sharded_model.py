@@ -24,7 +24,7 @@ from windlass.storage.extent_allocator import page_up
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.slot import Tier
 from windlass.zero.core import parameter_properties, parameter_registry
-from windlass.zero.core.collective_scheduler import CollectiveScheduler
+from windlass.zero.core.collective_scheduler import CollectiveScheduler, SyncPoint
 from windlass.zero.core.disk_health import DiskHealth
 from windlass.zero.core.dp_group import build_dp_groups
 from windlass.zero.core.gradient_norm import clip_coefficient
@@ -372,7 +372,7 @@ class ShardedModel:
         if self.update is None:
             raise ModelError("there is no optimizer to step: pass one to initialize, or name one in the configuration")
         self.disk_health.require_intact("a step")
-        self.scheduler.sync("a step")
+        self.scheduler.sync(SyncPoint.STEP)
         # The delayed update of the previous step has to end before this step changes the same master weights.
         trouble = self._await_result()
         lost = self.masters.pop_lost_edit(self.units)
@@ -461,7 +461,7 @@ class ShardedModel:
         """
         if self.delayed_update is None or not self.delayed_update.in_progress:
             return
-        self.scheduler.sync("the end of a delayed update")
+        self.scheduler.sync(SyncPoint.DELAYED_UPDATE_END)
         trouble = self._await_result()
         failed = torch.tensor([float(trouble is not None)], dtype=torch.float64, device=self.device)
         if self.mesh.world.size > 1:  # also ensures that no peer still computes with the old parameters
@@ -522,7 +522,7 @@ class ShardedModel:
 
         Collective.
         """
-        self.scheduler.sync("a change of parameters or states", experts_only=experts_only)
+        self.scheduler.sync(SyncPoint.STATE_CHANGE, experts_only=experts_only)
         self.finish_update()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
             # A peer may still run its backward and read this rank's shards in shared memory.
@@ -559,7 +559,7 @@ class ShardedModel:
         if self.delayed_update is not None:
             self.delayed_update.close()
         self.state_offloader.reload()
-        self.scheduler.sync("destroy")
+        self.scheduler.sync(SyncPoint.DESTROY)
         self.reducer.finish()
         for unit in self.units:
             self.scheduler.unshard_synced(unit)

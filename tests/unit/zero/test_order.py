@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from windlass.zero.core.collective_scheduler import FORWARD, CollectiveScheduler, hoist_gathers, merge_sequences
+from windlass.zero.core.collective_scheduler import (
+    FORWARD,
+    CollectiveScheduler,
+    SyncPoint,
+    hoist_gathers,
+    merge_sequences,
+)
 from windlass.zero.core.unit import ShardState
 
 
@@ -136,7 +142,7 @@ def test_who_reads_experts_meets_all_once_after_a_window_or_a_step() -> None:
     order.new_step()
     assert met() == 1
     order.new_step()
-    order.sync("a checkpoint")
+    order.sync(SyncPoint.CHECKPOINT)
     assert met() == 0, "a meeting of any kind is one of all"
     board.waited.clear()
     order.sync(what)

@@ -30,6 +30,7 @@ from windlass.optim.cpu_optimizer import StateFormat
 from windlass.optim.elementwise_optimizers import SCALAR_STATES
 from windlass.storage.slot import Tier
 from windlass.zero.access.differentiable import differentiable_full
+from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.parameter_registry import ParameterLocation, require
 from windlass.zero.core.unit import expert_data_group
 from windlass.zero.sharded_init import initial_shard
@@ -70,7 +71,7 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None
     model, slot = place.model, place.model.slots[number]
     alone = is_expert_only(place)
-    model.scheduler.sync("the reading of a gradient", experts_only=alone)
+    model.scheduler.sync(SyncPoint.GRADIENT_READ, experts_only=alone)
     model.reducer.finish()
     group = place.unit.dp_group.mesh.data if alone else model.mesh.dense.data
     facts = torch.tensor([int(bool(slot.written)), int(place.index in slot.used)], device=model.device)
@@ -322,7 +323,7 @@ def set_local_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> N
 def _finished(parameter: nn.Parameter) -> ParameterLocation:
     """Return the location of `parameter`, after its model has finished a delayed update. Collective."""
     place = require(parameter)
-    place.model.scheduler.sync("the reading of parameters or states", experts_only=is_expert_only(place))
+    place.model.scheduler.sync(SyncPoint.STATE_READ, experts_only=is_expert_only(place))
     place.model.finish_update()
     return place
 

@@ -16,6 +16,7 @@ from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.comm.transport import TransportBuffer
 from windlass.storage.slot import Tier
+from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.sharded_parameter import put_grad
 from windlass.zero.update.update_chunk import UpdateChunk
@@ -46,7 +47,7 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
         StorageError: some rank has too little disk space for master weights and states. The model is unchanged.
     """
     wanted = {id(parameter): parameter for parameter in parameters}
-    model.scheduler.sync("a change of parameters or states")
+    model.scheduler.sync(SyncPoint.STATE_CHANGE)
     model.finish_update()
     model.reducer.finish()  # a step may have gradients in flight
     model.recapture_parameters()

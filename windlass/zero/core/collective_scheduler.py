@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import lru_cache
 
 from windlass.base.collective_activity import WaitScope
@@ -41,18 +41,24 @@ from windlass.comm.agreement_board import AgreementBoard, Posted
 from windlass.zero.core.unit import ShardState, Unit
 
 FORWARD, EVALUATION, BACKWARD = "forward", "forward without gradients", "backward"
-SYNC_POINTS = (
-    "a step",
-    "the end of a delayed update",
-    "the reading of a gradient",
-    "the reading of parameters or states",
-    "a change of parameters or states",
-    "a gather of full parameters",
-    "a checkpoint",
-    "the broadcast of buffers",
-    "the end of a schedule",
-    "destroy",
-)
+
+
+class SyncPoint(Enum):
+    """Calls that all ranks make in the same order; values are their descriptions in errors and hang reports."""
+
+    STEP = "a step"
+    DELAYED_UPDATE_END = "the end of a delayed update"
+    GRADIENT_READ = "the reading of a gradient"
+    STATE_READ = "the reading of parameters or states"
+    STATE_CHANGE = "a change of parameters or states"
+    FULL_GATHER = "a gather of full parameters"
+    CHECKPOINT = "a checkpoint"
+    BUFFER_BROADCAST = "the broadcast of buffers"
+    SCHEDULE_END = "the end of a schedule"
+    DESTROY = "destroy"
+
+
+_SYNC_POINTS = tuple(SyncPoint)
 _REMEMBERED = 64  # phases of one kind per step with a list of their own; later ones share one list
 _LATEST = -1
 
@@ -182,8 +188,8 @@ class CollectiveScheduler:
         self._previous[self._phase] = self._previous[kind, _LATEST] = tuple(self._recorded)
         self._phase, self._recorded = None, []
 
-    def sync(self, what: str, *, experts_only: bool = False) -> None:
-        """Wait until all ranks reach the same sync point of `SYNC_POINTS`. Collective.
+    def sync(self, point: SyncPoint, *, experts_only: bool = False) -> None:
+        """Wait until all ranks reach the same sync point. Collective.
 
         Meanwhile this rank joins the collectives that other ranks request.
 
@@ -199,7 +205,7 @@ class CollectiveScheduler:
         # The caller may go on with the same forward or backward after the sync point; see `_resume_after_sync`.
         self._interrupted_kind = self._phase[0] if self._phase is not None else self._interrupted_kind
         self.end_phase()
-        while not self._agreement_round(_Message.SYNC, SYNC_POINTS.index(what), what):
+        while not self._agreement_round(_Message.SYNC, _SYNC_POINTS.index(point), point.value):
             self._join_remaining()  # of a phase that other ranks began
         self._synced_since_step = True
 
@@ -257,10 +263,10 @@ class CollectiveScheduler:
         self._start_next(wanted=True)
         return True
 
-    def unshard_all(self, units: Sequence[Unit], what: str, *, experts_only: bool = False) -> None:
+    def unshard_all(self, units: Sequence[Unit], point: SyncPoint, *, experts_only: bool = False) -> None:
         """Start to unshard `units` on all ranks, at the same place of their programs (see `sync`). Collective."""
         if self._board is not None and any(unit.frees_memory for unit in units):
-            self.sync(what, experts_only=experts_only)
+            self.sync(point, experts_only=experts_only)
         for unit in units:
             self.unshard_synced(unit)
 
@@ -426,7 +432,7 @@ class CollectiveScheduler:
             # At a sync point, join the phases of other ranks first and then repeat the round.
             return message is _Message.BEGIN_PHASE
         if any(post[1] != value for post in posts):
-            places = ", ".join(f"rank {rank} is at {SYNC_POINTS[post[1]]}" for rank, post in enumerate(posts))
+            places = ", ".join(f"rank {rank} is at {_SYNC_POINTS[post[1]].value}" for rank, post in enumerate(posts))
             raise CommunicationError(
                 f"ranks wait for each other at different calls, and would wait forever: {places}; all ranks must make "
                 "the same calls in the same order"

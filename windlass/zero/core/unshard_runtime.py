@@ -12,7 +12,7 @@ from windlass.base.backward_callbacks import current_backward_id, queue_end_of_b
 from windlass.base.collective_activity import WaitScope
 from windlass.base.tensor_tree import iterate_tensors
 from windlass.comm.rank_group import RankGroup
-from windlass.zero.core.collective_scheduler import BACKWARD, EVALUATION, FORWARD, CollectiveScheduler
+from windlass.zero.core.collective_scheduler import BACKWARD, EVALUATION, FORWARD, CollectiveScheduler, SyncPoint
 from windlass.zero.core.prefetcher import Prefetcher
 from windlass.zero.core.unit import ShardState, Unit, expert_data_group
 from windlass.zero.core.unit_partition import Block
@@ -210,7 +210,7 @@ class UnshardRuntime:
             unit.users += 1
         try:
             with WaitScope("gather", names or (units[0].names if units else ())):  # for the reports of the watchdog
-                self.scheduler.unshard_all(units, "a gather of full parameters", experts_only=experts_only)
+                self.scheduler.unshard_all(units, SyncPoint.FULL_GATHER, experts_only=experts_only)
                 for unit in units:
                     unit.wait_for_unshard()
             self.after_unshard_all(expert_data_group(units) if experts_only else None)
