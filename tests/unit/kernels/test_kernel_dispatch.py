@@ -1,4 +1,6 @@
-"""Which path runs is said and can be chosen; what does not fit together is refused before addresses are used."""
+"""Tests of kernel dispatch: the path is reported and can be chosen; mismatched tensors are refused before their
+addresses are used.
+"""
 
 from __future__ import annotations
 

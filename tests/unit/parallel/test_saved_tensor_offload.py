@@ -1,4 +1,4 @@
-"""Saved tensors that move: once, back in time, never parameters, and never silently wrong."""
+"""Tests of offloaded saved tensors: moved once, back in time, never parameters, and no silent errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATE = [False, True]
 
 
 def keeping(keeper: SavedTensorOffloader) -> saved_tensors_hooks:
-    """The region in which `keeper` takes what is saved."""
+    """Return the region whose saved tensors `keeper` takes."""
     return saved_tensors_hooks(keeper.pack, keeper.unpack)
 
 
@@ -82,7 +82,7 @@ def test_what_lies_where_something_lay_before_is_not_taken_for_it() -> None:
     weight = torch.randn(64, requires_grad=True)
     losses, inputs = [], []
     with keeping(keeper):
-        for number in range(20):  # freed at once: the allocator gives out the same addresses
+        for number in range(20):  # freed at once, so that the allocator returns the same addresses again
             x = torch.full((64,), float(number))
             inputs.append(x.clone())
             losses.append((weight * x).sum())
@@ -103,7 +103,7 @@ def test_small_tensors_stay_and_are_counted() -> None:
 
 @pytest.mark.parametrize("numel", [10, 1000])
 def test_a_change_in_place_is_an_error_as_without_us(numel: int) -> None:
-    """Small ones stay, large ones are on their way."""
+    """A change in place is an error as in plain PyTorch, for small tensors that stay and large ones in flight."""
     keeper = SavedTensorOffloader(FarPlace(late=True), min_offload_bytes=1024)
     x = torch.randn(numel, requires_grad=True)
     y = x * 1.0

@@ -1,4 +1,4 @@
-"""New files: whatever the order and the size of what is sent, the bytes are those that were sent."""
+"""Tests that new files hold the submitted bytes, for any order and size of the writes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_engine_writes_blocks_with_and_without_the_page_cache(
 
 
 class Gone:
-    """A request that came back with an error."""
+    """Request that fails with an error."""
 
     def __init__(self, number: int) -> None:
         self._number = number
