@@ -25,7 +25,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def whole(name: str, offset: int = 0) -> torch.Tensor:
-    """Return the full tensor of that name. No other name or position has its values (bf16 represents integers to 256)."""
+    """Return the full tensor of that name, with values that no other name or position has (bf16 is exact to 256)."""
     shape = SHAPES[name]
     begin = 36 * (list(SHAPES).index(name) % 7) + offset
     return (torch.arange(math.prod(shape)).view(shape) + begin).to(dtype_of(name))

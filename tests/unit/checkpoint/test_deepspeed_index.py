@@ -1,4 +1,4 @@
-"""Tests of reading DeepSpeed directories: supported content, content refused by name, and that no content is executed."""
+"""Tests of reading DeepSpeed directories: supported content, content refused by name, and no execution of content."""
 
 from __future__ import annotations
 

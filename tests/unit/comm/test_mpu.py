@@ -1,4 +1,4 @@
-"""Tests of reading the axes of a model-parallel unit (mpu): accepted if it orders ranks as the mesh does, else refused."""
+"""Tests of reading the axes of a model-parallel unit (mpu), which must order ranks as the mesh does."""
 
 from __future__ import annotations
 

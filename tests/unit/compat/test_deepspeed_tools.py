@@ -1,4 +1,4 @@
-"""Tests of the tools around training: logging, timers, leaf modules, groups, norms, nested tensors, partitions, paths."""
+"""Tests of the tools around training: logging, timers, leaf modules, groups, norms, nested tensors, paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that routers choose and weight experts as those of transformers, and sample by probability where they sample."""
+"""Tests that routers choose and weight experts as those of transformers do, and sample by probability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the properties of the schedules in the papers: each action once and in order, no deadlock, bubble, memory."""
+"""Tests of the papers' properties of schedules: each action once and in order, no deadlock, bubble, memory."""
 
 from __future__ import annotations
 
