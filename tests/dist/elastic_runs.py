@@ -208,7 +208,7 @@ def complaints(row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> list[
 
 
 def hold(rows: list[Row], folder: Any) -> None:
-    """Assert that every resumed run equals the uninterrupted one. Common beginnings of rows are trained and saved once."""
+    """Assert that every resumed run equals the uninterrupted one. Common first parts are trained and saved once."""
     begun = list(dict.fromkeys(replace(row, second=row.first) for row in rows))
     places = {row: f"{folder}/{number}" for number, row in enumerate(begun)}
     wanted = over_ranks(save_and_go_on, list(places.items()), lambda row: row.first)

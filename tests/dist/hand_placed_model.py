@@ -1,4 +1,4 @@
-"""Model with layers sharded over tp and experts over ep, written by hand with placements alone, and its full version."""
+"""Model with layers sharded over tp and experts over ep, placed by hand with placements alone, and its full version."""
 
 from __future__ import annotations
 

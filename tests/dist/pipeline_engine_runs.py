@@ -260,7 +260,7 @@ def manners(kind: str) -> dict[str, Any]:
     """Check the methods and errors of a pipeline engine; `kind`: "windlass", or "deepspeed" for the compat engine."""
     import windlass
     from windlass.compat.deepspeed_initialize import initialize as of_deepspeed
-    from windlass.parallel.pipeline import PipelineSequential  # noqa: F401  (what scripts import)
+    from windlass.parallel.pipeline import PipelineSequential  # noqa: F401  (scripts import it)
 
     case = Case(name="row", micros=2)
     model = model_of(case, num_stages=2)
