@@ -223,7 +223,7 @@ def test_a_delayed_update_steps_nothing_that_was_dropped(tmp_path: Any) -> None:
 
 
 def every_iteration(where: str, stage: int) -> list[dict[str, Tensor]]:
-    """Run a script that calls zero_grad in every iteration while the compat layer accumulates, and one that does not."""
+    """Run a script that calls zero_grad in every iteration during accumulation, and one that does not."""
     from windlass.compat.deepspeed_initialize import initialize
 
     subject, found = specimen("tied"), []

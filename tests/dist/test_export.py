@@ -1,4 +1,4 @@
-"""Tests that an export from a checkpoint of any stage equals the gathered model, and that old checkpoints are removed."""
+"""Tests that an export from a checkpoint of any stage equals the gathered model, and that old tags are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of pretrained models sharded while loading: values equal the unsharded call, and ranks read their bytes only."""
+"""Tests of pretrained models sharded while loading: values equal the plain call, and ranks read their bytes only."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_skipped_step_does_not_advance_the_schedule(way: str, stage: int) -> N
 
 
 def with_a_group_more(kind: str) -> tuple[list[float], str]:
-    """Return the rates after a layer is unfrozen with a rate of its own, and the error of a schedule that can't follow."""
+    """Return the rates after unfreezing a layer with its own rate, and the error of a schedule that can't follow."""
     import windlass
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

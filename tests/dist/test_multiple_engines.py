@@ -84,7 +84,7 @@ def in_one_process(ranks: int, accumulation: int) -> dict[str, Any]:
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "engine"])
 @pytest.mark.parametrize("stages", [(0, 0, 0), (1, 2, 3), (2, 3, 0), (3, 3, 3)])
 def test_a_joint_backward_trains_both(stages: tuple[int, int, int], plain: bool, accumulation: int) -> None:
-    """Each engine divides its own gradients by the accumulation steps once, though they pass through the other engine."""
+    """Each engine divides its own gradients by the accumulation steps once, though both share one backward."""
     wanted = in_one_process(2, accumulation)
     transport = "shm" if plain == (accumulation == 1) else "gloo"
     found_by_rank = run_ranks(three_engines, 2, stages, transport, plain, accumulation, transport=transport)
