@@ -355,7 +355,7 @@ def test_both_together_move_what_each_moves_among_its_own() -> None:
 
 
 def outputs(way: str) -> None:
-    """Assert that outputs without labels are complete and in order, and that a loss of them trains as in one process."""
+    """Assert that outputs without labels are complete and ordered, and that a loss of them trains as in one process."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
