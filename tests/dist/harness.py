@@ -354,7 +354,7 @@ def _quiet_environment() -> Any:
 def _rank_error(failed: list[int], outcomes: dict[int, Outcome], ranks: list[Worker], more: str = "") -> RankError:
     """Return an error with the first failure in full and the last line of the others.
 
-    A broken connection is never the first failure, since it follows from the failure of a peer.
+    Broken connections do not count as the first failure, since they follow from the failure of a peer.
     """
     first = next((rank for rank in failed if not _follows(outcomes[rank].text)), failed[0])
     lines = [f"\nrank {rank} then: {outcomes[rank].text.strip().splitlines()[-1]}" for rank in failed if rank != first]

@@ -120,7 +120,7 @@ def pretend(able: str) -> Any:
 
 
 def reduce_everything(able: str, share: int | None = None) -> int:
-    """Run all cases, or every ninth of them, beginning with number `share`."""
+    """Run all cases, or ninth number `share` of them. Return the number of cases."""
     from windlass.compat import collectives as comm
     from windlass.compat.collectives import backend_capabilities
 

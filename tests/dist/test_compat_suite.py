@@ -188,7 +188,7 @@ def _read_apart() -> None:
         found = net.state_dict()
         with pytest.raises(ShardedParameterError, match=r"rank 0: .*, rank 1: .*; save"):
             found[f"{dist.get_rank()}.weight"].sum()
-        # equal parameters on all ranks work again
+        # afterwards, reading the same parameter on all ranks works
         assert found["0.weight"].sum() == windlass.zero.full_param(net[0].weight).sum()
         if engine is not None:
             engine.destroy()
@@ -199,7 +199,7 @@ def _read_apart() -> None:
 
 
 def test_ranks_that_read_different_parameters_are_told() -> None:
-    """Reading different parameters on different ranks raises.
+    """Ranks that read different parameters raise.
 
     transformers iterates over sets of names while saving, and shards of two weights must not be joined.
     """

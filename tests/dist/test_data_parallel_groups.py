@@ -110,7 +110,7 @@ def _near(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
 
 
 def _some(every: list[Any], step: int) -> list[Any]:
-    """Return all parameters; all but each `step`-th are marked slow."""
+    """Return all cases, with all but every `step`-th marked slow."""
     return [
         one if n % step == 0 else pytest.param(*_values(one), marks=pytest.mark.slow) for n, one in enumerate(every)
     ]

@@ -509,7 +509,7 @@ def refused(optimizer: str) -> str:
 
     config = ds_config(recipe, late((2, "cpu", "none"), ""))
     given = None
-    if optimizer == "Adafactor":  # the configuration has no such optimizer
+    if optimizer == "Adafactor":  # a configuration can't name Adafactor
         config.pop("optimizer")
         given = torch.optim.Adafactor(model.parameters(), lr=1e-3)
     try:

@@ -64,7 +64,7 @@ def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: st
         heads = [parameter_name.startswith("head.") for parameter_name, _ in specimen("mlp").build().named_parameters()]
         for master, head in zip(masters, heads, strict=True):
             if name == "Muon" and head:
-                master.use_muon = False  # type: ignore[attr-defined]  # a head is no hidden matrix
+                master.use_muon = False  # type: ignore[attr-defined]  # the head is not a hidden matrix
         return build_optimizer(name, OWN[name], masters)
 
     recipe = recipe_for(name, OWN[name], precision=precision)

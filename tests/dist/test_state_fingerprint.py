@@ -86,7 +86,7 @@ def test_another_after_one_bit(layout: Layout, tmp_path: Any) -> None:
     assert len(set(found.values())) == len(found) > 12
     before = found.pop("nothing").split("-")
     for what, taken in found.items():
-        which = int(" of " in what)  # a state changes only the part of the fingerprint for states
+        which = int(" of " in what)  # 1: the half for optimizer states, 0: the half for parameters
         assert taken.split("-")[1 - which] == before[1 - which] and taken.split("-")[which] != before[which], what
 
 

@@ -243,7 +243,7 @@ def test_an_evaluation_of_one_rank_is_served_by_who_waits_for_its_buffers() -> N
 
 
 def most_kept_back(transport: str) -> list[int]:
-    """Return for each step how many units' gradients left the ring while rank 0 skips a block in its backward."""
+    """Return the most gradients per step that were copied out of the buffer ring, with rank 0 skipping a block."""
     subject, rank = specimen("early_exit"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=2, transport=transport)))
     gradients, most = engine._sharded.reducer, []

@@ -224,7 +224,7 @@ class Ranked(nn.Module):
 
 def with_ranked(mean: bool, stage: int) -> None:
     model = Ranked(mean)
-    # a hook that slows the training of this weight
+    # as scripts do to train one weight more slowly
     model.experts[0].weight.register_hook(lambda gradient: gradient * 0.5)
     engine = engine_of(model, stage)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Tests of the folder that makes `import deepspeed` windlass: by PYTHONPATH, by import, metadata, beside the real one."""
+"""Tests of the folder that makes `import deepspeed` windlass, by PYTHONPATH or by import, and of its metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that every name that DeepSpeed's clients import exists with its kind, or is refused in one sentence at its use."""
+"""Tests that each name that DeepSpeed's clients import exists with its kind, or raises one sentence at its use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that each fault with which one rank blocks the others is reported by its cause and ends the run as specified."""
+"""Tests that each fault with which one rank blocks the others is reported by its cause and ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains small models with accelerate over DeepSpeed, as its guides show, and writes losses and weights.
+"""Script that trains small models with accelerate over DeepSpeed, as its guides show, and writes losses and weights.
 
 accelerate_training.py OUT CASES       CASES: JSON, a list of {"name", "config", ...}; see `Case`
 """

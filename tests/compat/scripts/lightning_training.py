@@ -1,4 +1,4 @@
-"""Trains a small net with lightning's Trainer, plain or with its DeepSpeed strategy, and writes losses and files.
+"""Script that trains a small net with lightning, plain or with its DeepSpeed strategy, and writes losses and files.
 
     lightning_training.py OUT CASES       CASES: JSON, a list of {"name", "stage" or null, ...}; see `Case`
 

@@ -1,4 +1,4 @@
-"""Trains and saves LoRA adapters of peft on tiny Llamas, plain or under DeepSpeed, and writes losses and logits.
+"""Script that trains LoRA adapters of peft on tiny Llamas, plain or under DeepSpeed, and writes losses and logits.
 
 peft_training.py OUT CASES       CASES: JSON, a list of {"name", "variant", "route", "config" or null, ...}; see `Case`
 """

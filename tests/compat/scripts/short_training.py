@@ -1,4 +1,4 @@
-"""Trains a tiny loaded Llama with transformers' Trainer for three steps, and writes the losses of each run.
+"""Script that trains a tiny loaded Llama with transformers' Trainer for three steps, and writes the losses of each run.
 
 short_training.py FOLDER plain|sharded        plain first: it saves the model
 """

@@ -1,4 +1,4 @@
-"""Trains tiny Llamas with transformers' Trainer, plain or under a DeepSpeed configuration, and writes the losses.
+"""Script that trains tiny Llamas with transformers' Trainer, plain or under DeepSpeed, and writes the losses.
 
 transformers_training.py OUT CASES       CASES: JSON, a list of {"name", "config" or null, ...}; see `Case`
 """

@@ -1,4 +1,4 @@
-"""Trains tiny Llamas with the trainers of trl, plain or under a DeepSpeed configuration, and writes the losses.
+"""Script that trains tiny Llamas with the trainers of trl, plain or under DeepSpeed, and writes the losses.
 
 trl_training.py OUT CASES       CASES: JSON, a list of {"name", "kind", "config" or null, ...}; see `Case`
 """
