@@ -205,7 +205,7 @@ def test_the_tour(tmp_path: Path, ranks: int) -> None:
     assert found == pytest.approx([float(rate) for rate in re.findall(r" lr (\S+)", said)], abs=1e-6)
 
 
-# DeepSpeed itself
+# tests against the installed DeepSpeed
 
 _NO_PEER = importlib.util.find_spec("deepspeed") is None
 _SAME: dict[str, tuple[object, ...]] = {

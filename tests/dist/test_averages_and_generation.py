@@ -53,7 +53,7 @@ def built(rank: int = 0) -> nn.Module:
     return LossOutside()
 
 
-# a weight in the loss
+# tests of weights in the loss
 
 
 def penalty(weights: list[Tensor]) -> Tensor:
@@ -125,7 +125,7 @@ def test_a_whole_weight_in_the_loss(
         assert error < 1e-6, where
 
 
-# averages
+# tests of parameter averages
 
 
 def averaging(stage: int, transport: str, home: str, folder: str) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def test_what_a_load_makes_of_an_average(stage: int, home: str, tmp_path: Any) -
     run_ranks(loaded_averages, 2, stage, home, str(tmp_path), env=env_of(home))
 
 
-# text
+# tests of text generation
 
 
 def llama() -> Any:

@@ -45,7 +45,7 @@ def count_calls() -> dict[str, Any]:
     log.reset_data()
     try:
         comm.all_reduce(torch.ones(4))
-        assert not comm.has_comm_data()  # off
+        assert not comm.has_comm_data()  # the logger is off by default
         comm.configure({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["gradients"]}})
         comm.all_reduce(torch.ones(4))  # neither named nor requested
         comm.all_reduce(torch.ones(4), log_name="gradients")

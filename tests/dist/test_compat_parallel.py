@@ -157,7 +157,7 @@ def test_a_mixture_script_trains_as_one_process(stage: int, ranks: int, tmp_path
 def samples(reader: int, step: int) -> dict[str, Tensor]:
     ids = torch.randint(0, 30, (2, 14), generator=torch.Generator().manual_seed(100 * reader + step))
     labels = ids.clone()
-    labels[reader % 2, : 5 + step] = -100  # a prompt
+    labels[reader % 2, : 5 + step] = -100  # prompt tokens have no label
     return {"input_ids": ids, "labels": labels}
 
 

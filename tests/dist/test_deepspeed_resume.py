@@ -178,7 +178,7 @@ def weights_alone(folder: str) -> dict[str, Any]:
     import windlass
 
     torch.manual_seed(9)
-    other = windlass.initialize(model=Net(), config=config_of(3, "fp32"))[0]  # one group
+    other = windlass.initialize(model=Net(), config=config_of(3, "fp32"))[0]  # one parameter group
     said = ""
     try:
         other.load_checkpoint(f"{folder}/zero")

@@ -319,7 +319,7 @@ def touched(stage: int) -> list[str]:
         engine.backward(engine(**subject.batch(Place(0, 0, rank))))
         if touches:
             assert weight.grad is not None and weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
-            weight.grad = weight.grad  # changes nothing
+            weight.grad = weight.grad  # assigning the same gradient changes nothing
             for name, touch in TOUCHES.items():
                 with pytest.raises(ModelError, match="windlass.zero.(set_)?full_grad") as raised:
                     touch(weight, engine.module)

@@ -376,7 +376,9 @@ class Growing(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.third = (torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3))
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)])  # their buffers are larger
+        self.blocks = torch.nn.ModuleList(
+            [torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)]
+        )  # their units have larger buffers
         self.used = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

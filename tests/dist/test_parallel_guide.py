@@ -178,7 +178,7 @@ def test_a_row_of_layers_trains_as_one_process() -> None:
         assert torch.allclose(found[0][2][name], value, rtol=1e-5, atol=1e-6), name
 
 
-# user-defined tables, layers and experts
+# tests of user-defined plan tables, layers and experts
 
 
 class Gated(nn.Module):
@@ -349,7 +349,7 @@ def test_experts_of_ones_own_train_as_one_process(name: str) -> None:
         assert ("cannot distribute experts (Bank)" in refused) == (name == "experts that nobody knows")
 
 
-# loaders
+# tests of data loaders
 
 
 def own_loader(tag: str, kind: str, change: tuple[str, str]) -> tuple[tuple[int, int], list[list[int]]]:
@@ -382,7 +382,7 @@ def test_a_loader_that_counts_ranks_is_noticed() -> None:
         run_ranks(own_loader, 2, "tensor", "llama", change)
 
 
-# checkpoints and commands
+# tests of checkpoints and commands
 
 
 def moved(folder: str) -> tuple[str, str, list[torch.Tensor], list[float]]:

@@ -90,7 +90,7 @@ def batch(kind: str, length: int, samples: int = 2) -> dict[str, Tensor]:
         found["position_ids"] = torch.stack(rows)
     elif kind in ("left", "right", "holes"):
         mask = torch.ones_like(ids)
-        ids[0, :2] = 1  # RoBERTa's padding
+        ids[0, :2] = 1  # id 1 is RoBERTa's padding
         if kind == "left":
             mask[0, :4] = 0
         elif kind == "right":
@@ -272,7 +272,7 @@ def dropping(way: str, recompute: bool) -> None:
         check_close(loss, wanted_loss, f"{name}: loss")
         check_mean(axis, gradients, wanted, name)
         again = model(**given).loss
-        assert float((again - loss).abs()) > 1e-2  # another forward
+        assert float((again - loss).abs()) > 1e-2  # another forward drops other weights
         model.eval()
         check_close(model(**given).loss, build(name, **changes).eval()(**given).loss, f"{name}: in eval mode")
 

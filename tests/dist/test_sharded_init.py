@@ -539,7 +539,7 @@ def peak_of(megabytes: int, layers: int) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
-# `test_from_pretrained` and `test_born_parts` check the same for loaded and for tensor-parallel models
+# `test_from_pretrained` and `test_sharded_init_partition` check the same for loaded and for tensor-parallel models
 @pytest.mark.slow
 def test_memory_rises_by_a_ranks_share_and_two_tensors(transport: str) -> None:
     ranks = 3

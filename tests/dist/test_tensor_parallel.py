@@ -61,7 +61,7 @@ LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     # reductions that overlap with the computation of the next tokens
     ("llama", {}, 2, {"tp_overlap_chunks": 3}),
     ("gpt2", {}, 3, {"tp_overlap_chunks": 4}),
-    ("mixtral", {}, 2, {"tp_overlap_chunks": 100}),  # more than tokens
+    ("mixtral", {}, 2, {"tp_overlap_chunks": 100}),  # more chunks than tokens
 ]
 
 

@@ -68,7 +68,7 @@ def test_groups_sum_what_they_hold() -> None:
             "slice": bits(rank),
         }
         assert copied["ranks"] == {"pipe": stage, "data": place, "model": stage, "slice": 0}
-        assert dealt == copied  # the prime factors of 4
+        assert dealt == copied  # by default the axes get the prime factors of 4
         for one in (cut, copied):
             assert one["next"] == (rank + 2) % 4
             assert one["p2p"] == [rank, (rank + 2) % 4]

@@ -41,7 +41,7 @@ def said() -> list[str]:
     found = []
     for path in (ROOT / "windlass").rglob("*.py"):
         tree = list(ast.walk(ast.parse(path.read_text())))
-        described = {id(node.value) for node in tree if isinstance(node, ast.Expr)}  # docstrings
+        described = {id(node.value) for node in tree if isinstance(node, ast.Expr)}  # ids of docstrings
         for node in tree:
             if id(node) not in described and isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
                 found.append(_text(node))

@@ -99,7 +99,7 @@ def test_a_dynamic_loss_scale_goes_on(tmp_path: Path) -> None:
     assert StoredCheckpoint(tmp_path).plain["loss_scale"] == {"scale": 512.0, "good_steps": 3, "hysteresis_left": 2}
 
 
-# content that must never be executed
+# tests of content that must never be executed
 
 
 class Planted:

@@ -102,7 +102,7 @@ def test_conversion_to_deepspeeds_files_checks_what_it_reads(saved: Path, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-# forged indexes
+# tests of forged indexes
 
 
 def _one_tensor(root: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]]], dtype: str = "F32") -> None:
@@ -257,7 +257,7 @@ def test_one_tensor_is_not_read_many_times_over(saved: Path) -> None:
         read_plain(saved)
 
 
-# tensor names
+# tests of tensor names
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
@@ -283,7 +283,7 @@ def test_a_parameter_with_the_headers_own_name_is_not_exported_to_an_unreadable_
         export_safetensors(tmp_path / "tied", tmp_path / "tied-out")
 
 
-# pickles: the objects they reference, and the memory they request
+# tests of pickles: the objects they reference, and the memory they request
 
 
 def _archive(path: Path, pickled: bytes, **more: Any) -> None:
@@ -412,7 +412,7 @@ def test_an_array_of_the_other_byte_order_is_not_misread(tmp_path: Path, caplog:
     assert set(client) == {"small"} and "'big' of the client state is left out" in caplog.text
 
 
-# links, pipes and devices
+# tests of links, pipes and devices in a checkpoint
 
 
 def test_no_link_out_of_a_checkpoint_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -500,7 +500,7 @@ def test_what_has_no_checksum_says_so_once(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("carry no checksums") == 1
 
 
-# `latest`, and two jobs in one directory
+# tests of `latest`, and of two jobs in one directory
 
 
 def _save_often(root: Path, name: str) -> None:

@@ -48,7 +48,7 @@ def test_training_runs_every_micro_batch_once_each_way(micro_batches: int, stage
                 held.append(instruction.buffer_id)
                 forwards += 1
             if isinstance(instruction, ps.BackwardPass):
-                assert instruction.buffer_id == held.pop(0)  # the oldest first
+                assert instruction.buffer_id == held.pop(0)  # the oldest micro-batch first
         assert (forwards, held) == (micro_batches, [])
         updates = [step for step in steps if _count(step, ps.OptimizerStep)]
         assert (

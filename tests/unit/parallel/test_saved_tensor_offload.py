@@ -64,7 +64,7 @@ def test_a_tensor_saved_in_many_shapes_moves_once() -> None:
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     x = torch.randn(6, 8, requires_grad=True)
     with keeping(keeper):
-        y = x * 1.0  # saves nothing
+        y = x * 1.0  # autograd saves nothing for this product
         loss = (y * y).sum() + (y.t() @ y).sum() + y.view(-1).square().sum() + (y.expand(2, 6, 8) ** 2).sum()
         z = y * 3.0
         loss = loss + (z * z).sum()
@@ -152,7 +152,7 @@ def test_fetches_run_ahead_by_as_much_as_was_asked_for() -> None:
     with keeping(keeper):
         y = x
         for _ in range(6):
-            y = y.sin()  # saves its input
+            y = y.sin()  # autograd saves the input of sin
     place.fetched.clear()
     y.sum().backward()
     assert len(place.fetched) == 6, "each is fetched once"

@@ -70,7 +70,7 @@ def test_every_engine_writes_blocks_with_and_without_the_page_cache(
     if not direct:
         monkeypatch.setattr(direct_file_writer, "enable_direct_io", lambda descriptor: False)
     whole = torch.randint(0, 256, ((3 << 20) + 77,), dtype=torch.uint8)
-    (tmp_path / "file").write_bytes(b"something longer" * (1 << 18))  # is replaced
+    (tmp_path / "file").write_bytes(b"something longer" * (1 << 18))  # the writer replaces an existing file
     with DirectFileWriter(tmp_path / "file", whole.numel()) as file:
         file.submit(5, whole[5:])
         file.submit(0, whole[:5])

@@ -58,7 +58,7 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
         lambda p: p.data,
         lambda p: p.detach(),
         lambda p: p[0],
-        lambda p: p.to("cpu", torch.float32, False, True),  # a copy
+        lambda p: p.to("cpu", torch.float32, False, True),  # makes a copy
         lambda p: p.to("cpu", copy=True),
         lambda p: p.type("torch.DoubleTensor"),
         lambda p: p.double() + 1,

@@ -159,7 +159,7 @@ def test_largest_tensors_do_not_grow_with_the_vocabulary_times_the_tokens() -> N
                 model(input_ids=ids, labels=ids).loss.backward()
             sizes[tokens, long] = largest.elements
     assert (sizes[64, False], sizes[128, False]) == (64 * 2000, 128 * 2000)
-    assert sizes[64, True] == sizes[128, True] == 2000 * 16  # the embedding
+    assert sizes[64, True] == sizes[128, True] == 2000 * 16  # the largest tensor is the embedding
 
 
 def test_a_model_that_looks_at_its_logits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
