@@ -96,9 +96,7 @@ def test_losses_are_plain_lightnings(told: Callable[[int], Told], name: str, ran
 @pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lightnings_own_tool_reads_the_files(told: Callable[[int], Told], stage: int, ranks: int) -> None:
-    """lightning's tool converts files in DeepSpeed's format into one that a plain module loads, with lightning's
-    states.
-    """
+    """lightning's tool converts files in DeepSpeed's format into one with the weights and states of plain lightning."""
     expected = _loaded(told(0)["resumed"]["folder"] / "half.ckpt")
     found = _loaded(told(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")
     for name, value in expected["state_dict"].items():

@@ -43,9 +43,7 @@ class Layout:
     cut: str = "all"
 
     def setting(self, folder: str) -> Setting:
-        """Return the setting for `ds_config`. Parameters span several chunks, and chunks hold parts of several
-        parameters.
-        """
+        """Return the setting for `ds_config`, with parameters split over chunks and chunks of several parameters."""
         state, param = HOMES[self.home]
         away = homes(state, param if self.stage == 3 else "none", folder)
         return Setting(self.stage, zero=(*away, *CUTS[self.cut], ("sub_group_size", 100)))

@@ -257,8 +257,9 @@ def expected(name: str, micros: int) -> Seen:
 
 
 def steps(name: str, settings: list[Setting], again: bool = False) -> list[Seen]:
-    """Run one step under each setting on this rank of a pipeline over all ranks; `again`: return the second of two
-    steps.
+    """Run one step under each setting on this rank of a pipeline over all ranks.
+
+    With `again`, run two steps and return the trace of the second.
     """
     import torch.distributed as dist
 

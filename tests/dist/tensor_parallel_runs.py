@@ -24,9 +24,7 @@ NORMS: dict[str, Any] = {"tp_sequence_norms": True}
 
 @dataclass(frozen=True)
 class Apart:
-    """Differences of a tensor-parallel model from the full one: largest relative errors, their parameters, bytes per
-    step.
-    """
+    """Largest relative errors of a tensor-parallel model, the parameters that have them, and the bytes per step."""
 
     loss: float
     logits: float

@@ -216,8 +216,9 @@ def attempt(act: Callable[[], Any]) -> str:
 
 
 def full(folder: str) -> dict[str, Any]:
-    """Return the errors of calls after an asynchronous save that found a full disk on one rank, and the remaining
-    files.
+    """Return the errors of calls after an asynchronous save, and the files it left.
+
+    The disk of one rank was full during the save.
     """
     case = CASES[4]
     engine = engine_for(case, folder, 0, checkpoint={"async_save": True})

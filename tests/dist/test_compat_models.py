@@ -202,8 +202,9 @@ def test_moving_a_model_leaves_released_parameters_where_they_are() -> None:
 
 
 def again(stage: int) -> dict[str, Any]:
-    """Train, evaluate with a second engine of the same model, and train with a third, as lightning's fit, validate,
-    fit.
+    """Train, evaluate with a second engine of the same model, and train with a third.
+
+    lightning's fit, validate, fit does this.
     """
     net = model()
     losses = []

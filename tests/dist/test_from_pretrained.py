@@ -65,8 +65,9 @@ def counted() -> Any:
 
 
 def differences(name: str, directory: str, how: str, **kwargs: Any) -> dict[str, Any]:
-    """Return the differences between a sharded load on ranks with different seeds and the plain load, and the bytes
-    read.
+    """Return the differences between a sharded and a plain load, and the bytes read.
+
+    The ranks of the sharded load have different seeds.
     """
     import windlass
 

@@ -106,11 +106,11 @@ def at_rest(report: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_at_rest_are_exact(stage: int, ranks: int, grad_bytes: int) -> None:
-    """Slots have 16-bit parameters (2P), gradients of 2 or 4 bytes, fp32 masters and two AdamW moments (12P), as
-    sharded.
+    """The bytes of all slots between steps equal the formulas.
 
-    With 16-bit gradients the sum is 4P + 12P/N, 2P + 14P/N and 16P/N at stages 1, 2 and 3. Parameters, gradients and
-    masters have bounded padding. Moments have none, so over all ranks they take exactly P each.
+    Slots are 16-bit parameters (2P), gradients of 2 or 4 bytes, and fp32 masters with two AdamW moments (12P). With
+    16-bit gradients the sum is 4P + 12P/N, 2P + 14P/N and 16P/N at stages 1, 2 and 3. Parameters, gradients and masters
+    have bounded padding. Moments have none, so over all ranks they take exactly P each.
     """
     dtype = {2: "bf16", 4: "fp32"}[grad_bytes]
     recipe = Recipe(ranks=ranks, precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)

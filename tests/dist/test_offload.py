@@ -251,10 +251,11 @@ def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
 @pytest.mark.parametrize(("gradients", "most"), [("cpu", 30), ("nvme", 38)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_on_disk_moves_what_it_must(ranks: int, gradients: str, most: int, tmp_path: Any) -> None:
-    """Parameters are read twice (4) and written once (2), master and moments read (12) and written (12), gradients both
-    (8).
+    """A step with all data on NVMe moves the minimal number of bytes per element.
 
-    With memory for new parameters they are read once, since the next forward finds them in memory.
+    Parameters are read twice (4) and written once (2), master and moments are read and written (24), and so are
+    gradients on NVMe (8). With memory for new parameters they are read once, since the next forward finds them in
+    memory.
     """
     for moved, tight in run_ranks(disk_bytes, ranks, str(tmp_path), gradients):
         assert moved == pytest.approx(most - 2, rel=0.01)

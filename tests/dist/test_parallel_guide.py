@@ -94,9 +94,7 @@ def alone(kind: str, readers: list[list[torch.Tensor]], micros: int = 1) -> list
 
 
 def by_reader(found: list[dict[str, Any]], what: str) -> list[Any]:
-    """Return the value of the first rank that reads each part of the data. Other ranks with the same data have equal
-    ones.
-    """
+    """Return one value per data-loading rank. Ranks that read the same data have equal values."""
     count = found[0]["readers"][0]
     own = [[one[what] for one in found if one["readers"][1] == number] for number in range(count)]
     return [ranks[0] for ranks in own]

@@ -83,8 +83,9 @@ def test_schedules_and_models(case: Case) -> None:
     ids=str,
 )
 def test_a_run_goes_on_in_another_layout(before: Case, after: Case, tmp_path: Path) -> None:
-    """Both layouts have the same product of data-loading ranks and micro-batches, and read the same data in another
-    order.
+    """A checkpoint of one layout continues in another.
+
+    Both layouts have the same product of data-loading ranks and micro-batches, and read the same data in another order.
     """
     run_ranks(save, 4, before, str(tmp_path), timeout=120.0)
     found = run_ranks(resume, 4, after, str(tmp_path), timeout=120.0)[0]

@@ -1,4 +1,4 @@
-"""[Note: stale weights] A backward through a graph older than the last step raises, as in plain torch."""
+"""Tests that a backward through a graph older than the last step raises, as in plain torch."""
 
 from __future__ import annotations
 

@@ -117,8 +117,9 @@ def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_that_is_caught_inside_what_ranks_compute_together(tmp_path: Path) -> None:
-    """An error caught on one of two ranks along tp ends the run, without mismatched collectives. On both, they
-    continue.
+    """An error caught on one of two ranks along tp ends the run; an error caught on both does not.
+
+    Collectives are never matched with others.
     """
     found = run(tmp_path, ["caught", "alike"], "gloo", 1)
     check("caught", found["caught"], "gloo", 1)

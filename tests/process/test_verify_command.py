@@ -175,8 +175,9 @@ def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_a_plain_run_that_takes_its_time_is_no_hang(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 repeats the forwards of all ranks one after the other while the others wait, which is not reported as a
-    hang.
+    """A slow plain run is not reported as a hang.
+
+    Rank 0 repeats the forwards of all ranks one after the other while the others wait.
     """
     patience = {"report_after_s": 4, "timeout_s": 4}
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}

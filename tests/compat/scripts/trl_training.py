@@ -112,8 +112,9 @@ def trainer_of(case: Case, out: Path, folder: Path, losses: Losses) -> Any:
 
 
 def write(out: Path) -> None:
-    """Write the initial models of the cases, and a file of pairs, which trl processes once in a cache shared by the
-    ranks.
+    """Write the initial models of the cases and a file of preference pairs.
+
+    The ranks share trl's additions to the pairs through its cache.
     """
     config = model_config()
     config.tie_word_embeddings = False

@@ -1,6 +1,4 @@
-"""Tests of the parallelism benchmark's arithmetic: communication formulas, time ratios, limits, and the longest
-sequence that fits.
-"""
+"""Tests of the parallelism benchmark's arithmetic: communication formulas, ratios, limits, and the longest sequence."""
 
 from __future__ import annotations
 

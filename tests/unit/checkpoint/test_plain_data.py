@@ -73,9 +73,7 @@ def test_states_of_random_and_of_a_scheduler_survive() -> None:
 
 
 def test_what_scripts_put_into_their_client_state_survives() -> None:
-    """Values that DeepSpeed scripts put into their client state survive: argparse options, numpy generator states,
-    sets.
-    """
+    """Values in the client state of DeepSpeed scripts survive: argparse options, numpy generator states, sets."""
     state: dict[str, Any] = {
         "args": argparse.Namespace(lr=1e-3, out=Path("a") / "b", dtype=torch.bfloat16, **{"$": 1}),
         "numpy": numpy.random.get_state(),

@@ -1,5 +1,6 @@
-"""Tests that every element of every parameter has one owner, with placements along tp, ep and pp and ZeRO's shards, at
-1,024 ranks.
+"""Tests that every element of every parameter has exactly one owner, at 1,024 ranks.
+
+Placements along tp, ep and pp are combined with ZeRO's shards.
 """
 
 from __future__ import annotations

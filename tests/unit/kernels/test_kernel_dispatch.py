@@ -1,6 +1,4 @@
-"""Tests of kernel dispatch: the path is reported and can be chosen; mismatched tensors are refused before their
-addresses are used.
-"""
+"""Tests of kernel dispatch: the path is reported and can be chosen, and mismatched tensors are refused."""
 
 from __future__ import annotations
 

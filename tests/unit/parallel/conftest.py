@@ -10,8 +10,9 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def _only_what_is_new_is_collected() -> Iterator[None]:
-    """Freeze existing objects: many tests here collect garbage, and walking through all of torch would dominate their
-    time.
+    """Exclude existing objects from garbage collection.
+
+    Many tests here collect garbage, and walking through all objects of torch would take most of their time.
     """
     gc.collect()
     gc.freeze()
