@@ -21,7 +21,7 @@ from windlass.zero.update.elementwise_update import ElementwiseUpdate
 
 @contextmanager
 def missing_reduce() -> Iterator[None]:
-    """Make every rank take its own part of the gradients for the sum."""
+    """Make every rank use its own gradients in place of the reduced sum."""
     whole = shm_transport.ordered_sum
 
     def own_part(parts: Any, out: torch.Tensor, **how: Any) -> Any:

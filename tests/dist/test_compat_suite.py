@@ -73,7 +73,7 @@ def _nothing_to_train() -> None:
 
 
 def test_an_engine_of_stage_3_without_an_optimizer_has_the_manager_of_parameters_there() -> None:
-    """Without an optimizer, a stage-3 engine returns its parameter manager.
+    """Without an optimizer, `initialize` at stage 3 returns an object that manages parameters in its place.
 
     trl unwraps reference models with it, and refuses an engine whose optimizer is None.
     """

@@ -294,7 +294,7 @@ def test_one_rank_may_look_at_its_own(case: tuple[int, str, str], tmp_path: Any)
 
 
 def changed_in_place(setting: Setting, finishes: bool) -> tuple[str, dict[str, Tensor]]:
-    """Set a parameter between two steps."""
+    """Change a parameter in place between two steps."""
     engine = engine_of(setting)
     said = ""
     for step in range(2):

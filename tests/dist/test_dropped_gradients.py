@@ -202,7 +202,7 @@ def test_gradients_away_from_the_device_are_dropped(stage: int, state: str, para
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_through_the_stand_in(stage: int) -> None:
-    """Dropping works under the compat layer too. Drops inside a step have another law there, tested below."""
+    """Dropping works under the compat layer too. Drops in the middle of a step have a separate test below."""
     rows = [(door, "one of two backwards" if at % 2 else "a rejected batch") for at, door in enumerate(DOORS)]
     hold(
         [row for row in rows if row[0] != "submodule"] + [("submodule", "a backward of the middle")],

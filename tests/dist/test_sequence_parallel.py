@@ -214,7 +214,7 @@ def test_fewer_tokens_than_ranks(world: int, way: str) -> None:
 
 
 def whole_with_dropout(name: str, changes: dict[str, Any], given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute in one process that drops the attention weights that the ranks drop."""
+    """Return the loss and gradients of one process that drops the same attention weights as the ranks."""
     from transformers import AttentionInterface
 
     from windlass.parallel.sequence.attention_dropout import AttentionDropout, combine_seeds

@@ -37,7 +37,7 @@ def recipe_of_three_steps(name: str) -> Recipe:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_with_every_parameter_released(name: str) -> None:
-    """Stage 3 with its strictest options: no persistent parameter, no reuse, no merged units."""
+    """Every model trains correctly at stage 3 with no persistent parameters, no reuse and no merged units."""
     strict = [Setting(stage=3, transport=transport, zero=FROZEN_KNOBS) for transport in ("shm", "gloo")]
     hold_all(name, recipe_of_three_steps(name), strict, exact="rounds" not in ZOO[name].traits)
 
