@@ -339,9 +339,8 @@ def exchange_everything() -> None:
         if late:
             work.wait()
         same(output, torch.cat(wanted), (dtype, late))
-        each = [
-            torch.zeros((2, rows[r][rank]), dtype=output.dtype).t() for r in range(size)
-        ]  # outputs that are not contiguous
+        # outputs that are not contiguous
+        each = [torch.zeros((2, rows[r][rank]), dtype=output.dtype).t() for r in range(size)]
         work = comm.all_to_all(each, sent[rank], async_op=late)
         if late:
             work.wait()

@@ -157,9 +157,8 @@ def test_the_device_holds_what_rests_there_and_nothing_else(tmp_path: Any) -> No
     away = run_ranks(bytes_of, 2, str(tmp_path), "cpu", "cpu", env=EMULATED, transport="gloo")[0]
     assert {home for (slot, home) in away["slots"] if slot in ("exp_avg", "exp_avg_sq", "grad")} == {"host"}
     assert {home for (_, home) in plain["slots"]} == {"device"}
-    assert (
-        away["rest"] < 0.35 * plain["rest"]
-    )  # what stays is the ring of gradient buffers, and gradients in transfer to the host
+    # what stays is the ring of gradient buffers, and gradients in transfer to the host
+    assert away["rest"] < 0.35 * plain["rest"]
     assert away["peak"] < plain["peak"]
     assert away["after"] == plain["after"] == 0
     assert plain["to_device"] == plain["to_host"] == 0
@@ -379,9 +378,8 @@ class Growing(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.third = (torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3))
-        self.blocks = torch.nn.ModuleList(
-            [torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)]
-        )  # their units have larger buffers
+        # their units have larger buffers
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)])
         self.used = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -97,9 +97,8 @@ def test_logits_of_routers_go_along_as_the_formula_says(setting: Setting) -> Non
     found = [one[0].moved for one in run_ranks(steps, 2, "mixtral", [setting], True)]
     tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
     shape = from_transformers(transformer("mixtral").config.to_dict())
-    work = StepWorkload(
-        tokens, activation_bytes=4, virtual_stages=setting.each
-    )  # as if all tokens were in one micro-batch
+    # as if all tokens were in one micro-batch
+    work = StepWorkload(tokens, activation_bytes=4, virtual_stages=setting.each)
     for pipe, moved in enumerate(found):
         said = {
             one.tensors: one.nbytes

@@ -64,9 +64,8 @@ def test_mutations_of_a_file(tmp_path: Path) -> None:
             assert isinstance(loaded, WindlassError) or "not strict JSON" in printed, data
             continue
         if not isinstance(loaded, WindlassError):
-            assert loaded.raw == strict or _unequal_to_itself(strict), (
-                data
-            )  # the relaxed parser reads strict JSON as the strict parser does
+            # the relaxed parser reads strict JSON as the strict parser does
+            assert loaded.raw == strict or _unequal_to_itself(strict), data
             assert not isinstance(outcome(load_config, base64.urlsafe_b64encode(data).decode()), WindlassError), data
 
 

@@ -39,10 +39,8 @@ def test_one_csv_file_a_quantity_continued_by_the_next_run(tmp_path: Path) -> No
             assert monitor.enabled
             for step in steps:
                 monitor.write_events([("Train/loss", 0.1 * step, step), ("Train/lr rate", torch.tensor(0.5), step)])
-                assert rows(tmp_path / "job" / "Train_loss.csv")[-1] == [
-                    str(step),
-                    str(0.1 * step),
-                ]  # each event is flushed at once
+                # each event is flushed at once
+                assert rows(tmp_path / "job" / "Train_loss.csv")[-1] == [str(step), str(0.1 * step)]
     assert rows(tmp_path / "job" / "Train_loss.csv") == [
         ["step", "loss"],
         ["1", "0.1"],
