@@ -1,4 +1,4 @@
-"""DeepSpeed configurations as clients write them: `auto` wherever a client can fill it in."""
+"""DeepSpeed configurations as clients write them, with `auto` for every value that a client can fill in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AUTO: dict[str, Any] = {
 
 
 def config(stage: int, zero: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    """For transformers' Trainer: a stage, what else is in its section, and other sections."""
+    """Return a configuration for transformers' Trainer: a stage, other keys of its section, and other sections."""
     section = {"stage": stage, "reduce_bucket_size": "auto", **(zero or {})}
     if stage == 3:
         section |= {

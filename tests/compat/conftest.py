@@ -1,4 +1,4 @@
-"""Runs a client's script as users do, over ranks, with `deepspeed` being windlass."""
+"""Function that runs a client's script over ranks as users do, with windlass in the place of `deepspeed`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(script: str | Path, *arguments: object, ranks: int = 1, stands_in: bool = True, seconds: float = 300) -> str:
-    """Run a script over `ranks` ranks (0: plainly, by Python), and return what it said.
+    """Run a script over `ranks` ranks (0: by Python, without launcher) and return its output.
 
     Raises:
-        AssertionError: it failed; the text has the end of what it said.
+        AssertionError: the script failed. The message holds the end of its output.
     """
     python = [sys.executable] if ranks == 0 else [sys.executable, "-m", "windlass", "run", "--nproc", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,4 +1,4 @@
-"""Law: accelerate over DeepSpeed's configurations trains as plain PyTorch does, at every stage."""
+"""Tests that accelerate over DeepSpeed configurations trains as plain PyTorch, at every stage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Told = dict[str, dict[str, Any]]
 
 
 def _plain(scheduled: bool = False) -> dict[str, Any]:
-    """The same in plain PyTorch, on whole batches."""
+    """Train in plain PyTorch on full batches."""
     from tests.compat.scripts import accelerate_training
 
     net = accelerate_training.model()
@@ -74,13 +74,13 @@ def _plain(scheduled: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """What all cases told on so many ranks."""
+    """Results of all cases, by number of ranks."""
     out = tmp_path_factory.mktemp("accelerate")
     found: dict[int, Told] = {}
 
     def get(ranks: int) -> Told:
         if ranks not in found:
-            found[ranks] = {}  # where it fails, it fails once
+            found[ranks] = {}  # a failing run is not repeated
             cases = json.loads(json.dumps([{"name": name, "ranks": ranks, **case} for name, case in _CASES.items()]))
             for case in cases:
                 if case["config"]["train_micro_batch_size_per_gpu"] == 0:
@@ -96,7 +96,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", [name for name in _CASES if not name.startswith("two")])
 def test_training_is_plain_pytorchs(told: Callable[[int], Told], name: str, ranks: int) -> None:
-    """Law: losses, gradient norms, gathered weights, and losses after `load_state`."""
+    """Losses, gradient norms, gathered weights and losses after `load_state` equal plain PyTorch's."""
     plain, one = _plain(scheduled="scheduled" in name), told(ranks)[name]
     steps = _CASES[name].get("accumulation", 1)
     means = [sum(one["losses"][i : i + steps]) / steps for i in range(0, len(one["losses"]), steps)]
@@ -113,7 +113,7 @@ def test_training_is_plain_pytorchs(told: Callable[[int], Told], name: str, rank
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_models_in_one_accelerator(told: Callable[[int], Told], stage: int, ranks: int) -> None:
-    """Law: a teacher and a student of one Accelerator, and a second trained model in another, as in plain PyTorch."""
+    """A teacher and a student of one Accelerator, and a second trained model in another, train as in plain PyTorch."""
     from tests.compat.scripts import accelerate_training
 
     def clipped(net: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
@@ -144,7 +144,7 @@ def test_two_models_in_one_accelerator(told: Callable[[int], Told], stage: int, 
 
 
 def test_accelerate_launch_starts_the_ranks(tmp_path: Path) -> None:
-    """`accelerate launch --use_deepspeed` finds the stand-in by PYTHONPATH alone."""
+    """`accelerate launch --use_deepspeed` finds the compat layer by PYTHONPATH alone."""
     cases = [{"name": "stage-2", "ranks": 2, "config": _config(2)}]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

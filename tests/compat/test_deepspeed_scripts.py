@@ -1,4 +1,4 @@
-"""Law: classic scripts that say `import deepspeed` train under the stand-in as in plain PyTorch and in DeepSpeed."""
+"""Tests that classic scripts with `import deepspeed` train under windlass as in plain PyTorch and in DeepSpeed."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ Numbers = list[tuple[str, ...]]
 
 
 def start(script: Path, *arguments: object, ranks: int = 1) -> str:
-    """Run an example with the stand-in; the launcher's labels of ranks are left out."""
+    """Run an example under windlass. Return its output without the launcher's rank labels."""
     return re.sub(r"^\[rank \d+\] ", "", started(script, *arguments, ranks=ranks), flags=re.M)
 
 
 def numbers(said: str) -> Numbers:
-    """Every line of losses, rates and perplexities."""
+    """Return the numbers of every line of losses, rates and perplexities."""
     lines = [line for line in said.splitlines() if re.match(r"(step \d|\[ *\d+, |ppl:|accuracy)", line)]
     return [tuple(re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", line)) for line in lines]
 
 
 def losses(said: str) -> dict[int, float]:
-    """By step."""
+    """Return the losses by step."""
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", said, re.M)}
 
 
 def perplexities(said: str) -> list[float]:
-    """In the order in which they were said."""
+    """Return the perplexities in the order of the output."""
     return [float(found) for found in re.findall(r"^ppl: (\S+),", said, re.M)]
 
 
 def assert_same(found: Numbers, wanted: Numbers, tolerance: float = 1e-4) -> None:
-    """Equal lines, their numbers within `tolerance` of each other."""
+    """Assert that both have the same lines, with numbers within `tolerance` of each other."""
     assert wanted and [len(line) for line in found] == [len(line) for line in wanted]
     for one, other in zip(found, wanted, strict=True):
         values = [[float(value) for value in line] for line in (one, other)]
@@ -58,7 +58,7 @@ def assert_same(found: Numbers, wanted: Numbers, tolerance: float = 1e-4) -> Non
 
 
 def plainly(script: Path, *arguments: object) -> str:
-    """Run an example in plain PyTorch: what it imports as `deepspeed` is `plain/deepspeed`."""
+    """Run an example in plain PyTorch, with `plain/deepspeed` as its `deepspeed` module."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent / "plain")}
     command = [sys.executable, str(script), *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -67,7 +67,7 @@ def plainly(script: Path, *arguments: object) -> str:
 
 
 def test_hello_world_learns_as_plain_pytorch_and_goes_on(tmp_path: Path) -> None:
-    """Law: 2 ranks print plain PyTorch's losses; after a crash the rest of them, from the skipped batch on."""
+    """Two ranks print plain PyTorch's losses, and after a crash the remaining ones, from the skipped batch on."""
     plain = plainly(HELLO, *_HELLO)
     begun = start(HELLO, *_HELLO, "--save_dir", tmp_path, "--save_interval", 5, "--stop_after", 12, ranks=2)
     assert_same(numbers(begun), numbers(plain)[:12])
@@ -80,7 +80,7 @@ def test_hello_world_learns_as_plain_pytorch_and_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_classifier_learns_as_plain_pytorch() -> None:
-    """Law: losses of a step and accuracies are plain PyTorch's, at stage 2 on 2 ranks."""
+    """Losses of each step and accuracies equal plain PyTorch's, at stage 2 on 2 ranks."""
     plain = plainly(CLASSIFIER, *_CLASSIFIER)
     assert_same(numbers(start(CLASSIFIER, *_CLASSIFIER, "--stage", 2, ranks=2)), numbers(plain), 5e-4)
     assert float(re.findall(r"accuracy (\S+) %", plain)[0]) > 70
@@ -88,8 +88,10 @@ def test_the_classifier_learns_as_plain_pytorch() -> None:
 
 @pytest.mark.slow
 def test_a_classifier_with_experts_is_one_however_they_are_spread() -> None:
-    """Law: losses and accuracies are the same on one rank, and on two with all experts on both or some on each. No
-    expert is full here: what those leave out depends on which samples come together."""
+    """Losses and accuracies are equal on one rank, and on two with replicated or distributed experts.
+
+    No expert is over capacity here, since the dropped tokens would depend on the samples of each batch.
+    """
     asked = (*_CLASSIFIER, "--moe", "--num-experts", 2, 4, "--mlp-type", "residual", "--min-capacity", 32)
     alone = start(CLASSIFIER, *asked)
     assert_same(numbers(start(CLASSIFIER, *asked, "--moe-param-group", "--stage", 1, ranks=2)), numbers(alone), 5e-4)
@@ -101,7 +103,7 @@ def test_a_classifier_with_experts_is_one_however_they_are_spread() -> None:
 
 @pytest.mark.slow
 def test_hello_world_on_one_rank() -> None:
-    """Law: as above."""
+    """One rank prints plain PyTorch's losses."""
     assert_same(numbers(start(HELLO, *_HELLO)), numbers(plainly(HELLO, *_HELLO)))
 
 
@@ -109,7 +111,7 @@ def test_hello_world_on_one_rank() -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_classifier_at_every_stage(stage: int, ranks: int) -> None:
-    """Law: as above, and bf16 learns too."""
+    """Losses and accuracies equal plain PyTorch's at every stage, and bf16 learns too."""
     plain = plainly(CLASSIFIER, *_CLASSIFIER)
     assert_same(numbers(start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, ranks=ranks)), numbers(plain), 5e-4)
     said = start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, "--dtype", "bf16", ranks=ranks)
@@ -118,7 +120,7 @@ def test_the_classifier_at_every_stage(stage: int, ranks: int) -> None:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Callable[..., str]:
-    """Runs the fine-tune in its own folder."""
+    """Return a function that runs the fine-tuning example in its own folder."""
 
     def run(*arguments: object, ranks: int = 1, out: str = "out") -> str:
         return start(LLAMA, "--output_dir", tmp_path / out, *_LLAMA, *arguments, ranks=ranks)
@@ -127,8 +129,10 @@ def llama(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_llama_is_fine_tuned(llama: Callable[..., str], tmp_path: Path) -> None:
-    """Law: at stage 3, away on the host, recomputing, from a stream: the losses of stage 0; what is saved evaluates
-    the same, loads as a plain model, and has the padding token's row."""
+    """Stage 3 with host offload, recomputation and a streamed dataset has the losses of stage 0.
+
+    The saved model evaluates equally, loads as a plain model, and has the padding token's row.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     plain = llama("--stream", "--compare_saved", ranks=2, out="plain")
@@ -152,7 +156,7 @@ def test_a_llama_is_fine_tuned(llama: Callable[..., str], tmp_path: Path) -> Non
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_llama_goes_on_from_a_checkpoint(llama: Callable[..., str], ranks: int, stage: int, away: tuple[str]) -> None:
-    """Law: at every stage, from either home, the losses of stage 0, and the same ones after a crash in an epoch."""
+    """At every stage and from either tier the losses are those of stage 0, also after a crash within an epoch."""
     every = ("--gradient_accumulation_steps", 2, *away)
     order = ("--stream",) if stage % 2 else ()
     plain = llama(*every, *order, ranks=ranks, out="plain")
@@ -169,7 +173,7 @@ def test_a_llama_goes_on_from_a_checkpoint(llama: Callable[..., str], ranks: int
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_llama_is_fine_tuned_in_16_bits(llama: Callable[..., str], dtype: str, stage: int, far: tuple[str]) -> None:
-    """Law: the losses of float32 to the precision of the dtype, under fp16 up to the steps that its scale costs."""
+    """Losses equal float32's within the dtype's precision. Under fp16 the loss scale may skip some steps."""
     wide = llama("--stream", ranks=2, out="wide")
     said = llama("--stream", "--dtype", dtype, "--zero_stage", stage, *far, ranks=2)
     seen, wanted = perplexities(said), perplexities(wide)
@@ -179,7 +183,7 @@ def test_a_llama_is_fine_tuned_in_16_bits(llama: Callable[..., str], dtype: str,
 
 
 def llama_checkpoints(run: Callable[..., str]) -> Path:
-    """Where the fixture's runs save."""
+    """Return the checkpoint folder of the fixture's runs."""
     (cell,) = (cell.cell_contents for cell in run.__closure__ or ())
     return Path(cell) / "out" / "checkpoints"
 
@@ -187,8 +191,10 @@ def llama_checkpoints(run: Callable[..., str]) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_tour(tmp_path: Path, ranks: int) -> None:
-    """Law: `zero.Init`, recomputation, a one-cycle schedule and accumulation over a loader that repeats change no loss;
-    the files have each update's rate and loss."""
+    """`zero.Init`, recomputation, a one-cycle schedule and accumulation over a repeating loader change no loss.
+
+    The monitor files have each update's rate and loss.
+    """
     cycle = ("--schedule", "OneCycle")
     plain = start(TOUR, *cycle, "--stage", 0, ranks=ranks)
     said = start(TOUR, *cycle, "--stage", 3, "--checkpoint_activations", "--monitor_path", tmp_path, ranks=ranks)
@@ -199,7 +205,7 @@ def test_the_tour(tmp_path: Path, ranks: int) -> None:
     assert found == pytest.approx([float(rate) for rate in re.findall(r" lr (\S+)", said)], abs=1e-6)
 
 
-# DeepSpeed itself
+# tests against the installed DeepSpeed
 
 _NO_PEER = importlib.util.find_spec("deepspeed") is None
 _SAME: dict[str, tuple[object, ...]] = {
@@ -215,7 +221,7 @@ _SAME: dict[str, tuple[object, ...]] = {
 
 
 def in_deepspeed(script: Path, *arguments: object, ranks: int) -> str:
-    """Run an example with the DeepSpeed that is installed."""
+    """Run an example with the installed DeepSpeed."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])}  # ninja, for its native code
@@ -230,7 +236,7 @@ def in_deepspeed(script: Path, *arguments: object, ranks: int) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", _SAME)
 def test_deepspeed_prints_the_same(tmp_path: Path, name: str, ranks: int) -> None:
-    """Law: the same script and seed print the same losses, rates, norms and accuracies in DeepSpeed."""
+    """The same script and seed print the same losses, rates, norms and accuracies in DeepSpeed."""
     script, *arguments = _SAME[name]
     if script == LLAMA:
         arguments += ["--output_dir", tmp_path]

@@ -1,6 +1,6 @@
-"""One run of the clients, on two ranks, with the versions that are installed: for CI on the oldest and the newest.
+"""Test of one client run on two ranks with the installed versions, for CI on the oldest and the newest ones.
 
-The other tests of this folder say more and take longer.
+The other tests of this folder check more and take longer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from tests.compat.conftest import start
 
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.slow  # test_trainer.py holds the pinned versions to more
+pytestmark = pytest.mark.slow  # test_transformers_trainer.py checks more on the pinned versions
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,10 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 
 def test_a_loaded_model_trains_to_the_plain_losses(losses: dict[str, list[float]]) -> None:
-    """Law: the Trainer's losses at stages 2 and 3 over two ranks are those of one plain process with both batches,
-    in bf16 and fp32, with a layer that the file lacks."""
+    """The Trainer's losses at stages 2 and 3 over two ranks equal those of one plain process with both batches.
+
+    This holds in bf16 and fp32, with a layer that is missing in the file.
+    """
     assert {"plain-fp32", "plain-bf16", "zero3-fp32", "zero3-bf16", "zero2-fp32"} <= losses.keys()
     for name, found in losses.items():
         plain = losses[f"plain-{name.partition('-')[2]}"]

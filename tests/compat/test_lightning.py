@@ -1,4 +1,4 @@
-"""Law: lightning's DeepSpeed strategy trains as lightning does without, as far as it can be taken to CPU."""
+"""Tests that lightning's DeepSpeed strategy trains as plain lightning, as far as it can run on CPU."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _CASES: dict[str, dict[str, Any]] = {
 _PLAIN: dict[str, dict[str, Any]] = {
     "plain": {},
     "resumed": {"resume": True},
-    # lightning divides the loss by the number of micro-batches, and so does DeepSpeed's backward: half of the gradient
-    # under a limit of 1 makes the steps of Adam that the whole one makes under a limit of 2
+    # lightning divides the loss by the number of micro-batches, and DeepSpeed's backward does so too. Half of the
+    # gradient under a limit of 1 gives the Adam steps of the whole one under a limit of 2.
     "accumulated": {"accumulation": 2, "clip": 2.0},
     "constant": {"scheduled": False},
 }
@@ -57,7 +57,7 @@ Told = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """What all cases told: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
+    """Results of all cases: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
     out = tmp_path_factory.mktemp("lightning")
     found: dict[int, Told] = {}
 
@@ -84,7 +84,7 @@ _RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
 @pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("name", _CASES)
 def test_losses_are_plain_lightnings(told: Callable[[int], Told], name: str, ranks: int) -> None:
-    """Law: losses of training, those after a resume in a new Trainer, of validation afterwards, and the rate."""
+    """Losses of training, after a resume in a new Trainer and of validation, and the rate, equal plain lightning's."""
     plain, one = told(0)[_CASES[name]["like"]], told(ranks)[name]
     assert one["engine"] == "windlass.compat.deepspeed_engine"
     assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
@@ -96,7 +96,7 @@ def test_losses_are_plain_lightnings(told: Callable[[int], Told], name: str, ran
 @pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lightnings_own_tool_reads_the_files(told: Callable[[int], Told], stage: int, ranks: int) -> None:
-    """Law: of files in DeepSpeed's format it makes one that a plain module loads, with lightning's own states."""
+    """lightning's tool converts files in DeepSpeed's format into one with the weights and states of plain lightning."""
     expected = _loaded(told(0)["resumed"]["folder"] / "half.ckpt")
     found = _loaded(told(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")
     for name, value in expected["state_dict"].items():

@@ -1,4 +1,4 @@
-"""Law: LoRA adapters of peft train under DeepSpeed as they do without, and what is saved is the same adapter."""
+"""Tests that LoRA adapters of peft train under DeepSpeed as without it, and are saved equally."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _case(variant: str, route: str, stage: int, born: bool) -> dict[str, Any]:
     return {"variant": variant, "route": route, "config": made, "born": born}
 
 
-# New tokens of a base that was born sharded are left out: there peft 0.21 calls torch.cuda, whatever the machine.
+# A base constructed under zero.Init has no case with new tokens: there peft 0.21 calls torch.cuda on any machine.
 _CASES: dict[str, dict[str, Any]] = {
     f"{variant}-{route}-{stage}{'-born' if born else ''}": _case(variant, route, stage, born)
     for variant in _VARIANTS
@@ -50,7 +50,7 @@ Ask = Callable[[int, bool], Told]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """What cases told: on 0 ranks without DeepSpeed, on 1 and 2 with it; all of them, or the quick ones."""
+    """Results of the cases, all or the quick ones: on 0 ranks without DeepSpeed, on 1 and 2 with it."""
     from transformers import LlamaForCausalLM
 
     from tests.compat.scripts import transformers_training
@@ -81,15 +81,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
 
 def _holds(plain: dict[str, Any], one: dict[str, Any]) -> None:
     assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
-    assert one["moved"] > 0.05  # it has learned something, so that an adapter of nothing would be found out
+    assert one["moved"] > 0.05  # the adapter has changed, so that an empty one would be noticed
     assert one["equal"], "the saved adapter computes other logits than the engine that saved it"
     assert one["bytes"] <= plain["bytes"]
 
 
 @pytest.mark.parametrize("name", _QUICK)
 def test_adapters_train_and_are_saved_over_two_ranks(told: Ask, name: str) -> None:
-    """Law: losses are those without DeepSpeed; on the plain base the saved adapter computes the engine's logits, bit by
-    bit; the file has what it has without DeepSpeed, and no base."""
+    """Losses equal those without DeepSpeed, and the saved adapter on the plain base has the engine's logits bit by bit.
+
+    The file has the same content as without DeepSpeed, and no base weights.
+    """
     _holds(_plain_of(told, name), told(2, False)[name])
 
 
@@ -97,7 +99,7 @@ def test_adapters_train_and_are_saved_over_two_ranks(told: Ask, name: str) -> No
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", _CASES)
 def test_adapters_train_and_are_saved(told: Ask, name: str, ranks: int) -> None:
-    """The same, of everything."""
+    """All cases have the losses of a run without DeepSpeed and save the engine's adapter."""
     _holds(_plain_of(told, name), told(ranks, True)[name])
 
 

@@ -1,4 +1,4 @@
-"""Law: transformers' Trainer under a DeepSpeed configuration trains as the plain Trainer does, at every stage."""
+"""Tests that transformers' Trainer under a DeepSpeed configuration trains as the plain Trainer, at every stage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _AXES: dict[str, dict[str, Any]] = {
             "save": True,
             "resume": True,
         }
-        for stage in (0, 2)  # above that transformers itself refuses to load a model
+        for stage in (0, 2)  # above these, transformers itself refuses to load a model
     },
     **{f"sequence-{stage}": {"config": _config(stage), "readers": 1, "sequences": 2, "save": True} for stage in (1, 3)},
 }
@@ -62,7 +62,7 @@ Told = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """What all cases told: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed's configurations."""
+    """Results of all cases: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed configurations."""
     from transformers import LlamaForCausalLM
 
     from tests.compat.scripts import transformers_training
@@ -74,7 +74,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 
     def get(ranks: int) -> Told:
         if ranks not in found:
-            found[ranks] = {}  # where it fails, it fails once
+            found[ranks] = {}  # a failing run is not repeated
             asked = {**_CASES, **_AXES} if ranks == 2 else _CASES
             cases = [{"name": name, "ranks": ranks, **case} for name, case in asked.items()]
             if ranks == 0:
@@ -92,7 +92,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", [name for name in _CASES if name != "bf16" and name != "schedule"])
 def test_losses_are_the_plain_trainers(told: Callable[[int], Told], name: str, ranks: int) -> None:
-    """Law: losses, gradient norms and learning rates, and those after a resume in a new Trainer."""
+    """Losses, gradient norms and learning rates, also after a resume in a new Trainer, equal the plain Trainer's."""
     plain, one = told(0)["resized" if _CASES[name].get("resize") else "plain"], told(ranks)[name]
     assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
     assert one["norms"] == pytest.approx(plain["norms"], rel=1e-5)
@@ -106,7 +106,7 @@ def test_losses_are_the_plain_trainers(told: Callable[[int], Told], name: str, r
 
 @pytest.mark.parametrize("name", _AXES)
 def test_models_and_sequences_that_are_cut_over_ranks_train_as_one(told: Callable[[int], Told], name: str) -> None:
-    """Law: losses and norms with matrices, and with sequences, on two ranks are the plain Trainer's."""
+    """Losses and norms with tensor and with sequence parallelism on two ranks equal the plain Trainer's."""
     plain, one = told(0)["plain"], told(2)[name]
     assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
     assert one["norms"] == pytest.approx(plain["norms"], rel=1e-5)
@@ -116,13 +116,13 @@ def test_models_and_sequences_that_are_cut_over_ranks_train_as_one(told: Callabl
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bf16_trains_near_fp32(told: Callable[[int], Told], ranks: int) -> None:
-    """Law: bf16 with fp32 masters follows the fp32 losses to the precision of bf16 logits."""
+    """bf16 with fp32 masters follows the fp32 losses within the precision of bf16 logits."""
     assert told(ranks)["bf16"]["losses"] == pytest.approx(told(0)["plain"]["losses"], rel=2e-3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_configurations_schedule_is_deepspeeds(told: Callable[[int], Told], ranks: int) -> None:
-    """DeepSpeed's warm-up has made no step when the second update is made: that one has the lowest rate, too."""
+    """DeepSpeed's warm-up has made no step before the second update, which has the lowest rate too."""
     plain, one = told(0)["plain"], told(ranks)["schedule"]
     assert one["losses"][:2] == pytest.approx(plain["losses"][:2], abs=2e-6)
     assert one["rates"] == pytest.approx([0.0, 2.5e-3, 5e-3, 2.5e-3])
@@ -137,7 +137,7 @@ def test_the_configurations_schedule_is_deepspeeds(told: Callable[[int], Told], 
     ],
 )
 def test_saved_models_are_whole_and_the_same(told: Callable[[int], Told], name: str, ranks: int) -> None:
-    """Law: `save_model` writes every weight, equal to the plain Trainer's, and checkpoints are where resume looks."""
+    """`save_model` writes every weight, equal to the plain Trainer's, and resume finds the checkpoints."""
     case = {**_CASES, **_AXES}[name]
     plain, one = told(0)["resized" if case.get("resize") else "plain"], told(ranks)[name]
     expected, found = (load_file(of["folder"] / "saved" / "model.safetensors") for of in (plain, one))

@@ -1,4 +1,4 @@
-"""Law: the trainers of trl under DeepSpeed's configurations train as they do without it."""
+"""Tests that the trainers of trl under DeepSpeed configurations train as they do without."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ Ask = Callable[[int, bool, bool], Told]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """What cases told, on as many ranks, with DeepSpeed or (over 2 ranks: by DDP) without; all, or the quick ones.
+    """Results of the cases, all or the quick ones, by number of ranks, with or without DeepSpeed.
 
-    Texts that GRPO generates depend on the rank that does so: it is compared with as many ranks.
+    Without DeepSpeed two ranks use DDP. The text that GRPO generates depends on the rank, so it is compared with a run
+    on the same number of ranks.
     """
     from tests.compat.scripts import trl_training
 
@@ -80,12 +81,12 @@ def _holds(told: Ask, name: str, ranks: int, every: bool) -> None:
     for key in keys:
         assert one[key] == pytest.approx(plain[key], abs=2e-6), key
     if _CASES[name]["config"]["zero_optimization"]["stage"] == 3:
-        assert one["hooks"] == [1, 1]  # trl took them off to generate, and put them back
+        assert one["hooks"] == [1, 1]  # trl removed them to generate, and restored them
 
 
 @pytest.mark.parametrize("name", _QUICK)
 def test_trainers_over_two_ranks(told: Ask, name: str) -> None:
-    """Law: losses, gradient norms, rewards and divergences are those of the same trainer without DeepSpeed."""
+    """Losses, gradient norms, rewards and divergences equal those of the same trainer without DeepSpeed."""
     _holds(told, name, 2, False)
 
 
@@ -93,5 +94,5 @@ def test_trainers_over_two_ranks(told: Ask, name: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", _CASES)
 def test_trainers(told: Ask, name: str, ranks: int) -> None:
-    """The same, of everything."""
+    """Every case equals the same trainer without DeepSpeed."""
     _holds(told, name, ranks, True)

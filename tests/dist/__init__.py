@@ -1,1 +1,1 @@
-"""Laws that hold between ranks: every test here runs functions on a warm pool of gloo workers."""
+"""Laws that hold between ranks. Every test runs functions on a warm pool of gloo workers."""

@@ -1,4 +1,4 @@
-"""Fixtures of the rank tests: the warm pool lives as long as the session."""
+"""Fixtures of the rank tests. The warm pool lives as long as the session."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def _pool() -> Iterator[None]:
 
 @pytest.fixture(params=["shm", "gloo"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Both transports of CPU ranks: a one-sided gather needs no partner, so only gloo shows a wrong order."""
+    """Both transports of CPU ranks. A shared-memory gather needs no partner, so only gloo reveals a wrong order."""
     return str(request.param)
 
 
 @pytest.fixture(params=[0, 1, 2, 3])
 def stage(request: pytest.FixtureRequest) -> int:
-    """Every ZeRO stage."""
+    """Each ZeRO stage."""
     return int(request.param)

@@ -1,7 +1,7 @@
-"""Runs that are saved in one layout and taken up in another: the rows of the matrix, and how one is held.
+"""Runs saved in one layout and resumed in another: the rows of the matrix, and the check of one row.
 
-A step is always the same micro-batches, which any number of ranks share; so a run is the same run in every
-layout, up to the order in which gradients are added.
+A step always has the same micro-batches, which any number of ranks share. So a run is the same in every layout, up to
+the order in which gradients are summed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.dist.test_offload_resume import Counting
 from tests.models import Place, cast
 from tests.oracle import Recipe
 
-GLOBAL = 12  # micro-batches of a step on all ranks together, which any number of ranks can share
-BEFORE, AFTER = 2, 5  # steps before the save, and after it
+GLOBAL = 12  # micro-batches of a step on all ranks together, divisible by any number of ranks
+BEFORE, AFTER = 2, 5  # steps before and after the save
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_num_steps": 5, "warmup_type": "linear"}}
 HOMES = {"device": ("none", "none"), "host": ("cpu", "cpu"), "disk": ("nvme", "nvme")}
 CUTS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -34,7 +34,7 @@ CUTS: dict[str, tuple[tuple[str, Any], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, what of theirs is cut, and where it rests."""
+    """Number of ranks, kinds of data that are sharded, and their tier."""
 
     ranks: int
     stage: int
@@ -43,15 +43,17 @@ class Layout:
     cut: str = "all"
 
     def setting(self, folder: str) -> Setting:
-        """For `ds_config`; parameters are in several chunks, and chunks have parts of several."""
+        """Return the setting for `ds_config`, with parameters split over chunks and chunks of several parameters."""
         state, param = HOMES[self.home]
         away = homes(state, param if self.stage == 3 else "none", folder)
         return Setting(self.stage, zero=(*away, *CUTS[self.cut], ("sub_group_size", 100)))
 
 
 def allowed(ranks: int, stage: int, home: str, cut: str = "all") -> bool:
-    """Whether there is such a layout: at stage 0 nothing is cut, so nothing can rest elsewhere; the other cuts need
-    ranks to spare."""
+    """Return True if the layout exists.
+
+    At stage 0 nothing is sharded, so nothing can be offloaded. The other shardings need enough ranks.
+    """
     if cut != "all" and (ranks != 4 or stage != 3 or (cut == "hpz" and home != "device")):
         return False
     return stage > 0 or home == "device"
@@ -66,7 +68,7 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Row:
-    """A run that changes its layout in the middle."""
+    """Run that changes its layout in the middle."""
 
     first: Layout
     second: Layout
@@ -77,8 +79,8 @@ class Row:
 
     @property
     def bound(self) -> float:
-        """How far losses may part: sums in another order, and what 16 bits make of that."""
-        rounds = "rounds" in specimen(self.model).traits or self.optimizer == "Muon"  # which iterates in bf16
+        """Allowed difference of losses: sums in another order, and their effect in 16 bits."""
+        rounds = "rounds" in specimen(self.model).traits or self.optimizer == "Muon"  # Muon iterates in bf16
         return 1e-6 if self.precision == "fp32" and not rounds else 2e-2
 
 
@@ -118,7 +120,7 @@ def engine_for(row: Row, layout: Layout, folder: str, seed: int) -> Any:
 
 
 def steps(engine: Any, row: Row, first: int, last: int) -> list[float]:
-    """Train; the mean loss of each step over all ranks."""
+    """Train from step `first` to `last`. Return the mean loss of each step over all ranks."""
     subject, dtype = specimen(row.model), Recipe(precision=row.precision).dtype
     rank, world = dist.get_rank(), dist.get_world_size()
     means = []
@@ -136,7 +138,7 @@ def steps(engine: Any, row: Row, first: int, last: int) -> list[float]:
 
 
 def told(engine: Any) -> dict[str, Any]:
-    """What must be the same wherever it is loaded."""
+    """Return the values that must be equal in every layout."""
     return {
         "fingerprint": engine.fingerprint(),
         "steps": (engine.global_steps, engine.skipped_steps, engine.global_samples),
@@ -147,7 +149,7 @@ def told(engine: Any) -> dict[str, Any]:
 
 
 def save_and_go_on(row: Row, folder: str) -> dict[str, Any]:
-    """Train, save, and on without interruption."""
+    """Train, save, and continue without interruption."""
     engine = engine_for(row, row.first, folder, 0)
     steps(engine, row, 0, BEFORE)
     engine.save_checkpoint(folder)
@@ -158,7 +160,7 @@ def save_and_go_on(row: Row, folder: str) -> dict[str, Any]:
 
 
 def take_up(row: Row, folder: str) -> dict[str, Any]:
-    """From other weights, in the other layout: load, and on."""
+    """Load the checkpoint in the other layout into a model with other weights, and continue."""
     engine = engine_for(row, row.second, folder, 50)
     engine.load_checkpoint(folder)
     loaded = told(engine)
@@ -168,7 +170,7 @@ def take_up(row: Row, folder: str) -> dict[str, Any]:
 
 
 def each(take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]]) -> list[dict[str, Any]]:
-    """What every row came to on these ranks."""
+    """Return the result of every row on these ranks."""
     found = []
     for row, folder in rows:
         try:
@@ -182,7 +184,7 @@ def each(take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]]
 def over_ranks(
     take: Callable[[Row, str], dict[str, Any]], rows: list[tuple[Row, str]], layout_of: Callable[[Row], Layout]
 ) -> dict[Row, dict[str, Any]]:
-    """`each` of these rows, in as few worlds as there are numbers of ranks; what rank 0 found."""
+    """Run `each` on these rows, in one world per number of ranks. Return the results of rank 0."""
     found: dict[Row, dict[str, Any]] = {}
     for ranks in sorted({layout_of(row).ranks for row, _ in rows}):
         these = [(row, folder) for row, folder in rows if layout_of(row).ranks == ranks]
@@ -194,7 +196,7 @@ def over_ranks(
 
 
 def complaints(row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Where the run that was taken up is not the one that went on."""
+    """Return the differences between the resumed run and the uninterrupted one."""
     said = [f"{key}: {found['saved'][key]}, not {value}" for key, value in wanted["saved"].items()
             if found["saved"][key] != value]  # fmt: skip
     for step, (have, want) in enumerate(zip(found["losses"], wanted["losses"], strict=True)):
@@ -204,7 +206,7 @@ def complaints(row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> list[
 
 
 def hold(rows: list[Row], folder: Any) -> None:
-    """Assert that every row is one run. What rows begin with in common is trained and saved once."""
+    """Assert that every resumed run equals the uninterrupted one. Common first parts are trained and saved once."""
     begun = list(dict.fromkeys(replace(row, second=row.first) for row in rows))
     places = {row: f"{folder}/{number}" for number, row in enumerate(begun)}
     wanted = over_ranks(save_and_go_on, list(places.items()), lambda row: row.first)

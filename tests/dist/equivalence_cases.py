@@ -1,4 +1,4 @@
-"""The factors of the great law and their sensible combinations, for the covering array and the full product."""
+"""Factors of the equivalence law and their valid combinations, for the covering array and the full product."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.models import ZOO
 from tests.oracle import Recipe
 
 TINY_BUCKETS = (("reduce_bucket_size", 600), ("allgather_bucket_size", 500))
-SMALL_BUCKETS = (("reduce_bucket_size", 60_000), ("allgather_bucket_size", 50_000))  # as tiny to a larger model
+# for larger models, what TINY_BUCKETS is for small ones
+SMALL_BUCKETS = (("reduce_bucket_size", 60_000), ("allgather_bucket_size", 50_000))
 FROZEN_KNOBS = (
     ("stage3_prefetch_bucket_size", 0),
     ("stage3_max_live_parameters", 0),
@@ -37,7 +38,7 @@ HF_FACTORS: Mapping[str, Sequence[Any]] = {**FACTORS, "model": list(HF_ZOO), "ra
 
 
 def allowed(row: dict[str, Any]) -> bool:
-    """Whether a (partial) row is a case: says nothing of rows that lack the factors it looks at."""
+    """Return True if the (partial) row is a valid case. Rules whose factors are missing do not apply."""
     if "model" not in row:
         return True
     traits = specimen(row["model"]).traits
@@ -47,7 +48,7 @@ def allowed(row: dict[str, Any]) -> bool:
 
 
 def recipe_of(row: dict[str, Any], steps: int = 5) -> Recipe:
-    """What the row trains."""
+    """Return the recipe of the row: model, optimizer, precision, accumulation."""
     return Recipe(
         ranks=row["ranks"],
         accumulation=row["accumulation"],
@@ -60,7 +61,7 @@ def recipe_of(row: dict[str, Any], steps: int = 5) -> Recipe:
 
 
 def setting_of(row: dict[str, Any]) -> Setting:
-    """How the row asks the engine to train it."""
+    """Return the engine setting of the row."""
     zero: tuple[tuple[str, Any], ...] = ()
     if row["buckets"] == "tiny":
         zero = SMALL_BUCKETS if row["model"] == "four_blocks" else TINY_BUCKETS
@@ -76,7 +77,7 @@ def setting_of(row: dict[str, Any]) -> Setting:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """A test id that says every factor."""
+    """Return a test id that names every factor."""
     words = [
         row["model"],
         f"stage{row['stage']}",

@@ -1,4 +1,4 @@
-"""How one rank trains a specimen under the engine, and how what all ranks saw is held against the oracle."""
+"""Training of a specimen under the engine on one rank, and the comparison of all ranks' traces with the oracle."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from tests.models import DIFFERING, ROWS, ZOO, Place, Specimen, cast
 from tests.oracle import Recipe, Trace, relative_error
 
 SGD = (("lr", 0.05), ("momentum", 0.9))
-# eps: torch's default, except where many gradients are of the size of their own rounding, which AdamW with a small eps
-# turns into steps of full size and random sign, in plain PyTorch as well: some specimens, and 16 bits.
+# eps is torch's default, except where many gradients are of the size of their own rounding error. AdamW with a small
+# eps turns those into steps of full size and random sign, in plain PyTorch as well. This concerns some specimens, and
+# 16 bits.
 ADAMW = (("lr", 1e-3), ("eps", 1e-8), ("weight_decay", 0.01))
 ADAMW_CALM = (("lr", 1e-3), ("eps", 1e-4), ("weight_decay", 0.01))
 
-# Bounds on `oracle.relative_error`. fp32: rounding of sums taken in another order. bf16: every rank's gradients are
-# born with 8 bits, so another order of operations shows at 2^-9; the master weights move by lr times that.
+# Bounds on `oracle.relative_error`. fp32: rounding of sums in another order. bf16: every rank computes its gradients
+# with 8 bits, so another order of operations shows at 2^-9; the master weights move by lr times that.
 FP32_BOUND = 1e-6
 BF16_GRAD_BOUND = 2e-2
 BF16_PARAM_BOUND = 5e-4
-BF16_STATE_BOUND = 5e-3  # of what the model computes with: one unit in the last of 8 bits is 2^-8
+BF16_STATE_BOUND = 5e-3  # of 16-bit parameters: one unit in the last of 8 bits is 2^-8
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the engine is asked to train; what it must not change is the result."""
+    """Engine settings that must not change the result."""
 
     stage: int = 0
     overlap: bool = True
     plain_backward: bool = False
     persistence: int = 0
     transport: str = "gloo"
-    zero: tuple[tuple[str, Any], ...] = ()  # more of the section zero_optimization
-    config: tuple[tuple[str, Any], ...] = ()  # more of the top level
+    zero: tuple[tuple[str, Any], ...] = ()  # more keys of zero_optimization
+    config: tuple[tuple[str, Any], ...] = ()  # more keys of the top level
 
 
 @dataclass
 class RankTrace:
-    """What one rank saw. Gradients, by step, and the model's state dict travel from rank 0 only."""
+    """Trace of one rank. Only rank 0 returns gradients, by step, and the model's state dict."""
 
     losses: list[list[float]] = field(default_factory=list)
     grads: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
@@ -57,17 +58,17 @@ class RankTrace:
 
 
 def specimen(name: str) -> Specimen:
-    """The specimen of that name, from any zoo."""
+    """Return the specimen of that name from any zoo."""
     return next(zoo[name] for zoo in (ZOO, DIFFERING, HF_ZOO) if name in zoo)
 
 
 def adamw(subject: Specimen, precision: str = "fp32") -> tuple[tuple[str, Any], ...]:
-    """AdamW's parameters for this specimen."""
+    """Return AdamW's parameters for this specimen."""
     return ADAMW_CALM if "chaotic" in subject.traits or precision != "fp32" else ADAMW
 
 
 def ds_config(recipe: Recipe, setting: Setting) -> dict[str, Any]:
-    """The configuration that asks the engine for this recipe in this setting."""
+    """Return the engine configuration for this recipe and setting."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": recipe.accumulation,
@@ -86,7 +87,7 @@ def ds_config(recipe: Recipe, setting: Setting) -> dict[str, Any]:
 
 
 def backward_of(engine: Any, plain: bool) -> Callable[..., None]:
-    """`engine.backward`, or plain `loss.backward()`."""
+    """Return `engine.backward`, or plain `loss.backward()`."""
 
     def through_engine(loss: Tensor, retain_graph: bool = False) -> None:
         engine.backward(loss, retain_graph=retain_graph)
@@ -98,7 +99,7 @@ def backward_of(engine: Any, plain: bool) -> Callable[..., None]:
 
 
 def whole_grads(module: torch.nn.Module) -> dict[str, Tensor | None]:
-    """Every trainable parameter's whole gradient, on every rank."""
+    """Return the full gradient of every trainable parameter on every rank."""
     import windlass
 
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -106,7 +107,7 @@ def whole_grads(module: torch.nn.Module) -> dict[str, Tensor | None]:
 
 
 def whole_params(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Every trainable parameter's whole master value, on every rank."""
+    """Return the full master value of every trainable parameter on every rank."""
     import windlass
 
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -118,7 +119,7 @@ def _copy(value: Tensor | None) -> Tensor | None:
 
 
 def start(subject: Specimen, config: dict[str, Any], **more: Any) -> Any:
-    """An engine around the specimen as this rank builds it: from this rank's own seed."""
+    """Return an engine around the specimen, built from this rank's own seed."""
     import windlass
 
     model = oracle.build(subject, torch.distributed.get_rank())
@@ -126,7 +127,10 @@ def start(subject: Specimen, config: dict[str, Any], **more: Any) -> Any:
 
 
 def reads_gradients(recipe: Recipe, step: int) -> bool:
-    """At which steps whole gradients are read: not at all, since reading makes the engine finish what is under way."""
+    """Return True if full gradients are read at this step.
+
+    Other steps do not read them, since reading makes the engine finish its pending communication.
+    """
     return step in (1, recipe.steps - 1)
 
 
@@ -153,7 +157,7 @@ def train_rank(name: str, recipe: Recipe, setting: Setting) -> RankTrace:
 
 
 def finished(engine: Any, trace: RankTrace) -> RankTrace:
-    """The trace with what training came to; the engine is destroyed."""
+    """Add the final state to the trace and destroy the engine."""
     trace.params = whole_params(engine.module)
     state = engine.full_state_dict()
     if torch.distributed.get_rank() == 0:
@@ -169,7 +173,7 @@ def train_ranks(name: str, recipe: Recipe, setting: Setting, timeout: float = 60
 
 
 def train_rank_in_turn(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTrace]:
-    """Train the specimen once under each setting; what goes wrong is told with its setting."""
+    """Train the specimen once under each setting. An exception notes its setting."""
     traces = []
     for setting in settings:
         try:
@@ -181,7 +185,7 @@ def train_rank_in_turn(name: str, recipe: Recipe, settings: list[Setting]) -> li
 
 
 def train_ranks_in_turn(name: str, recipe: Recipe, settings: list[Setting]) -> list[list[RankTrace]]:
-    """As `train_ranks` for each setting, in one world; the transport is named by the configuration."""
+    """Run `train_ranks` for each setting in one world. The configuration names the transport."""
     named = [replace(s, config=(*s.config, ("comm", {"transport": s.transport}))) for s in settings]
     by_rank = run_ranks(train_rank_in_turn, recipe.ranks, name, recipe, named, timeout=60.0 * len(settings))
     return [[traces[number] for traces in by_rank] for number in range(len(settings))]
@@ -189,14 +193,14 @@ def train_ranks_in_turn(name: str, recipe: Recipe, settings: list[Setting]) -> l
 
 @cache
 def expected(name: str, recipe: Recipe) -> Trace:
-    """The oracle's trace; the same recipe is trained once a session."""
+    """Return the oracle's trace. Each recipe is trained once per session."""
     return oracle.train(specimen(name), recipe)
 
 
 def complaints(found: list[RankTrace], wanted: Trace, recipe: Recipe, *, exact: bool = True) -> list[str]:
-    """All that differs from the oracle, in the order in which it went wrong. Empty if the law holds.
+    """Return all differences from the oracle in order of appearance, or an empty list.
 
-    Losses, gradients and norms are held to one bound, parameters to another; `exact=False` takes the 16-bit bounds.
+    Losses, gradients and norms have one bound, parameters another. `exact=False` selects the 16-bit bounds.
     """
     exact = exact and recipe.precision == "fp32"
     grad_bound, param_bound = (FP32_BOUND, FP32_BOUND) if exact else (BF16_GRAD_BOUND, BF16_PARAM_BOUND)
@@ -224,7 +228,7 @@ def complaints(found: list[RankTrace], wanted: Trace, recipe: Recipe, *, exact: 
 
 
 def _state_complaints(first: RankTrace, wanted: Trace, bound: float) -> list[str]:
-    """Rank 0's whole state dict and buffers against the oracle's: names, dtypes and values."""
+    """Compare rank 0's full state dict and buffers with the oracle's: names, dtypes and values."""
     said = []
     have = {key: value for key, value in first.model.items() if key in wanted.model}
     if missing := wanted.model.keys() - have.keys():
@@ -246,7 +250,7 @@ def _state_complaints(first: RankTrace, wanted: Trace, bound: float) -> list[str
 
 
 def hold(name: str, recipe: Recipe, setting: Setting) -> None:
-    """Assert the law for one case: trained by ranks = trained by the oracle."""
+    """Assert that training by ranks equals training by the oracle, for one case."""
     exact = "rounds" not in specimen(name).traits
     said = complaints(train_ranks(name, recipe, setting), expected(name, recipe), recipe, exact=exact)
     assert not said, f"{name} {recipe} {setting}:\n  " + "\n  ".join(said[:12])
@@ -255,7 +259,7 @@ def hold(name: str, recipe: Recipe, setting: Setting) -> None:
 def hold_all(
     name: str, recipe: Recipe, settings: list[Setting], *, exact: bool = True, wanted: Trace | None = None
 ) -> None:
-    """Assert the law for one recipe under each setting, in one world of ranks."""
+    """Assert that training by ranks equals training by the oracle for each setting, in one world of ranks."""
     wanted = expected(name, recipe) if wanted is None else wanted
     for setting, found in zip(settings, train_ranks_in_turn(name, recipe, settings), strict=True):
         said = complaints(found, wanted, recipe, exact=exact)
@@ -263,7 +267,7 @@ def hold_all(
 
 
 def bitwise_difference(a: list[RankTrace], b: list[RankTrace]) -> list[str]:
-    """Where two runs differ in any bit: losses, gradients, parameters."""
+    """Return every difference between two runs in any bit of losses, gradients and parameters."""
     said = []
     for rank, (x, y) in enumerate(zip(a, b, strict=True)):
         if x.losses != y.losses:

@@ -1,5 +1,4 @@
-"""A model with layers cut over tp and experts over ep, written by hand against the table of placements alone, and the
-same model whole."""
+"""Model with layers sharded over tp and experts over ep, placed by hand with placements alone, and its full version."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ VOCABULARY, HIDDEN, MIDDLE, EXPERTS = 11, 8, 12, 3
 
 
 class Block(nn.Module):
-    """A norm's scale, a matrix up and down again, and a sum over experts weighted by a router."""
+    """Norm scale, a matrix up and one down, and a sum over experts weighted by a router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,13 +77,13 @@ class Model(nn.Module):
 
 
 def whole() -> Model:
-    """The model, the same wherever it is made."""
+    """Return the full model, which is the same on every rank."""
     torch.manual_seed(3)
     return Model()
 
 
 def parted(mesh: Mesh) -> Model:
-    """What one rank of the mesh has of it."""
+    """Return the part of the model on one rank of the mesh."""
     model = whole()
     for block in model.blocks:
         assert isinstance(block, Block)

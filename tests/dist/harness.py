@@ -1,4 +1,4 @@
-"""A warm pool of worker processes in which a test runs one function on every rank of a world of 1 to 4."""
+"""Warm pool of worker processes that run one function on every rank of a world of 1 to 4."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from typing import Any
 from tests.ports import free_port
 
 POOL_SIZE = 4
-START_SECONDS = 120.0  # importing torch on a slow, shared machine
-GRACE_SECONDS = 10.0  # how long peers of a failed rank may take to notice
+START_SECONDS = 120.0  # import of torch on a slow, shared machine
+GRACE_SECONDS = 10.0  # time for the peers of a failed rank to notice the failure
 LOG_TAIL = 4000  # characters of a worker's output shown with a failure
 
 
 class RankError(AssertionError):
-    """A rank raised. `kinds` holds the exception's class names, most derived first, so a test can ask what it was."""
+    """Exception of a rank. `kinds` holds the class names of the original exception, most derived first."""
 
     def __init__(self, rank: int, kinds: tuple[str, ...], text: str, others: str = "") -> None:
         super().__init__(f"rank {rank} raised:\n{text}{others}")
@@ -40,12 +40,12 @@ class RankError(AssertionError):
 
 
 class RankTimeout(AssertionError):
-    """Ranks did not finish in time; the message holds every rank's Python stacks."""
+    """Timeout of some ranks. The message holds every rank's Python stacks."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank is asked to do."""
+    """Function and arguments for one rank."""
 
     function: Callable[..., Any]
     rank: int
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank answered: a value, or the text of what it raised."""
+    """Result of one rank: a value, or the text of its exception."""
 
     value: Any = None
     kinds: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def _environment(job: Job) -> Any:
-    """The variables a launcher would set, and the test's own; all are put back afterwards."""
+    """Set the variables of a launcher and of the test, and restore all afterwards."""
     launcher = {
         "RANK": str(job.rank),
         "LOCAL_RANK": str(job.rank),
@@ -105,9 +105,9 @@ def _run(job: Job) -> Outcome:
                 world_size=job.world,
                 timeout=timedelta(seconds=job.timeout),
             )
-            dist.barrier()  # no rank fails, and so closes its connections, while a peer still makes them
+            dist.barrier()  # no rank may fail, and so close its connections, while a peer still connects to it
             value = job.function(*job.args)
-            dist.barrier()  # nor while a peer still talks to it
+            dist.barrier()  # nor while a peer still communicates with it
             outcome = Outcome(value)
         except BaseException as error:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)
@@ -127,7 +127,7 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
     os.dup2(descriptor, 2)
     faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; it closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends workers by closing the pipe
     sys.path[:] = path
     import torch
 
@@ -143,12 +143,12 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
             return
         try:
             outcome = _run(pickle.loads(request))
-        except Exception as error:  # the function's module does not import here
+        except Exception as error:  # the function's module cannot be imported here
             outcome = Outcome(kinds=(type(error).__name__,), text=traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.collect()  # what the job left behind
-        if len(sys.modules) > modules:  # what it imported stays, and need not be looked at after every job
+        gc.collect()  # remove the garbage of the job
+        if len(sys.modules) > modules:  # freeze newly imported modules, so that later collections skip them
             gc.freeze()
             modules = len(sys.modules)
         connection.send_bytes(_packed(outcome))
@@ -157,7 +157,7 @@ def _worker(connection: Connection, log: str, path: list[str]) -> None:
 def _packed(outcome: Outcome) -> bytes:
     try:
         return pickle.dumps(outcome)
-    except Exception:  # a result that cannot travel is the test's mistake: say so instead of dying
+    except Exception:  # a result that cannot be pickled is an error of the test: report it instead of dying
         return pickle.dumps(Outcome(kinds=("PicklingError",), text=traceback.format_exc()))
 
 
@@ -166,25 +166,25 @@ def _packed(outcome: Outcome) -> bytes:
 
 @dataclass
 class Worker:
-    """One process of the pool and the pipe to it."""
+    """Process of the pool, with its pipe."""
 
     process: BaseProcess
     connection: Connection
     log: Path
-    read: int = 0  # how much of the log earlier jobs wrote
+    read: int = 0  # bytes of the log that earlier jobs wrote
 
     def output(self) -> str:
-        """What the worker printed since the current job began."""
+        """Return the output of the worker since the current job began."""
         with self.log.open("rb") as file:
             file.seek(self.read)
             return file.read().decode(errors="replace")
 
 
 class Pool:
-    """`size` processes that keep torch imported; each job gets its own process group and rendezvous file.
+    """`size` processes that keep torch imported. Each job gets its own process group and rendezvous file.
 
     Args:
-        apart: they share no memory, as ranks of users don't; else they are forked.
+        apart: start processes that share no memory, like a user's ranks, instead of forking them.
     """
 
     def __init__(self, size: int = POOL_SIZE, *, apart: bool = False) -> None:
@@ -202,11 +202,11 @@ class Pool:
         timeout: float = 60.0,
         backend: str = "gloo",
     ) -> list[Any]:
-        """`function(*args)` on ranks 0..world-1; the list of what they returned, by rank.
+        """Run `function(*args)` on ranks 0..world-1. Return the results by rank.
 
         Raises:
-            RankError: a rank raised (the first to do so is told in full).
-            RankTimeout: some rank did not answer within `timeout` seconds.
+            RankError: a rank raised. The message holds the first error in full.
+            RankTimeout: some rank did not finish within `timeout` seconds.
         """
         if world > self.size:
             raise ValueError(f"{world} ranks, and the pool has {self.size} processes")
@@ -222,7 +222,7 @@ class Pool:
         try:
             outcomes, failed = self._collect(ranks, timeout)
         except BaseException:
-            self.close()  # answers that nobody took would be taken for the next job's
+            self.close()  # unread results would otherwise be taken for results of the next job
             raise
         if len(outcomes) < world:
             stacks = self._stacks(ranks, outcomes)
@@ -237,7 +237,7 @@ class Pool:
         return [outcomes[rank].value for rank in range(world)]
 
     def _collect(self, ranks: list[Worker], timeout: float) -> tuple[dict[int, Outcome], list[int]]:
-        """Answers by rank, and the ranks that failed in the order in which they did."""
+        """Return the results by rank, and the failed ranks in the order of their failures."""
         outcomes: dict[int, Outcome] = {}
         failed: list[int] = []
         until = time.monotonic() + timeout
@@ -265,7 +265,7 @@ class Pool:
             return Outcome(kinds=("ProcessDied",), text=text)
 
     def _stacks(self, ranks: list[Worker], outcomes: dict[int, Outcome]) -> str:
-        """Python stacks of every rank, waiting or not: a hang is explained by the peer that is elsewhere."""
+        """Return the Python stacks of all ranks, since the cause of a hang is often a peer that is at another place."""
         for worker in ranks:
             if worker.process.is_alive() and worker.process.pid is not None:
                 os.kill(worker.process.pid, signal.SIGUSR1)
@@ -277,7 +277,7 @@ class Pool:
         return "\n".join(parts)
 
     def _start(self) -> None:
-        """Start the workers, or start them again after a hang or a death."""
+        """Start the workers, also after a hang or a death."""
         if self._workers and all(worker.process.is_alive() for worker in self._workers):
             return
         self.close()
@@ -295,12 +295,12 @@ class Pool:
         for worker in self._workers:
             if not worker.connection.poll(START_SECONDS):
                 said = worker.output()
-                self.close()  # who comes late would answer the next job with the word that it is ready
+                self.close()  # a late worker's ready message would be taken for a result of the next job
                 raise RankTimeout(f"a worker did not import torch within {START_SECONDS} s\n{said}")
             worker.connection.recv_bytes()
 
     def close(self) -> None:
-        """End the workers. The pool starts new ones when it is used again."""
+        """End the workers. The pool starts new ones at the next job."""
         for worker in self._workers:
             worker.connection.close()
         for worker in self._workers:
@@ -323,8 +323,11 @@ for _server in _servers:
 
 @contextlib.contextmanager
 def _forked_from(index: int) -> Any:
-    """Ranks come from two servers in turn: what is forked from one has the same seed of hashes, and the order of a set
-    is to differ between ranks as it does for users."""
+    """Fork ranks from two servers in turn.
+
+    Processes forked from one server share the hash seed, but the order of a set has to differ between ranks, as it does
+    for users.
+    """
     before = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = _servers[index % 2].connect_to_new_process
     try:
@@ -335,7 +338,7 @@ def _forked_from(index: int) -> Any:
 
 @contextlib.contextmanager
 def _quiet_environment() -> Any:
-    """Variables that must be set before torch is imported in a worker."""
+    """Set the variables that must be set before a worker imports torch."""
     before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")}
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     try:
@@ -349,7 +352,10 @@ def _quiet_environment() -> Any:
 
 
 def _rank_error(failed: list[int], outcomes: dict[int, Outcome], ranks: list[Worker], more: str = "") -> RankError:
-    """The first failure in full, the others by their last line. A broken connection follows from a peer's failure."""
+    """Return an error with the first failure in full and the last line of the others.
+
+    Broken connections do not count as the first failure, since they follow from the failure of a peer.
+    """
     first = next((rank for rank in failed if not _follows(outcomes[rank].text)), failed[0])
     lines = [f"\nrank {rank} then: {outcomes[rank].text.strip().splitlines()[-1]}" for rank in failed if rank != first]
     printed = ranks[first].output().strip()[-LOG_TAIL:]
@@ -366,7 +372,7 @@ _pool: Pool | None = None
 
 
 def shared_pool(ranks: int = POOL_SIZE) -> Pool:
-    """The one pool of this test session, of so many processes at least; it ends with the interpreter."""
+    """Return the pool of this test session, with at least `ranks` processes. It ends with the interpreter."""
     global _pool
     if _pool is not None and _pool.size < ranks:
         atexit.unregister(_pool.end)
@@ -386,7 +392,7 @@ def run_ranks(
     timeout: float = 60.0,
     transport: str | None = None,
 ) -> list[Any]:
-    """`function(*args)` on each rank of a fresh world of `world` ranks; what they returned, by rank.
+    """Run `function(*args)` on each rank of a fresh world of `world` ranks. Return the results by rank.
 
     `function` must be a module-level function. `transport` sets WINDLASS_TRANSPORT.
     """

@@ -1,4 +1,4 @@
-"""How ranks train a transformers model over all axes of the mesh, and how one process does."""
+"""Training of a transformers model over all axes of the mesh, and in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLIP = 0.5
 
 
 def llama(*, tied: bool) -> nn.Module:
-    """Four layers, grouped queries: 4 heads over 2."""
+    """Return a Llama of four layers with grouped queries: 4 heads over 2."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -37,7 +37,7 @@ def llama(*, tied: bool) -> nn.Module:
 
 
 def gpt2(*, tied: bool) -> nn.Module:
-    """Four layers with fused queries, keys and values, learned positions, biases."""
+    """Return a GPT-2 of four layers with fused queries, keys and values, learned positions, and biases."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -58,7 +58,7 @@ def gpt2(*, tied: bool) -> nn.Module:
 
 
 def mixtral(*, tied: bool) -> nn.Module:
-    """Two layers of five experts, two for each token."""
+    """Return a Mixtral of two layers with five experts, two per token."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -79,7 +79,7 @@ def mixtral(*, tied: bool) -> nn.Module:
 
 
 def uneven(*, tied: bool) -> nn.Module:
-    """Three layers of three heads, small enough that several are merged into one unit."""
+    """Return a Llama of three layers and three heads, so small that several layers are merged into one unit."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -96,11 +96,11 @@ def uneven(*, tied: bool) -> nn.Module:
 
 
 def adapted(base: nn.Module) -> nn.Module:
-    """A frozen model with adapters of rank 3 beside all linear layers of its blocks."""
+    """Return a frozen model with adapters of rank 3 beside all linear layers of its blocks."""
     import peft
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers to peft, and of peft on Conv1D
+        warnings.simplefilter("ignore")  # warnings of transformers about peft, and of peft about Conv1D
         found: nn.Module = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear"))
     return found
 
@@ -118,7 +118,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One combination; what it must not change is the result."""
+    """Combination of axes and engine settings that must not change the result."""
 
     model: str
     axes: tuple[tuple[str, int], ...]
@@ -127,18 +127,18 @@ class Case:
     tied: bool = False
     sequence: str = "ulysses"
     transport: str = "auto"
-    world: int = 0  # of ranks; 0: as many as the axes take
+    world: int = 0  # number of ranks; 0: the product of the axes
     accumulation: int = 1
     more: tuple[tuple[str, Any], ...] = ()
     zero: tuple[tuple[str, Any], ...] = ()
-    born: bool = False  # built under zero.Init
+    born: bool = False  # constructed under zero.Init
     optimizer: str = "AdamW"
     params: tuple[tuple[str, Any], ...] = tuple(ADAMW.items())
-    bound: float = 1e-5  # of losses, norms and parameters
+    bound: float = 1e-5  # for losses, norms and parameters
 
     @property
     def ranks(self) -> int:
-        """In all."""
+        """Number of ranks."""
         taken = 1
         for _, size in self.axes:
             taken *= size
@@ -155,7 +155,7 @@ class Case:
 
 @dataclass
 class Found:
-    """What one rank saw."""
+    """Trace of one rank."""
 
     reader: int = 0
     losses: list[float] = field(default_factory=list)
@@ -167,17 +167,17 @@ class Found:
 
 
 def build(name: str, *, tied: bool) -> nn.Module:
-    """The model, the same wherever it is made."""
+    """Return the model with the same values on every rank."""
     torch.manual_seed(11)
     model = MODELS[name](tied=tied)
-    with torch.no_grad():  # so that no bias or norm can be forgotten
+    with torch.no_grad():  # so that a missing bias or norm changes the result
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.02)
     return model
 
 
 def batch(step: int, micro: int, reader: int) -> dict[str, torch.Tensor]:
-    """One reader's micro-batch: two rows, of which one has labels that do not count."""
+    """Return the micro-batch of one data-loading rank: two rows, one of them with ignored labels."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + reader)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
     labels = ids.clone()
@@ -186,7 +186,7 @@ def batch(step: int, micro: int, reader: int) -> dict[str, torch.Tensor]:
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    """The configuration that asks for it."""
+    """Return the engine configuration of the case."""
     zero: dict[str, Any] = {"stage": case.stage, "stage3_param_persistence_threshold": 40, **dict(case.zero)}
     if case.host:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -204,7 +204,7 @@ def config_of(case: Case) -> dict[str, Any]:
 
 
 def train(case: Case, steps: int = STEPS, save: str | None = None, source: str | None = None) -> Found:
-    """One rank's run."""
+    """Train on one rank."""
     import windlass
 
     config = config_of(case)
@@ -255,7 +255,7 @@ def plain(
     rule: str = "AdamW",
     params: tuple[tuple[str, Any], ...] = tuple(ADAMW.items()),
 ) -> dict[str, Any]:
-    """One process on all readers' batches."""
+    """Train in one process on the batches of all data-loading ranks."""
     from windlass.optim import muon_groups, optimizer_factory
 
     model = build(name, tied=tied)
@@ -283,14 +283,14 @@ def plain(
 
 
 def near(one: torch.Tensor | None, other: torch.Tensor, what: str, bound: float = 1e-5) -> None:
-    """Equal up to `bound` of the largest element."""
+    """Assert equality up to `bound` times the largest element."""
     assert one is not None and one.shape == other.shape, f"{what}: {None if one is None else one.shape}"
     scale = float(other.abs().max()) or 1.0
     assert float((one - other).abs().max()) <= bound * scale, f"{what}: {float((one - other).abs().max()) / scale}"
 
 
 def check(case: Case) -> list[Found]:
-    """Train it on ranks, and hold losses, gradients, norms and parameters against one process."""
+    """Train on ranks, and compare losses, gradients, norms and parameters with one process."""
     found: list[Found] = run_ranks(train, case.ranks, case)
     readers = 1 + max(one.reader for one in found)
     wanted = plain(case.model, case.tied, readers, case.accumulation, STEPS, case.optimizer, case.params)
@@ -298,7 +298,7 @@ def check(case: Case) -> list[Found]:
 
 
 def hold(case: Case, found: list[Found], wanted: dict[str, Any], first: int = 0) -> list[Found]:
-    """What ranks saw from the step `first` on against one process."""
+    """Compare the traces of the ranks with one process, from step `first` on."""
     pipelined = dict(case.axes).get("pp", 1) > 1
     for one in found:
         for at in range(len(one.losses)):

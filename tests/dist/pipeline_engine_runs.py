@@ -1,4 +1,4 @@
-"""Training over a pipeline under the engine: what each rank does, and what one process comes to."""
+"""Training over a pipeline under the engine, and in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """How a specimen is trained."""
+    """Model and training options of one run."""
 
     name: str = "tied"
     pp: int = 2
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass
 class Came:
-    """What it came to."""
+    """Results of one run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Came:
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    """The engine's configuration."""
+    """Return the engine configuration of the case."""
     pipeline: dict[str, Any] = {"schedule": case.schedule, "unshard_per": case.gather}
     if case.chunks > 1:
         pipeline["virtual_stages"] = case.chunks
@@ -67,20 +67,20 @@ def _params(case: Case) -> dict[str, Any]:
 
 
 def micro_batch(case: Case, step: int, micro: int, reader: int) -> Any:
-    """Lengths differ between micro-batches, and so does what readers read."""
+    """Return a micro-batch. Lengths differ between micro-batches, and data between data-loading ranks."""
     number = step * 100 + reader * case.micros + micro
     return row_batch(case.name, number) if is_row(case.name) else text(number)
 
 
 def model_of(case: Case, **more: Any) -> nn.Module:
-    """Whole, or this rank's stages of a row."""
+    """Return the full model, or this rank's stages of a layer sequence."""
     model = row(case.name, **more) if is_row(case.name) else transformer(case.name)
     freeze(case.name, model)
     return model
 
 
 def expected_of(case: Case, readers: int) -> Came:
-    """One process, plain accumulation over all readers' micro-batches."""
+    """Train in one process with plain accumulation over the micro-batches of all data-loading ranks."""
     model = model_of(case)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = getattr(torch.optim, case.optimizer)(trained, **_params(case))
@@ -105,7 +105,7 @@ def expected_of(case: Case, readers: int) -> Came:
 
 
 def loss_of(case: Case, model: Any, batch: Any) -> Tensor:
-    """In one process."""
+    """Return the loss in one process."""
     if is_row(case.name):
         inputs, labels = batch
         loss: Tensor = model.loss_fn(model(inputs), labels)
@@ -114,7 +114,7 @@ def loss_of(case: Case, model: Any, batch: Any) -> Tensor:
 
 
 def start(case: Case) -> Any:
-    """An engine on this rank."""
+    """Return an engine on this rank."""
     import windlass
 
     parts = {"num_stages": case.pp, "virtual_stages": case.chunks} if is_row(case.name) else {}
@@ -122,7 +122,7 @@ def start(case: Case) -> Any:
 
 
 def one_step(engine: Any, case: Case, step: int) -> float:
-    """A step of an engine with stages or without; the mean of this rank's losses."""
+    """Run one step of an engine with or without stages. Return the mean of this rank's losses."""
     _, reader = engine.data_loading_ranks
     batches = [micro_batch(case, step, micro, reader) for micro in range(case.micros)]
     if hasattr(engine, "train_batch"):
@@ -137,7 +137,7 @@ def one_step(engine: Any, case: Case, step: int) -> float:
 
 
 def save(case: Case, folder: str) -> None:
-    """Some steps, saved."""
+    """Train some steps and save."""
     engine = start(case)
     for step in range(STEPS - 1):
         one_step(engine, case, step)
@@ -146,7 +146,7 @@ def save(case: Case, folder: str) -> None:
 
 
 def resume(case: Case, folder: str) -> dict[str, Tensor]:
-    """The last step from where `save` ended, maybe in another layout."""
+    """Train the last step from the checkpoint of `save`, possibly in another layout."""
     engine = start(case)
     engine.load_checkpoint(folder)
     assert engine.global_steps == STEPS - 1
@@ -157,7 +157,7 @@ def resume(case: Case, folder: str) -> dict[str, Tensor]:
 
 
 def train(case: Case) -> Came:
-    """Some steps on this rank."""
+    """Train some steps on this rank."""
     engine = start(case)
     model = engine.module
     _, reader = engine.data_loading_ranks
@@ -180,7 +180,7 @@ def train(case: Case) -> Came:
 
 
 FAULTS = ("forward", "first forward", "backward", "loss", "memory", "loader", "ended", "form", "evaluation")
-"""Where a rank raises what its script catches; each once, between steps that succeed."""
+"""Places where a rank raises an error that its script catches, one at a time, between steps that succeed."""
 
 
 class _Hurt(torch.autograd.Function):
@@ -194,7 +194,7 @@ class _Hurt(torch.autograd.Function):
 
 
 def _broken(engine: Any, case: Case, fault: str, stage: int, batches: list[Any]) -> Any:
-    """Make this rank raise at one micro-batch of the batch to come; returns what undoes it."""
+    """Make this rank raise at one micro-batch of the next batch. Return a function that undoes it."""
     calls = 0
 
     def forward(module: Any, given: Any, output: Any) -> Any:
@@ -228,7 +228,7 @@ def _broken(engine: Any, case: Case, fault: str, stage: int, batches: list[Any])
 
 
 def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list[str]], Came]:
-    """Steps, and before each one a batch that rank `faulty` fails in; every rank catches what it raises."""
+    """Train, with a batch before each step in which rank `faulty` fails. Every rank catches its exception."""
     engine = start(case)
     _, reader = engine.data_loading_ranks
     came, told = Came(), []
@@ -257,16 +257,16 @@ def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list
 
 
 def manners(kind: str) -> dict[str, Any]:
-    """What an engine of a pipeline answers and refuses; `kind`: "windlass", or "deepspeed" for the stand-in's."""
+    """Check the methods and errors of a pipeline engine; `kind`: "windlass", or "deepspeed" for the compat engine."""
     import windlass
     from windlass.compat.deepspeed_initialize import initialize as of_deepspeed
-    from windlass.parallel.pipeline import PipelineSequential  # noqa: F401  (what scripts import)
+    from windlass.parallel.pipeline import PipelineSequential  # noqa: F401  (scripts import it)
 
     case = Case(name="row", micros=2)
     model = model_of(case, num_stages=2)
     make = windlass.initialize if kind == "windlass" else of_deepspeed
     config = config_of(case)
-    del config["parallel"]  # the module says it
+    del config["parallel"]  # the module gives the number of stages
     engine = make(model=model, config=config)[0]
     found: dict[str, Any] = {
         "bases": [base.__name__ for base in type(engine).__mro__],
@@ -316,7 +316,7 @@ def manners(kind: str) -> dict[str, Any]:
 
 
 def read_apart() -> None:
-    """Stages that are given other micro-batches."""
+    """Feed the stages different micro-batches."""
     case = Case(name="row", micros=2)
     engine = start(case)
     rank = dist.get_rank()
@@ -324,7 +324,7 @@ def read_apart() -> None:
 
 
 def from_a_loader() -> list[float]:
-    """Losses of training data that `initialize` is given."""
+    """Return the losses on training data passed to `initialize`."""
     import windlass
 
     data = [tuple(part[0] for part in row_batch("row", 3 * number)) for number in range(8)]
@@ -338,7 +338,7 @@ def from_a_loader() -> list[float]:
 
 
 def own_optimizer(groups: bool) -> dict[str, Tensor]:
-    """An optimizer that was made over the whole model."""
+    """Train with an optimizer constructed over the full model."""
     import windlass
 
     case = Case(name="llama tied", stage=1)
@@ -360,7 +360,7 @@ def own_optimizer(groups: bool) -> dict[str, Tensor]:
 
 
 def precise(precision: str) -> list[float]:
-    """Losses of ten steps on one batch in 16 bits."""
+    """Return the losses of ten steps on one batch in 16 bits."""
     case = Case(name="gpt2", micros=2, stage=2, schedule="interleaved", chunks=2, clipping=1.0)
     section: dict[str, Any] = {"enabled": True}
     if precision == "fp16":
@@ -373,7 +373,7 @@ def precise(precision: str) -> list[float]:
 
 
 def too_small() -> dict[str, Any]:
-    """An emulated device without room for a stage's parameters, and then with."""
+    """Start with an emulated device that is too small for a stage's parameters, and with one that is large enough."""
     import windlass
 
     found: dict[str, Any] = {}
@@ -401,7 +401,7 @@ _OFFLOADED = {
 
 
 def unfreeze() -> tuple[list[float], dict[str, Tensor], str]:
-    """Layers of the first stage learn nothing in the first step, and then they do."""
+    """Train with some layers of the first stage frozen in the first step and unfrozen afterwards."""
     import windlass
 
     case = Case(name="row", stage=2, optimizer="SGD")
@@ -430,7 +430,7 @@ def unfreeze() -> tuple[list[float], dict[str, Tensor], str]:
 
 
 def unfrozen_alone() -> tuple[list[float], dict[str, Tensor]]:
-    """The same in one process."""
+    """Train as `unfreeze` does, in one process."""
     case = Case(name="row", optimizer="SGD")
     model = model_of(case)
     frozen = [p for name, p in model.named_parameters() if name.split(".")[0] in "0123"]

@@ -1,4 +1,4 @@
-"""Models that are trained over a pipeline, and how: rows of layers of all sorts, and models of transformers."""
+"""Models and settings for training over a pipeline: layer sequences of all kinds, and models of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEED = 77
 
 @dataclass(frozen=True)
 class Setting:
-    """A schedule, micro-batches in a step, stages on each rank."""
+    """Schedule, micro-batches per step, and stages per rank."""
 
     schedule: ScheduleName
     micros: int
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass
 class Seen:
-    """What a rank saw of one step: losses where it has them, gradients and bytes received."""
+    """Trace of one step on a rank: losses if it has them, gradients, and received bytes."""
 
     losses: list[float]
     grads: dict[str, Tensor | None]
@@ -45,7 +45,7 @@ class Seen:
 
 
 class Block(nn.Module):
-    """Residual, with a norm."""
+    """Residual block with a norm."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Several(nn.Module):
-    """Takes and returns a tuple: what learns, what does not, integers, None and a number."""
+    """Block that takes and returns a tuple of trainable and other tensors, integers, None and a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Several(nn.Module):
 
 
 class Named(nn.Module):
-    """Takes and returns a dict, and passes one tensor on twice."""
+    """Block that takes and returns a dict, and passes one tensor on twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Named(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes what it is given."""
+    """Block that changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,27 +96,27 @@ class InPlace(nn.Module):
 
 
 def first(given: Any) -> Tensor:
-    """A layer without parameters: what counts of a tuple or dict."""
+    """Layer without parameters that returns the relevant tensor of a tuple or dict."""
     return given["a"] if isinstance(given, dict) else given[0]
 
 
 def ragged(x: Tensor) -> Tensor:
-    """A layer whose result has a shape that depends on values."""
+    """Layer whose output shape depends on values."""
     return x[:, : 1 + int(x.detach().sum().abs() * 7) % x.shape[1]]
 
 
 def unembed(embedding: nn.Module, x: Tensor) -> Tensor:
-    """An embedding as the head."""
+    """Use an embedding as the head."""
     return F.linear(x, embedding.weight)
 
 
 def lm_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Of the next token."""
+    """Return the loss of next-token prediction."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def square(out: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error; rows of the target beyond those of the output don't count."""
+    """Return the mean squared error, ignoring rows of the target beyond those of the output."""
     return F.mse_loss(out.float(), y[:, : out.shape[1]].float())
 
 
@@ -149,7 +149,7 @@ ROWS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any]]] = {
 
 
 def row(name: str, **more: Any) -> PipelineSequential:
-    """A row of layers, whole or this rank's part of it."""
+    """Return a layer sequence, whole or this rank's part."""
     torch.manual_seed(SEED)
     kind = name.removesuffix(" frozen").removesuffix(" ragged")
     layers, loss_fn = ROWS[kind]
@@ -160,7 +160,7 @@ def row(name: str, **more: Any) -> PipelineSequential:
 
 
 def freeze(name: str, model: nn.Module) -> None:
-    """Of a frozen specimen the first four layers learn nothing."""
+    """Freeze the first four layers of a frozen specimen."""
     if name.endswith(" frozen"):
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.split(".")[0] in "0123":
@@ -168,7 +168,7 @@ def freeze(name: str, model: nn.Module) -> None:
 
 
 def row_batch(name: str, micro: int, vary: bool = True) -> Any:
-    """A pair of inputs and labels; lengths differ from micro-batch to micro-batch."""
+    """Return a pair of inputs and labels. Lengths differ between micro-batches."""
     generator = torch.Generator().manual_seed(500 + micro)
     length = 4 + micro % 3 if vary else 6
     if name in ("tied", "thrice"):
@@ -181,7 +181,7 @@ def row_batch(name: str, micro: int, vary: bool = True) -> Any:
 
 
 def transformer(name: str) -> nn.Module:
-    """A random causal language model of `DEPTH` layers; tied ones share embedding and head."""
+    """Return a random causal language model of `DEPTH` layers. Tied ones share embedding and head."""
     import transformers
 
     torch.manual_seed(SEED)
@@ -227,7 +227,7 @@ def transformer(name: str) -> nn.Module:
 
 
 def text(micro: int, vary: bool = True) -> dict[str, Tensor]:
-    """A language micro-batch with padding; lengths differ."""
+    """Return a language micro-batch with padding. Lengths differ between micro-batches."""
     generator = torch.Generator().manual_seed(900 + micro)
     ids = torch.randint(1, VOCABULARY, (2, 5 + micro % 3 if vary else 6), generator=generator)
     mask = torch.ones_like(ids)
@@ -236,12 +236,12 @@ def text(micro: int, vary: bool = True) -> dict[str, Tensor]:
 
 
 def is_row(name: str) -> bool:
-    """It is a row of layers, not a model of transformers."""
+    """Return True if the name is a layer sequence, not a model of transformers."""
     return name.removesuffix(" frozen").removesuffix(" ragged") in ROWS
 
 
 def expected(name: str, micros: int) -> Seen:
-    """One process, plain accumulation."""
+    """Train one step in one process with plain accumulation."""
     model = row(name) if is_row(name) else transformer(name)
     freeze(name, model)
     losses = []
@@ -257,7 +257,10 @@ def expected(name: str, micros: int) -> Seen:
 
 
 def steps(name: str, settings: list[Setting], again: bool = False) -> list[Seen]:
-    """One step under each setting, on this rank of a pipeline of all ranks; `again`: the second of two."""
+    """Run one step under each setting on this rank of a pipeline over all ranks.
+
+    With `again`, run two steps and return the trace of the second.
+    """
     import torch.distributed as dist
 
     mesh = build_mesh(MeshShape(pp=dist.get_world_size()))
@@ -284,7 +287,7 @@ def steps(name: str, settings: list[Setting], again: bool = False) -> list[Seen]
 
 
 def evaluate(name: str, micros: int, each: int) -> tuple[list[float], list[Tensor]]:
-    """Losses and outputs on this rank, without gradients."""
+    """Return losses and outputs on this rank, without gradients."""
     import torch.distributed as dist
 
     mesh = build_mesh(MeshShape(pp=dist.get_world_size()))
@@ -305,7 +308,7 @@ def evaluate(name: str, micros: int, each: int) -> tuple[list[float], list[Tenso
 
 
 def in_16_bits(name: str) -> list[float]:
-    """Losses of ten steps on one batch, in bf16 with plain SGD; on the last rank."""
+    """Return the losses of ten steps on one batch in bf16 with plain SGD, on the last rank."""
     import torch.distributed as dist
 
     mesh = build_mesh(MeshShape(pp=dist.get_world_size()))
@@ -331,7 +334,7 @@ def in_16_bits(name: str) -> list[float]:
 
 
 def unlike() -> None:
-    """A stage that returns other shapes for equal micro-batches, in a module that does not say so."""
+    """Run a stage that returns different shapes for equal micro-batches without declaring it."""
     import torch.distributed as dist
 
     mesh = build_mesh(MeshShape(pp=dist.get_world_size()))
@@ -350,12 +353,12 @@ def unlike() -> None:
 
 
 def module_of(stages: Any) -> nn.Module:
-    """What a rank has of the model."""
+    """Return this rank's part of the model."""
     return stages if isinstance(stages, nn.Module) else stages.model
 
 
 def _stages(name: str, rank: int, ranks: int, micros: int, each: int) -> tuple[Any, list[Any]]:
-    """A specimen's stages on one rank, and the micro-batches of a step."""
+    """Return a specimen's stages on one rank and the micro-batches of a step."""
     if is_row(name):
         model = row(name, num_stages=ranks, virtual_stages=each)
         freeze(name, model)

@@ -1,4 +1,4 @@
-"""Faults that a sharded run might have, planted in windlass for a while: what `windlass verify` has to find."""
+"""Faults of sharded training that are temporarily planted in windlass, and that `windlass verify` has to find."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from windlass.zero.update.elementwise_update import ElementwiseUpdate
 
 @contextmanager
 def missing_reduce() -> Iterator[None]:
-    """Every rank keeps its own part of the gradients, and takes it for the sum."""
+    """Make every rank use its own gradients in place of the reduced sum."""
     whole = shm_transport.ordered_sum
 
     def own_part(parts: Any, out: torch.Tensor, **how: Any) -> Any:
@@ -33,7 +33,7 @@ def missing_reduce() -> Iterator[None]:
 
 @contextmanager
 def doubled_scale() -> Iterator[None]:
-    """Gradients are added up with twice the weight that they have."""
+    """Accumulate gradients with twice their weight."""
     arrive = GradientReducer.accumulate_grad
 
     def twice(self: GradientReducer, number: int, index: int) -> None:
@@ -49,7 +49,7 @@ def doubled_scale() -> Iterator[None]:
 
 @contextmanager
 def doubled_loss() -> Iterator[None]:
-    """`engine.backward` begins with twice the loss."""
+    """Make `engine.backward` start with twice the loss."""
     backward = Engine.backward
 
     def twice(self: Engine, loss: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
@@ -61,7 +61,7 @@ def doubled_loss() -> Iterator[None]:
 
 @contextmanager
 def untied_weight() -> Iterator[None]:
-    """The head gets a weight of its own, with the values of the embedding's."""
+    """Give the head a weight of its own with the values of the embedding's."""
     build = ShardedModel.__init__
 
     def untying(self: ShardedModel, model: Any, *args: Any, **more: Any) -> None:
@@ -74,7 +74,7 @@ def untied_weight() -> Iterator[None]:
 
 @contextmanager
 def untied_gradient() -> Iterator[None]:
-    """The head computes with a copy of the embedding's weight, through which no gradient goes."""
+    """Make the head compute with a detached copy of the embedding's weight."""
     build = ShardedModel.__init__
 
     def untying(self: ShardedModel, model: Any, *args: Any, **more: Any) -> None:
@@ -88,7 +88,7 @@ def untied_gradient() -> Iterator[None]:
 
 @contextmanager
 def stale_gather() -> Iterator[None]:
-    """The other ranks' cuts of the last unit are not brought after a step (stages 1 and 2)."""
+    """Skip the all-gather of the last unit's shards after a step (stages 1 and 2)."""
     bring = ShardedModel._gather_updated
 
     def all_but_the_last(self: ShardedModel, units: list[Any]) -> None:
@@ -100,7 +100,7 @@ def stale_gather() -> Iterator[None]:
 
 @contextmanager
 def kept_gather() -> Iterator[None]:
-    """What was whole before a step stays, with the old values (stage 3)."""
+    """Keep units unsharded across a step, with the old values (stage 3)."""
 
     def keep(units: list[Any]) -> None:
         for unit in units:
@@ -119,7 +119,7 @@ def kept_gather() -> Iterator[None]:
 
 @contextmanager
 def wrong_clip() -> Iterator[None]:
-    """Gradients are clipped to half the norm that was asked for."""
+    """Clip gradients to half the requested norm."""
     coefficient = sharded_module.clip_coefficient
 
     with patch.object(sharded_module, "clip_coefficient", lambda norm, limit: coefficient(norm, limit / 2)):
@@ -128,7 +128,7 @@ def wrong_clip() -> Iterator[None]:
 
 @contextmanager
 def wrong_norm() -> Iterator[None]:
-    """The norm counts what two ranks have twice."""
+    """Count values that two ranks share twice in the norm."""
     reduce = step_agreement.reduce_step_status
 
     def double(*args: Any, **more: Any) -> Any:
@@ -143,7 +143,7 @@ def wrong_norm() -> Iterator[None]:
 
 @contextmanager
 def skipped_update() -> Iterator[None]:
-    """The first parameter of the model is left out of every update."""
+    """Omit the first parameter of the model from every update."""
     run = ElementwiseUpdate.run
 
     def without(self: ElementwiseUpdate, used: dict[int, list[bool]], divisor: float) -> Any:
@@ -156,7 +156,7 @@ def skipped_update() -> Iterator[None]:
 
 @contextmanager
 def wrong_divisor() -> Iterator[None]:
-    """Gradients are divided by half of what they should be on their way into the update."""
+    """Divide gradients by half the correct divisor before the update."""
     run = ElementwiseUpdate.run
 
     def halved(self: ElementwiseUpdate, used: dict[int, list[bool]], divisor: float) -> Any:

@@ -1,5 +1,4 @@
-"""What one rank does in the laws of tensor parallelism: it trains a cut model beside a whole one and tells how far they
-are apart."""
+"""Training of a tensor-parallel model beside a full one on one rank, and their differences."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ NORMS: dict[str, Any] = {"tp_sequence_norms": True}
 
 @dataclass(frozen=True)
 class Apart:
-    """How far a cut model is from the whole one: the largest relative errors, and where; bytes that moved in a step."""
+    """Largest relative errors of a tensor-parallel model, the parameters that have them, and the bytes per step."""
 
     loss: float
     logits: float
@@ -35,19 +34,19 @@ class Apart:
 
 
 def tensor_axis() -> MeshAxis:
-    """The axis of tensor parallelism, over all ranks."""
+    """Return the tensor-parallel axis over all ranks."""
     return build_mesh(MeshShape(tp=dist.get_world_size())).tp
 
 
 def added_up(model: nn.Module, axis: MeshAxis) -> None:
-    """Add up gradients of which each rank saw a part, as the engine does."""
+    """Sum gradients of which each rank has a partial sum, as the engine does."""
     for parameter in model.parameters():
         if axis.name in get_placement(parameter).partial_axes and parameter.grad is not None:
             axis.all_reduce(parameter.grad)
 
 
 def whole_gradients(model: nn.Module, axis: MeshAxis) -> dict[str, Tensor | None]:
-    """Gradients by name, put together by their placements."""
+    """Return full gradients by name, gathered by their placements."""
     return {
         name: None if parameter.grad is None else gather_full_tensor(parameter.grad, get_placement(parameter), axis)
         for name, parameter in model.named_parameters()
@@ -55,14 +54,14 @@ def whole_gradients(model: nn.Module, axis: MeshAxis) -> dict[str, Tensor | None
 
 
 def whole_values(model: nn.Module, axis: MeshAxis) -> dict[str, Tensor | None]:
-    """Parameters by name, put together by their placements."""
+    """Return full parameters by name, gathered by their placements."""
     return {
         name: gather_full_tensor(value.data, get_placement(value), axis) for name, value in model.named_parameters()
     }
 
 
 def stepped(model: nn.Module) -> None:
-    """One step of SGD, of whatever lies here."""
+    """Take one SGD step on the local parameters."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -73,7 +72,7 @@ def stepped(model: nn.Module) -> None:
 def pair(
     name: str, changes: dict[str, Any], options: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, nn.Module, MeshAxis, TensorParallelPlan]:
-    """A whole model, the same one cut, the axis, and the plan."""
+    """Return a full model, its tensor-parallel version, the axis, and the plan."""
     plain = build(name, **changes).train().to(dtype)
     model, axis = copy.deepcopy(plain), tensor_axis()
     plan = apply_tensor_parallel(model, axis, **options)
@@ -87,7 +86,7 @@ def trained_beside(
     steps: int = 5,
     dtype: torch.dtype = torch.float32,
 ) -> Apart:
-    """Train both for a few steps on the same batches."""
+    """Train both models for a few steps on the same batches."""
     plain, model, axis, _ = pair(name, changes, options, dtype)
     loss, gradients = 0.0, (0.0, "")
     moved: dict[str, int] = {}
@@ -114,7 +113,7 @@ def trained_beside(
 
 
 def recompute(model: Any, reentrant: bool) -> None:
-    """Turn activation checkpointing on, under its newer name where transformers has it."""
+    """Enable activation checkpointing, by its newer name if transformers has it."""
     newer = getattr(model, "activation_checkpointing_enable", None)
     if newer is not None:
         newer({"use_reentrant": reentrant})

@@ -1,4 +1,4 @@
-"""Master weights, gradients and optimizer states in 16 bits: the same as plain PyTorch that keeps them so."""
+"""Tests that 16-bit master weights, gradients and optimizer states equal plain PyTorch in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.dist.equivalence_runs import specimen, start, whole_params
 from tests.dist.harness import run_ranks
 from tests.models import ROWS, Place, cast
 
-STEPS, ACCUMULATION, SCALE = 4, 2, 128  # powers of two, by which nothing is rounded
+STEPS, ACCUMULATION, SCALE = 4, 2, 128  # the scale is a power of two, so that it rounds nothing
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 FP16 = {"enabled": True, "fp16_master_weights_and_grads": True, "loss_scale": SCALE}
 ADAMW = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
@@ -23,7 +23,7 @@ ADAMW = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
 
 @dataclass(frozen=True)
 class Case:
-    """How 16-bit master weights are asked for. Offloads are by the words of the configuration."""
+    """Configuration of 16-bit master weights. Offloads are given in the words of the configuration."""
 
     precision: str
     states: str = "fp32"
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def delayed(self) -> bool:
-        """Gradients are handed over to an update that may be delayed."""
+        """Return True if gradients go to an update that may be delayed."""
         return "delayed_update" in str(self.zero)
 
     def config(self) -> dict[str, Any]:
@@ -54,9 +54,12 @@ class Case:
 
 
 def added(parts: dict[tuple[int, int], torch.Tensor], ranks: int, at_each: bool, handed: bool) -> torch.Tensor:
-    """The mean over ranks of the sum over micro-batches, in the dtype of the parts: those of a rank first, or at each
-    micro-batch those of all ranks, which are rounded once they are added to those before, or, if they are `handed` on
-    to other memory, before that too."""
+    """Return the mean over ranks of the sum over micro-batches, in the dtype of the parts.
+
+    By default a rank's parts are added first. With `at_each`, the parts of all ranks are summed at each micro-batch and
+    rounded once, when they are added to the earlier ones. With `handed`, they are also rounded before that, because
+    they are copied to other memory.
+    """
     if not at_each:
         of_ranks = [parts[rank, 0] + parts[rank, 1] for rank in range(ranks)]
         return torch.stack(of_ranks).sum(0) / ranks
@@ -70,10 +73,10 @@ def added(parts: dict[tuple[int, int], torch.Tensor], ranks: int, at_each: bool,
 
 
 def plain(name: str, case: Case, ranks: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Losses and parameters of one process that keeps everything in 16 bits, as plain PyTorch does.
+    """Train in one process that keeps everything in 16 bits, as plain PyTorch does. Return losses and parameters.
 
-    With states in fp32 the optimizer steps a widened copy, and what it makes is rounded. Gradients are added up in 16
-    bits, in the order of the stage: over ranks at each backward where they are cut, else once.
+    With fp32 states the optimizer steps a widened copy, and its result is rounded. Gradients are accumulated in 16 bits
+    in the order of the stage: over ranks at each backward if gradients are sharded, otherwise once.
     """
     subject = specimen(name)
     dtype, scale = {"bf16": (torch.bfloat16, 1), "fp16": (torch.float16, SCALE)}[case.precision]
@@ -109,7 +112,7 @@ def plain(name: str, case: Case, ranks: int) -> tuple[list[list[float]], dict[st
 
 
 def trained(name: str, cases: list[Case], folder: str) -> list[Any]:
-    """Each case on this rank: losses, parameters, dtypes at rest, and how a resumed half compares."""
+    """Run each case on this rank: losses, parameters, stored dtypes, and the comparison with a resumed run."""
     found = []
     for number, case in enumerate(cases):
         try:
@@ -157,7 +160,7 @@ def _trained(name: str, case: Case, folder: str) -> Any:
 
 
 def loaded(folder: str, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
-    """Masters before a save, masters and moments after a load by `config`, and the saved moments."""
+    """Return masters before a save, masters and moments after a load with `config`, and the saved moments."""
     subject = specimen("tied")
     engine = start(subject, {**config, "zero_optimization": {"stage": 1}})
     for step in range(2):

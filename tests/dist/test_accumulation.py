@@ -1,4 +1,4 @@
-"""Who decides when gradients are reduced and the step is taken: the configuration, `no_sync`, or the caller."""
+"""Tests of the accumulation boundary set by the configuration, by `no_sync`, or by the caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECIPE = Recipe(ranks=2, accumulation=ACCUMULATION, steps=3)
 
 
 def by_hand(name: str, setting: Setting, way: str) -> RankTrace:
-    """Accumulate three micro-batches under a configuration that says one, in the way that users do."""
+    """Accumulate three micro-batches by manual steps, boundaries or `no_sync`, though the configuration has one."""
     subject, rank = specimen(name), dist.get_rank()
     config = ds_config(replace(RECIPE, accumulation=1), setting)
     if way == "step":

@@ -1,4 +1,4 @@
-"""Under the engine, checkpointed calls change nothing: bit by bit the losses, gradients and weights of plain ones."""
+"""Tests that activation checkpointing under the engine changes no bit of losses, gradients and weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import ZOO, Batch, Place, Specimen
 from tests.oracle import Recipe
 from tests.unit.parallel.checkpointed_models import NETS, differences, plainly, trained
 
-# every parameter is released, nothing is gathered ahead, and no unit is kept for a later use
+# every parameter is resharded, no unit is prefetched, and none is kept for a later use
 STRICT = (
     ("stage3_prefetch_bucket_size", 0),
     ("stage3_max_live_parameters", 0),
@@ -32,7 +32,7 @@ def words(place: Place) -> Batch:
 
 
 def through(home: str) -> Callable[..., Any]:
-    """Calls as `home` has them: plain, checkpointed, or with what they save moved to files."""
+    """Return the call for a tier of activations: plain, checkpointed, or with saved tensors on NVMe."""
     from windlass import checkpointing
 
     def regional(function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def through(home: str) -> Callable[..., Any]:
 
 @contextmanager
 def configured(home: str, folder: str) -> Iterator[None]:
-    """The home of kept activations, for a while."""
+    """Configure the tier of saved activations temporarily."""
     from windlass import checkpointing
 
     options: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ def train(name: str, home: str, recipe: Recipe, setting: Setting, folder: str) -
 
 
 def train_all(name: str, homes: list[str], recipe: Recipe, settings: list[Setting], folder: str) -> list[list[Any]]:
-    """Traces by setting and home, on this rank."""
+    """Return traces by setting and activation tier on this rank."""
     torch.use_deterministic_algorithms(True)
     try:
         return [[train(name, home, recipe, setting, folder) for home in homes] for setting in settings]
@@ -78,7 +78,7 @@ def train_all(name: str, homes: list[str], recipe: Recipe, settings: list[Settin
 
 
 def hold(name: str, homes: list[str], recipe: Recipe, settings: list[Setting], folder: Path) -> None:
-    """Every home gives what the first gives, in each setting."""
+    """Assert that every tier gives the result of the first one, in each setting."""
     by_rank = run_ranks(train_all, recipe.ranks, name, homes, recipe, settings, str(folder), timeout=180)
     for place, setting in enumerate(settings):
         for index, home in enumerate(homes[1:], start=1):
@@ -88,7 +88,7 @@ def hold(name: str, homes: list[str], recipe: Recipe, settings: list[Setting], f
 
 
 def settings(transport: str) -> list[Setting]:
-    """All stages, the last one at its strictest too."""
+    """Return all stages, the last one also with its strictest options."""
     comm = (("comm", {"transport": transport}),)
     strict = Setting(stage=3, transport=transport, zero=STRICT, config=comm)
     return [Setting(stage=stage, transport=transport, config=comm) for stage in range(4)] + [strict]
@@ -99,7 +99,7 @@ def recipe_for(ranks: int) -> Recipe:
 
 
 def homes_for(name: str, transport: str) -> list[str]:
-    """Without checkpoints, in memory, and in turn wherever else what is kept may lie."""
+    """Return the plain run, checkpoints in memory, and other tiers of saved activations."""
     others = {("Net", "gloo"): ["buffer", "nvme", "region"], ("Twice", "shm"): ["nvme", "region"]}
     return ["plain", "kept", *others.get((name, transport), ["buffer" if transport == "shm" else "nvme"])]
 
@@ -111,7 +111,7 @@ def homes_for(name: str, transport: str) -> list[str]:
     [(2, "gloo"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((2, "shm"), (1, "gloo")))],
 )
 def test_checkpointed_under_the_engine_is_plain(name: str, ranks: int, transport: str, tmp_path: Path) -> None:
-    """Between ranks over gloo only at stage 3, where a forward that is run again gathers."""
+    """Over gloo only stage 3 is tested, where a recomputed forward gathers."""
     stages = settings(transport)[3 if (ranks, transport) == (2, "gloo") else 0 :]
     hold(name, homes_for(name, transport), recipe_for(ranks), stages, tmp_path)
 
@@ -133,7 +133,7 @@ def test_sixteen_bits_are_the_same_sixteen_bits(precision: str, transport: str, 
 
 
 class Unit:
-    """A model-parallel unit in Megatron's manner."""
+    """Model-parallel unit with Megatron's interface."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -143,7 +143,7 @@ class Unit:
 
 
 def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], int]:
-    """Train alike on all ranks, with what is kept cut over them: differences, and bytes kept."""
+    """Train equally on all ranks with saved activations sharded over them. Return differences and kept bytes."""
     from windlass import checkpointing
 
     group = dist.new_group(list(range(dist.get_world_size())))
@@ -175,7 +175,7 @@ def test_activations_cut_over_ranks_are_whole_again(name: str, tmp_path: Path) -
 
 
 def kept_on_each(ranks: int) -> int:
-    """Elements that lie in this rank's memory after a forward."""
+    """Return the number of elements in this rank's memory after a forward."""
     from tests.unit.parallel.fake_activation_store import FarPlace
     from windlass.comm.rank_group import RankGroup
     from windlass.parallel.checkpoint_profiler import CheckpointProfiler

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: as large as what is trained, over the very base that they were trained over."""
+"""Tests of adapter checkpoints: only the size of the trained parameters, and loadable only over the same base."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 256
 
 
 class Adapted(nn.Module):
-    """Two frozen matrices, one of them with a low-rank adapter, and running statistics that move."""
+    """Two frozen matrices, one with a low-rank adapter, and running statistics that change."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ def steps(engine: Any, first: int, last: int) -> list[float]:
 
 
 def mean_of(engine: Any) -> Tensor:
-    """Running statistics of rank 0, which count."""
+    """Return the running statistics of rank 0, which are the ones that are saved."""
     mean = engine.module.norm.running_mean.clone()
     dist.broadcast(mean, 0)
     return mean
 
 
 def saved(folder: str, stage: int) -> dict[str, Any]:
-    """Save adapters, and go on from them in another engine at another stage; then over another base."""
+    """Save adapters, and resume them in another engine at another stage, and then over another base."""
     engine = engine_for(stage)
     steps(engine, 0, 2)
     engine.save_checkpoint(folder)
@@ -110,7 +110,7 @@ def test_adapters_alone_are_saved_and_go_on_over_their_base(stage: int, tmp_path
 
 
 def kept(folder: str) -> dict[str, list[str]]:
-    """What is in checkpoints of models that train few and many of their parameters."""
+    """Return the content of checkpoints of models that train few and many of their parameters."""
     made = {}
     for name, rank, asked in (("few", 16, None), ("few, all", 16, False), ("many", 80, None), ("many, some", 80, True)):
         engine = engine_for(3, rank)
@@ -130,7 +130,7 @@ def test_what_is_left_out_by_default(tmp_path: Path) -> None:
 
 
 class Grown(Adapted):
-    """Over a base with one layer more, or less."""
+    """Model whose base has one more layer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -138,7 +138,7 @@ class Grown(Adapted):
 
 
 def over_another(folder: str) -> list[str]:
-    """What is said of a base that has other parameters, and of one that was changed in place between saves."""
+    """Return the errors for a base with other parameters, and for one that changed in place between saves."""
     from windlass.checkpoint.tensor_hash import TensorHash
     from windlass.engine import frozen_parameters
 

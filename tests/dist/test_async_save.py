@@ -1,4 +1,4 @@
-"""A save that does not block holds what a blocking one held, while training changes everything behind it."""
+"""Tests that an asynchronous save equals a blocking one, while training changes everything in the background."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADAM = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
 NARROW = Recipe(precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)
 EIGHT = Recipe(precision="bf16", optimizer="AdamW", optimizer_params=(*ADAMW, ("state_dtype", "8bit")))
 Case = tuple[str, Recipe, int, str, str, tuple[tuple[str, Any], ...], dict[str, Any]]
-# model, recipe, stage, home of states, home of parameters, more of zero_optimization, more of offload_optimizer
+# model, recipe, stage, tier of states, tier of parameters, more of zero_optimization, more of offload_optimizer
 CASES: list[Case] = [
     ("tied", ADAM, 0, "none", "none", (), {}),
     ("batch_norm", ADAM, 1, "none", "none", (), {}),
@@ -67,7 +67,7 @@ def train(engine: Any, case: Case, first: int, last: int) -> list[float]:
 
 
 class Gate:
-    """Keeps the thread that writes from beginning until it is opened, or until a step waits for what it is to read."""
+    """Lock that delays the writing thread until it is opened, or until a step waits for the thread."""
 
     def __init__(self) -> None:
         self.open, self.waited_for = threading.Event(), False
@@ -94,7 +94,7 @@ class Gate:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """What each file holds; a save that does not block has no fingerprint of states in 8 bits."""
+    """Return the content of each file. An asynchronous save has no fingerprint of 8-bit states."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     index = found["checkpoint.json"] = json.loads(found["checkpoint.json"])
     del index["crc32"]
@@ -104,7 +104,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def compared(case: Case, folder: str) -> dict[str, Any]:
-    """Saved twice at one step, blocking and not, while two more steps go on behind the second."""
+    """Save twice at one step, blocking and asynchronously, with two more steps during the second save."""
     engine = engine_for(case, folder, 0)
     train(engine, case, 0, 2)
     client = {"words": ["a", "b"]}
@@ -163,7 +163,7 @@ BAD_RANK = 1
 
 
 class FullEngine:
-    """An engine whose disk is full."""
+    """Engine whose disk is full."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -185,7 +185,7 @@ class Full:
 
 @contextmanager
 def full_disk(how: str) -> Iterator[None]:
-    """On one rank there is no space left for a new file: when it is made, or only when its blocks are written."""
+    """Simulate a full disk on one rank, at the creation of a file or at the writes of its blocks."""
     from windlass.storage import direct_file_writer
 
     def taken(file: int, offset: int, nbytes: int) -> None:
@@ -216,7 +216,10 @@ def attempt(act: Callable[[], Any]) -> str:
 
 
 def full(folder: str) -> dict[str, Any]:
-    """What each call says after a save behind which the disk was full on one rank, and what is left."""
+    """Return the errors of calls after an asynchronous save, and the files it left.
+
+    The disk of one rank was full during the save.
+    """
     case = CASES[4]
     engine = engine_for(case, folder, 0, checkpoint={"async_save": True})
     train(engine, case, 0, 1)
@@ -232,7 +235,7 @@ def full(folder: str) -> dict[str, Any]:
     with full_disk("space"):
         said["blocking"] = attempt(lambda: engine.save_checkpoint(folder, tag="bad", blocking=True))
     failing("space")
-    late = dist.get_rank() != BAD_RANK  # as if this rank's thread had not heard of it yet
+    late = dist.get_rank() != BAD_RANK  # as if this rank's thread had not received the failure yet
     with (
         mock.patch.object(type(engine._async_save), "failure_flag", lambda saves: 0.0)
         if late
@@ -245,10 +248,10 @@ def full(folder: str) -> dict[str, Any]:
     said["save"] = attempt(lambda: engine.save_checkpoint(folder, tag="next"))
     failing("blocks")
     said["finish"] = attempt(engine.finish_checkpoint)
-    dist.barrier()  # rank 0 tidies up
+    dist.barrier()  # rank 0 removes the incomplete files
     said["left"] = sorted(os.listdir(folder))
     engine.save_checkpoint(folder, tag="good")
-    engine.load_checkpoint(folder, tag="good")  # waits for it
+    engine.load_checkpoint(folder, tag="good")  # waits for the save
     failing("space")
     said["destroy"] = attempt(engine.destroy)
     said["again"] = attempt(engine.destroy)
@@ -278,7 +281,7 @@ def test_a_full_disk_is_told_on_all_ranks_at_once_and_leaves_the_former_checkpoi
 
 
 def cramped(folder: str) -> list[Any]:
-    """A save for whose copy one rank has no memory."""
+    """Save although one rank has no memory for the copy."""
     import logging
 
     from windlass.checkpoint import async_save
@@ -309,7 +312,7 @@ def test_without_memory_for_a_copy_it_blocks_and_says_so(tmp_path: Path) -> None
 
 
 def unreadable(folder: str) -> dict[str, Any]:
-    """A save behind which one rank can't read what rests on disk, while the next step waits to write over it."""
+    """Save while one rank can't read its states from disk and the next step waits to overwrite them."""
     from windlass.base.errors import StorageError
     from windlass.zero.update.optimizer_state_offload import StateRecordOnDisk
 
@@ -347,7 +350,7 @@ def test_what_rests_on_disk_and_cannot_be_read_keeps_no_step_waiting(tmp_path: P
 
 
 def laid_out_again(folder: str) -> str:
-    """A save that reads from disk while the engine takes another disk space."""
+    """Save from disk while the engine allocates other disk space."""
     from windlass.zero.update.optimizer_state_offload import StateRecordOnDisk
 
     case, read = CASES[5], StateRecordOnDisk.read

@@ -1,4 +1,4 @@
-"""Sequence parallelism together with another attention backend: plain attention with that backend's arithmetic."""
+"""Tests of sequence parallelism with other attention backends: results equal full attention with that backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_and_gradients(model: Any, given: dict[str, Any], backend: AttentionBack
 
 
 def alibi_law(cases: list[tuple[str, dict[str, Any], str]], recompute: bool) -> None:
-    """The loss and the mean of the gradients are those of one process with the same backend, and not plain ones."""
+    """Assert that the loss and the mean gradients equal those of one process with the same backend, not plain ones."""
     from windlass.attention import install_attention
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
@@ -73,7 +73,7 @@ def test_biases_of_another_backend_over_sp(world: int, recompute: bool) -> None:
 
 
 def own_module() -> None:
-    """A class of one's own that calls `attention` runs over sp without a change."""
+    """Run a user's module that calls `attention` over sp without changes."""
     from windlass.parallel.autograd_collectives import all_gather
     from windlass.parallel.sequence import use_shard
     from windlass.parallel.sequence.batch_sharding import SHARD_KEY, shard_batch
@@ -111,7 +111,7 @@ def test_a_class_of_ones_own_over_sp(world: int) -> None:
 
 
 class WholeLayers(EagerBackend):
-    """Cannot compute some heads of a layer."""
+    """Backend that cannot compute a subset of a layer's heads."""
 
     name = "whole_layers"
     computes_local_heads = False

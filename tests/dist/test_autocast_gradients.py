@@ -1,4 +1,4 @@
-"""Gradients of the modules that torch_autocast names travel in its dtype, and all others do not."""
+"""Tests that only gradients of the modules named by torch_autocast are reduced in its dtype."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reduced(stages: list[int], names: list[str]) -> list[dict[str, torch.Tensor 
 
 
 def plain(names: list[str], ranks: int) -> dict[str, torch.Tensor]:
-    """The mean of the ranks' gradients, those of the named modules rounded on their way."""
+    """Return the mean of the ranks' gradients, with those of the named modules rounded before the sum."""
     torch.manual_seed(0)
     model = mlp()
     sums: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""More that users ask a sharded model for: weights in the loss, averages of the parameters, text."""
+"""Tests of other uses of a sharded model: weights in the loss, averages of parameters, text generation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPREAD = [(2, 3, "gloo", "device"), (2, 3, "shm", "host"), pytest.param(3, 3, "g
 
 
 def env_of(home: str) -> dict[str, str]:
-    """Host memory is another home only where the device has its own."""
+    """Return the environment of a tier. Host memory is another tier only if the device has its own memory."""
     return {} if home == "device" else {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}
 
 
@@ -53,7 +53,7 @@ def built(rank: int = 0) -> nn.Module:
     return LossOutside()
 
 
-# a weight in the loss
+# tests of weights in the loss
 
 
 def penalty(weights: list[Tensor]) -> Tensor:
@@ -74,7 +74,7 @@ def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str,
         batch = rows(Place(step, 0, rank))
         said, _ = engine(batch["x"])
         weights = [windlass.zero.full_param(p) for p in (first, second)]
-        weights[0].mul_(2).div_(2)  # it is the caller's own
+        weights[0].mul_(2).div_(2)  # the full weight is the caller's own copy
         assert weights[1].requires_grad is not frozen
         loss = mse(said, batch["y"]) + (rank + 1) * penalty(weights)
         engine.backward(loss)
@@ -125,7 +125,7 @@ def test_a_whole_weight_in_the_loss(
         assert error < 1e-6, where
 
 
-# averages
+# tests of parameter averages
 
 
 def averaging(stage: int, transport: str, home: str, folder: str) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_a_sharded_average_is_that_of_one_process(
         assert error < 1e-6, where
         assert torch.allclose(found["seen"][0], seen[rank], rtol=1e-5, atol=1e-6)
         apart = max(float((found["averages"][n] - found["params"][n]).abs().max()) for n in wanted)
-        assert apart > 1e-4  # it lags behind
+        assert apart > 1e-4  # the average lags behind
 
 
 def saved_average(stage: int, transport: str, home: str, folder: str, target: str, save: bool) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def test_an_average_goes_on_from_a_checkpoint_of_another_layout(before: Any, aft
 
 
 def apart(average: Any, engine: Any) -> float:
-    """How far an average is from the parameters."""
+    """Return the largest difference between an average and the parameters."""
     import windlass
 
     with torch.no_grad():
@@ -262,7 +262,7 @@ def apart(average: Any, engine: Any) -> float:
 
 
 def loaded_averages(stage: int, home: str, folder: str) -> None:
-    """What a load makes of an average: one that had not begun, one of fewer parameters, one not to be loaded."""
+    """Load averages: one that had not begun, one of fewer parameters, and one that must not be loaded."""
     import windlass
 
     def made(layers: int) -> tuple[Any, Any]:
@@ -297,7 +297,7 @@ def loaded_averages(stage: int, home: str, folder: str) -> None:
     engine.load_checkpoint(f"{folder}/three", load_module_only=True, load_module_strict=False)
     assert average.updates == 0
     steps(engine, average, 1)
-    assert apart(average, engine) == 0.0  # the refused load left no trace
+    assert apart(average, engine) == 0.0  # the refused load changed nothing
     engine.load_checkpoint(f"{folder}/three", load_module_strict=False, load_optimizer_strict=False)
     assert average.updates == 3 and apart(average, engine) > 1e-4
     assert all(torch.equal(average.full_param(p), windlass.zero.full_param(p)) for p in engine.module[2].parameters())
@@ -311,7 +311,7 @@ def test_what_a_load_makes_of_an_average(stage: int, home: str, tmp_path: Any) -
     run_ranks(loaded_averages, 2, stage, home, str(tmp_path), env=env_of(home))
 
 
-# text
+# tests of text generation
 
 
 def llama() -> Any:

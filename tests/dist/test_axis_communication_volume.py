@@ -1,4 +1,4 @@
-"""What each axis really moves for models of transformers, beside the formulas of `parallel.volumes`."""
+"""Tests that the bytes of each axis for models of transformers equal the formulas of `parallel.volumes`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config_of(**changes: Any) -> Any:
 
 
 def moved(axis: MeshAxis, model: Any) -> dict[str, int]:
-    """Bytes by operation of one forward and backward of whole sequences."""
+    """Return the bytes of one forward and backward on full sequences, by operation."""
     ids = torch.randint(0, 40, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
     axis.traffic.reset()
     model(input_ids=ids, labels=ids).loss.backward()
@@ -55,7 +55,7 @@ def along_tp(cut_norms: bool, tied: bool, chunks: int, recompute: bool) -> dict[
 
 
 def said(found: Any) -> dict[str, int]:
-    """Formulas by operation."""
+    """Return the volumes of the formulas by operation."""
     totals: dict[str, int] = {}
     for volume in found:
         assert isinstance(volume, CommVolume)
@@ -149,10 +149,10 @@ def along_ep() -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tokens_of_experts(ranks: int) -> None:
-    """Each token chooses every expert, so that routing is even."""
+    """The volume of expert parallelism equals its formula. Each token chooses every expert, so routing is even."""
     work = StepWorkload(SAMPLES * TOKENS, activation_bytes=4)
     wanted = said(compute_expert_parallel_volumes(3, SAMPLES * TOKENS * 4, 32, ranks, work))
-    counts = 3 * (ranks - 1) * (4 // ranks) * 8  # of how many rows come: scalars
+    counts = 3 * (ranks - 1) * (4 // ranks) * 8  # numbers of rows to receive, which the formula leaves out
     for found in run_ranks(along_ep, ranks):
         assert found["all_to_all"] - counts == wanted["all_to_all"]
 

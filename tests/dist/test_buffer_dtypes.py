@@ -1,4 +1,4 @@
-"""The dtype of buffers beside 16-bit parameters: the losses of a plain model whose buffers are cast by hand."""
+"""Tests of buffer dtypes beside 16-bit parameters: losses equal those of a model whose buffers are cast by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Router(nn.Module):
-    """Has a bias that the model of transformers around it would name."""
+    """Router with a bias that the surrounding transformers model names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Router(nn.Module):
 
 
 class Rotated(nn.Module):
-    """A table that is not saved, a scale that is, and a count."""
+    """Model with a table that is not saved, a scale that is, and a count."""
 
     _keep_in_fp32_modules_strict = ("correction_*",)
 

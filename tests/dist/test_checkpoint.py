@@ -1,4 +1,4 @@
-"""Saved and loaded at the same world size and stage, training goes on as if it had not been interrupted."""
+"""Tests that training resumed at the same world size and stage equals uninterrupted training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def steps(engine: Any, name: str, recipe: Recipe, first: int, last: int) -> list
 
 
 def interrupted(name: str, recipe: Recipe, setting: Setting, folder: str) -> dict[str, Any]:
-    """Train 2 + 3 steps, saving in between; then load into another engine and train the last 3 again."""
+    """Train 2 + 3 steps with a save in between, then load into another engine and repeat the last 3."""
     engine = engine_for(name, recipe, setting, 0)
     steps(engine, name, recipe, 0, 2)
     engine.save_checkpoint(folder, client_state={"epoch": 7, "words": ["a", "b"]})
@@ -119,7 +119,7 @@ def test_tags_and_latest(tmp_path: Path) -> None:
 
 
 def with_a_strange_state(folder: str, blocking: bool) -> str:
-    """What is said where one rank's optimizer has a state that can be neither cut nor joined."""
+    """Return the error if one rank's optimizer has a state that can be neither sharded nor gathered."""
     engine = engine_for("mlp", Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=2), 0)
     steps(engine, "mlp", Recipe(), 0, 1)
     states = engine._sharded.update.state_offload.states
@@ -159,7 +159,7 @@ def loaded_at(stage: int, folder: str) -> dict[str, Any]:
 
 
 def windlass_error(name: str) -> type[Exception]:
-    """An error class of the package, imported where the package is."""
+    """Return an error class of the package. A function, so that workers import it themselves."""
     from windlass.base import errors
 
     kind: type[Exception] = getattr(errors, name)
@@ -197,7 +197,7 @@ def test_the_16_bit_model_is_whole(stage: int, tmp_path: Path) -> None:
 
 
 def moved(engine: Any, scales: list[float]) -> float:
-    """How far a weight has come after micro-batches whose losses have these factors."""
+    """Return a weight after micro-batches whose losses have these factors."""
     for scale in scales:
         engine.backward(engine(torch.ones(1, 1)).sum() * scale)
         engine.step()
@@ -205,7 +205,7 @@ def moved(engine: Any, scales: list[float]) -> float:
 
 
 def within_a_step(stage: int, folder: str) -> dict[str, Any]:
-    """Loaded when a step has begun, and saved then."""
+    """Load and save while a step is in progress."""
     import windlass
 
     config = {
@@ -241,7 +241,7 @@ def test_a_load_begins_a_step(stage: int, tmp_path: Path) -> None:
 
 
 def apart(folder: str) -> list[str]:
-    """What is said where ranks do not see the same directory, and of a client state that is none."""
+    """Return the errors for ranks that see different directories, and for an invalid client state."""
     engine = engine_for("mlp", Recipe(), Setting(stage=0), 0)
     engine.save_checkpoint(folder)
     said = []

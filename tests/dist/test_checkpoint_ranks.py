@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: saved on 2 and loaded on 3 and 1, and one rank's fault told alike by all."""
+"""Tests of checkpoints of several ranks: saved on 2, loaded on 3 and 1, and one rank's error raised on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = tuple[Path, list[dict[str, Any]]]
 
 
 def failure(call: Callable[[], object]) -> str:
-    """The text of the CheckpointError that `call` raises."""
+    """Return the text of the CheckpointError that `call` raises."""
     try:
         call()
     except CheckpointError as error:
@@ -38,7 +38,7 @@ def full_disk(handle: int) -> None:
 
 
 def resharded(rank: int, root: Path) -> dict[str, Any]:
-    """Saves on ranks 0 and 1, then loads on all three; saves on all three for the parent to load alone."""
+    """Save on ranks 0 and 1 and load on all three. Save on all three for the parent to load alone."""
     pair = dist.new_group([0, 1])
     if rank < 2:
         save(root, "two", sample_states.state(rank, 2), process_group=pair)
@@ -59,7 +59,7 @@ def resharded(rank: int, root: Path) -> dict[str, Any]:
 
 
 def failures(rank: int, root: Path) -> dict[str, str]:
-    """Faults on one rank each; the parent checks that all three ranks tell the same."""
+    """Cause an error on one rank at a time. The parent checks that all three ranks raise the same."""
     state = sample_states.state(rank, WORLD)
     found: dict[str, str] = {}
     odd = SavedState(shards=state.shards, rank_plain={"odd": object()} if rank == 1 else {})
@@ -92,7 +92,7 @@ def failures(rank: int, root: Path) -> dict[str, str]:
 
 
 def saved_and_loaded(root: Path) -> dict[str, Any]:
-    """What one rank found."""
+    """Return the results of one rank."""
     rank = dist.get_rank()
     result = {"resharded": resharded(rank, root), "failures": failures(rank, root)}
     into = sample_states.empty(rank, WORLD)
@@ -103,7 +103,7 @@ def saved_and_loaded(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The directory that three ranks saved into, and what each of them found."""
+    """Directory that three ranks saved into, and the result of each."""
     root = tmp_path_factory.mktemp("ranks") / "run"
     return root, run_ranks(saved_and_loaded, WORLD, root)
 

@@ -1,4 +1,4 @@
-"""Collectives are held to what they mean: every rank's result equals the plain one computed from all ranks' tensors."""
+"""Tests that every rank's result of a collective equals the plain one computed from all ranks' tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "scalar": lambda t: t[0],
     "empty": lambda t: t[:0],
 }
-# torch 2.13 taught gloo what the ways of NCCL take: 16-bit floats, averages.
+# Since torch 2.13 gloo supports operations that only NCCL had: 16-bit floats, averages.
 NEW = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 ABLE = ("gloo", "bare", "nccl") if NEW else ("gloo", "bare")
 TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float8_e5m2": 0.3, "float32": 1e-6, "complex64": 1e-6}
 
 
 def numbers(rank: int, dtype: str, count: int = 12) -> torch.Tensor:
-    """Each rank's own, small enough for products, with zeros among them and signs where there are some."""
+    """Return the rank's numbers, small enough for products, with zeros, and with signs if the dtype has them."""
     generator = torch.Generator().manual_seed(100 + rank)
     if dtype == "bool":
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -47,7 +47,7 @@ def numbers(rank: int, dtype: str, count: int = 12) -> torch.Tensor:
 
 
 def meaning(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    """The reduction, said in another way than in the library: over a stack of all parts, in wide arithmetic."""
+    """Compute the reduction independently of the library: over a stack of all parts, in wide arithmetic."""
     dtype = parts[0].dtype
     if op in LOGICAL:
         truths = torch.stack([part.to(torch.complex128) != 0 for part in parts])
@@ -89,7 +89,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
 
 
 def operators(dtype: str) -> Iterator[str]:
-    """Those that mean something for the dtype."""
+    """Yield the operators that are defined for the dtype."""
     yield from LOGICAL
     yield from ("SUM", "PRODUCT")
     if dtype != "bool":
@@ -101,7 +101,7 @@ def operators(dtype: str) -> Iterator[str]:
 
 
 def pretend(able: str) -> Any:
-    """Collectives over gloo as it is, over one that can reduce nothing by itself, or by the ways that NCCL goes."""
+    """Set gloo's declared capabilities: its real ones, none, or those of NCCL."""
     from windlass.compat.collectives import backend_capabilities
 
     before = backend_capabilities.BACKEND_CAPABILITIES["gloo"]
@@ -109,7 +109,7 @@ def pretend(able: str) -> Any:
         backend_capabilities.BACKEND_CAPABILITIES["gloo"] = backend_capabilities.BackendCapabilities(
             {}, receives_from_any=True
         )
-    elif able == "nccl":  # what newer gloos do, too, but for leaving other ranks' tensors alone
+    elif able == "nccl":  # newer gloo versions can do this too, but may change other ranks' tensors
         backend_capabilities.BACKEND_CAPABILITIES["gloo"] = replace(
             backend_capabilities.BACKEND_CAPABILITIES["nccl"], preserves_reduce_inputs=False
         )
@@ -120,7 +120,7 @@ def pretend(able: str) -> Any:
 
 
 def reduce_everything(able: str, share: int | None = None) -> int:
-    """All cases, or the `share`-th ninth of them."""
+    """Run all cases, or ninth number `share` of them. Return the number of cases."""
     from windlass.compat import collectives as comm
     from windlass.compat.collectives import backend_capabilities
 
@@ -152,12 +152,12 @@ def reduce_everything(able: str, share: int | None = None) -> int:
 
 
 def hash_of(dtype: str, op: str) -> int:
-    """Spreads the cases evenly, the same way in every process."""
+    """Return a number that spreads the cases evenly and equally in every process."""
     return (FLOATS + INTEGERS).index(dtype) + 5 * (ARITHMETIC + LOGICAL + BITWISE).index(op)
 
 
 def reduce_one(comm: Any, op: str, cut: Any, dtype: str, wanted: Any, everyone: Any, late: bool) -> None:
-    """To the last rank; the others' tensors stay as they were."""
+    """Reduce to the last rank; other ranks' tensors are unchanged."""
     rank, dst = comm.get_rank(), comm.get_world_size() - 1
     mine = cut(numbers(rank, dtype))
     work = comm.reduce(mine, dst, getattr(comm.ReduceOp, op), async_op=late)
@@ -167,7 +167,7 @@ def reduce_one(comm: Any, op: str, cut: Any, dtype: str, wanted: Any, everyone: 
 
 
 def scatter_both(comm: Any, op: str, dtype: str) -> None:
-    """reduce_scatter_tensor on equal parts, reduce_scatter on parts of rank + 1 elements."""
+    """Run reduce_scatter_tensor on equal parts, and reduce_scatter on parts of rank + 1 elements."""
     rank, size = comm.get_rank(), comm.get_world_size()
     kind = getattr(comm.ReduceOp, op)
     everyone = [numbers(other, dtype, 2 * size).view(size, 2) for other in range(size)]
@@ -183,7 +183,7 @@ def scatter_both(comm: Any, op: str, dtype: str) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("able", ABLE)
 def test_every_operator_on_every_dtype_is_the_plain_reduction(world: int, able: str) -> None:
-    """Each case on one number of ranks; `test_the_whole_product` has them on all."""
+    """Each case runs on one number of ranks; `test_the_whole_product` runs all."""
     assert run_ranks(reduce_everything, world, able, 3 * (world - 2) + ABLE.index(able))[0] > 15
 
 
@@ -199,7 +199,7 @@ def test_a_world_of_one_reduces_too() -> None:
 
 
 def pairs(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values with ties over ranks and a NaN; the lower rank has the higher index."""
+    """Return values with ties between ranks and a NaN. The lower rank has the higher index."""
     values = torch.tensor([1.0, rank, -rank, 2.0, rank % 2], dtype=dtype)
     if dtype.is_floating_point and rank == 1:
         values[3] = float("nan")
@@ -238,7 +238,7 @@ def locate() -> None:
 
 
 def scattered(comm: Any, op: Any, dtype: torch.dtype) -> None:
-    """The part of each rank is a constant number of pairs; all have the same best one."""
+    """Run reduce_scatter on pairs. Each rank's part is constant, with the same best pair for all."""
     rank, size = comm.get_rank(), comm.get_world_size()
     sign = 1 if op is comm.ReduceOp.MINLOC else -1
     values = torch.full((size, 2), sign * (5 - rank), dtype=dtype)
@@ -328,7 +328,7 @@ def exchange_everything() -> None:
 
     rank, size = comm.get_rank(), comm.get_world_size()
     for dtype, late in itertools.product(("float32", "bfloat16", "bool", "complex64"), (False, True)):
-        # rank r sends (r + i) % 3 rows to rank i: some of them none
+        # rank r sends (r + i) % 3 rows to rank i, sometimes none
         rows = [[(r + i) % 3 for i in range(size)] for r in range(size)]
         sent = [[numbers(10 * r + i, dtype, 2 * rows[r][i]).view(-1, 2) for i in range(size)] for r in range(size)]
         wanted = [sent[r][rank] for r in range(size)]
@@ -339,7 +339,8 @@ def exchange_everything() -> None:
         if late:
             work.wait()
         same(output, torch.cat(wanted), (dtype, late))
-        each = [torch.zeros((2, rows[r][rank]), dtype=output.dtype).t() for r in range(size)]  # not contiguous
+        # outputs that are not contiguous
+        each = [torch.zeros((2, rows[r][rank]), dtype=output.dtype).t() for r in range(size)]
         work = comm.all_to_all(each, sent[rank], async_op=late)
         if late:
             work.wait()
@@ -433,7 +434,7 @@ def test_groups_know_global_ranks() -> None:
 
 
 def out_of_order() -> None:
-    """Works may be waited for in any order, polled, or asked for a future; a rank may go on to other things first."""
+    """Works can be waited for in any order, polled, or turned into futures, while the rank does other work."""
     from windlass.compat import collectives as comm
 
     rank = comm.get_rank()
@@ -497,7 +498,7 @@ def refuse_everything() -> None:
         with pytest.raises(CommunicationError, match=words):
             call(comm, torch.arange(3.0))
     mine = torch.ones(1)
-    comm.all_reduce(mine)  # nothing is left under way
+    comm.all_reduce(mine)  # nothing is in flight
     assert mine.item() == 2
 
 

@@ -1,4 +1,4 @@
-"""The comms_logger counts what was called, by size, with bandwidths that follow from the time it took."""
+"""Tests that comms_logger counts calls by size, with bandwidths computed from their times."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def count_calls() -> dict[str, Any]:
     log.reset_data()
     try:
         comm.all_reduce(torch.ones(4))
-        assert not comm.has_comm_data()  # off
+        assert not comm.has_comm_data()  # the logger is off by default
         comm.configure({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["gradients"]}})
-        comm.all_reduce(torch.ones(4))  # neither named nor asked for
+        comm.all_reduce(torch.ones(4))  # neither named nor requested
         comm.all_reduce(torch.ones(4), log_name="gradients")
         comm.broadcast(torch.ones(2), 0, prof=True)
         assert comm.get_logged_comm_ops() == ["gradients", "broadcast"]
@@ -57,7 +57,7 @@ def count_calls() -> dict[str, Any]:
         comm.all_reduce(torch.ones(2, 4), async_op=True).wait()
         work = comm.all_reduce(torch.ones(5), async_op=True)
         assert work.get_future().wait()[0].tolist() == [size] * 5
-        work.wait()  # once more; it counts once
+        work.wait()  # a second wait is not counted again
         comm.all_gather([torch.zeros(8) for _ in range(size)], torch.zeros(8))
         for work in comm.batch_isend_irecv(
             [comm.P2POp(comm.isend, torch.ones(3), (rank + 1) % size), comm.P2POp(comm.irecv, torch.ones(3), rank - 1)]

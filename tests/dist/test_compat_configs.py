@@ -1,4 +1,4 @@
-"""Law: configurations as they circulate train under `deepspeed.initialize`, or say in one sentence what they lack."""
+"""Tests that public configurations train under `deepspeed.initialize`, or raise one sentence with what is missing."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WITH_A_BATCH = {name: "trains" if why == NO_BATCH else why for name, why in AS_T
 
 
 def attempt(config: Any) -> str:
-    """Train a small model for one step: "trains", or why not."""
+    """Train a small model for one step. Return "trains" or the error."""
     torch.manual_seed(0)
     return attempt_on(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), config)
 
 
 def attempt_on(model: nn.Module, config: Any) -> str:
-    """As `attempt`, of a model that is made."""
+    """Train the given model for one step. Return "trains" or the error."""
     from windlass.compat.deepspeed_initialize import initialize
 
     data = config if isinstance(config, dict) else read_source(config).data
@@ -59,7 +59,7 @@ def attempt_on(model: nn.Module, config: Any) -> str:
 
 
 def attempts(folder: str) -> dict[str, tuple[str, str]]:
-    """Each file as it is, and with a batch size."""
+    """Try each file as it is, and with a batch size."""
     found = {}
     for name in AS_THEY_ARE:
         data = dict(read_source(str(CONFIGS / f"{name}.json")).data)
@@ -111,7 +111,7 @@ def settle() -> dict[str, str]:
 
 
 def born() -> str:
-    """A model made under `zero.Init` with such a configuration."""
+    """Train a model constructed under `zero.Init` with such a configuration."""
     from windlass.compat.partition_parameters import Init
 
     with Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"], "no.such": 1}):
@@ -124,12 +124,12 @@ def test_zero_init_takes_what_initialize_takes() -> None:
 
 
 def test_what_deepspeed_settles_by_itself_trains() -> None:
-    """Contradictions where one key wins, and keys about axes that there are not."""
+    """Contradictions in which one key wins, and keys of unused axes, are accepted as in DeepSpeed."""
     assert set(run_ranks(settle, 1)[0].values()) == {"trains"}
 
 
 def rates() -> list[float]:
-    """Of each update, where the two rates differ."""
+    """Return the rate of each update of a configuration with two rates."""
     from windlass.compat.deepspeed_initialize import initialize
 
     model = nn.Linear(4, 4)
@@ -149,7 +149,7 @@ def test_the_schedules_rate_wins() -> None:
 
 
 def half_made(stage: int) -> tuple[str, bool]:
-    """What `initialize` says that fails late, and whether the model is a plain one again."""
+    """Return the late error of `initialize`, and whether the model is a plain one afterwards."""
     from windlass.compat.deepspeed_initialize import initialize
 
     model, before = nn.Linear(4, 4), torch.ones(2, 4)
@@ -174,7 +174,7 @@ def test_what_initialize_raises_late_is_what_is_told(stage: int) -> None:
 
 
 def decays() -> list[float]:
-    """By type and `torch_adam`, where the configuration names none."""
+    """Return the default weight decay by optimizer type and `torch_adam`."""
     from windlass.compat.deepspeed_initialize import initialize
 
     found = []
@@ -189,12 +189,12 @@ def decays() -> list[float]:
 
 
 def test_decay_that_is_not_said_is_deepspeeds() -> None:
-    """0 in DeepSpeed's own Adam, under both names; 0.01 in torch's AdamW, which it takes for `torch_adam`."""
+    """The default decay is DeepSpeed's: 0 in its own Adam, under both names; 0.01 in torch's AdamW (`torch_adam`)."""
     assert run_ranks(decays, 1)[0] == [0.0, 0.01, 0.0, 0.01]
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """0 to 10."""
+    """The numbers 0 to 10."""
 
     def __len__(self) -> int:
         return 11
@@ -204,7 +204,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 def order(folder: str) -> list[list[list[float]]]:
-    """What the loader gives: twice, in the next epoch, and after a checkpoint of a place inside one."""
+    """Return the loader's batches: twice, in the next epoch, and after loading a checkpoint within an epoch."""
     from windlass.compat.deepspeed_initialize import initialize
 
     model = nn.Linear(1, 1)
@@ -234,7 +234,7 @@ def order(folder: str) -> list[list[list[float]]]:
 
 
 def test_the_loader_begins_where_scripts_expect_it(tmp_path: Path) -> None:
-    """Law: torch's DistributedSampler, the same in each epoch until `set_epoch`, whatever a checkpoint brought."""
+    """The loader follows torch's DistributedSampler: the same order until `set_epoch`, whatever a checkpoint holds."""
     by_rank = run_ranks(order, 2, str(tmp_path))
     for rank, (first, second, third, resumed, evaluated) in enumerate(by_rank):
         for epoch, found in enumerate((first, third)):
@@ -246,7 +246,7 @@ def test_the_loader_begins_where_scripts_expect_it(tmp_path: Path) -> None:
 
 
 def autocasts() -> dict[tuple[bool, bool], bool]:
-    """Whether autocast reaches the model, by what the script has put around the engine and what the section says."""
+    """Return whether autocast is active in the model, by the script's own autocast and the section's setting."""
     from windlass.compat.deepspeed_initialize import initialize
 
     class Told(nn.Linear):
@@ -260,7 +260,7 @@ def autocasts() -> dict[tuple[bool, bool], bool]:
         model = Told(4, 4)
         config = {"train_micro_batch_size_per_gpu": 2, "torch_autocast": {"enabled": section, "dtype": "bfloat16"}}
         engine = initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))[0]
-        for device in ("cpu", "cuda"):  # of a GPU's script; DeepSpeed asks no other
+        for device in ("cpu", "cuda"):  # the autocast of a GPU script; DeepSpeed checks no other device
             torch.set_autocast_enabled(device, around)
         engine(torch.ones(2, 4))
         for device in ("cpu", "cuda"):
@@ -276,7 +276,7 @@ def test_autocast_is_the_configurations() -> None:
 
 
 def monitored(folder: str) -> list[str]:
-    """A script's own numbers, and the engine's."""
+    """Write a script's own events and the engine's."""
     from windlass.compat.deepspeed_config import DeepSpeedConfig
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.compat.monitor_writers import MonitorMaster

@@ -1,4 +1,4 @@
-"""The engine that `deepspeed.initialize` returns: members that clients use, and behaviours easy to miss."""
+"""Tests of the engine of `deepspeed.initialize`: members that clients use, and behaviors that are easy to miss."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _step(engine: Any) -> torch.Tensor:
 
 
 def _members(stages: list[int]) -> dict[str, list[str]]:
-    """Of what clients use and of DeepSpeed's public engine methods, what is missing."""
+    """Return the missing ones of the members that clients use and of DeepSpeed's public engine methods."""
     wanted = json.loads(MEMBERS.read_text())
     missing: dict[str, list[str]] = {}
     for stage in stages:
@@ -78,7 +78,7 @@ def _members(stages: list[int]) -> dict[str, list[str]]:
 
 
 def test_every_member_that_clients_use_is_there() -> None:
-    """Law: at every stage, and parameters answer `ds_*` at stage 3 only, and no more once the engine is destroyed."""
+    """Every member exists at every stage. Parameters have `ds_*` at stage 3 only, until the engine is destroyed."""
     assert {key: names for key, names in run_ranks(_members, 2, [0, 1, 2, 3])[0].items() if names} == {}
 
 
@@ -127,7 +127,7 @@ def _manners(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_manners(stage: int) -> None:
-    """What clients rely on without saying so (accumulation, boundaries, signatures, `no_sync`)."""
+    """Clients rely on accumulation, boundaries, signatures and `no_sync`."""
     run_ranks(_manners, 2, stage)
 
 
@@ -151,8 +151,7 @@ def _stepped(stage: int, by_optimizer: bool) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_optimizer_that_is_stepped_by_hand_leaves_the_schedule_alone(stage: int) -> None:
-    """Law: a script that steps optimizer and schedule itself, as Ray Train's example does, trains as one that steps the
-    engine."""
+    """A script that steps optimizer and schedule itself, as Ray Train's example, equals one that steps the engine."""
     (wanted,) = run_ranks(_stepped, 1, stage, False)
     (found,) = run_ranks(_stepped, 1, stage, True)
     assert len({rate for _, rate in wanted}) > 2
@@ -176,7 +175,7 @@ def _asked_around_a_step(stage: int) -> list[float]:
     )
     logger.removeHandler(handler)
     logger.setLevel(levels[0])
-    own_logger.setLevel(levels[1])  # which the other set, too
+    own_logger.setLevel(levels[1])  # the other setting changed it too
     assert ("DeepSpeed info: version=" in said.getvalue()) == (engine.global_rank == 0)
     assert schedule is engine.lr_scheduler and schedule.optimizer is optimizer.optimizer
     found = []
@@ -191,8 +190,11 @@ def _asked_around_a_step(stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_clients_ask_around_a_step(stage: int) -> None:
-    """transformers' tests look for the line of the log, accelerate's at whose the schedule is; OpenRLHF parks states by
-    the optimizer. The schedule's rates are those of the steps."""
+    """The schedule's rates are those of the steps, and clients find the log line and the objects that they check.
+
+    transformers' tests search the log line, accelerate checks the owner of the schedule, and OpenRLHF offloads states
+    through the optimizer.
+    """
     assert run_ranks(_asked_around_a_step, 2, stage) == [pytest.approx([1 / 2, 1 / 3, 1 / 4])] * 2
 
 
@@ -223,7 +225,10 @@ def _runs_only(folder: str) -> float:
 
 
 def test_an_engine_that_trains_nothing_has_hooks_to_take_off(tmp_path: Path) -> None:
-    """trl generates from reference models so; what trains refuses it, what trained can be loaded."""
+    """The hooks of an engine without optimizer can be removed, as trl does to generate from reference models.
+
+    A training engine refuses that, and a trained checkpoint can be loaded.
+    """
     assert run_ranks(_runs_only, 2, str(tmp_path)) == [0.0, 0.0]
 
 
@@ -248,7 +253,7 @@ def _refused() -> list[str]:
 
 
 def test_what_is_refused_says_why() -> None:
-    """Law: each refused member raises the sentence that docs/compat.md has of it."""
+    """Each refused member raises its sentence in docs/compat.md."""
     assert run_ranks(_refused, 1) == [[]]
 
 
@@ -268,7 +273,7 @@ def _batch_changes() -> list[float]:
 
 
 def test_the_batch_can_change_between_steps() -> None:
-    """Law: three micro-batches in a step then, each worth a third."""
+    """After the change a step has three micro-batches, each weighted by a third."""
     net = _net()
     optimizer = torch.optim.Adam(net.parameters())
     x = torch.arange(12.0).view(2, 6) / 12
@@ -300,7 +305,7 @@ def _compiled(stage: int) -> tuple[list[float], list[float], bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_compiled_in_place(stage: int) -> None:
-    """Law: the same losses; at stage 3 each block's forward is compiled."""
+    """Compiled models have the same losses. At stage 3 each block's forward is compiled."""
     expected, found, was = run_ranks(_compiled, 2, stage, timeout=240)[0]
     assert found == pytest.approx(expected, abs=1e-6) and was
 
@@ -337,7 +342,7 @@ def _gathered_by_hand() -> None:
 
 
 def test_parameters_gathered_by_hand() -> None:
-    """`all_gather` and `partition` of a parameter, and what it tells of itself."""
+    """`all_gather` and `partition` of a parameter work, and its attributes report its state."""
     run_ranks(_gathered_by_hand, 2)
 
 

@@ -1,5 +1,7 @@
-"""What clients do to the model of a stage-3 engine over the stand-in: names and values of `state_dict`, moves, a second
-engine of one model."""
+"""Tests of client operations on the model of a stage-3 engine under the compat layer.
+
+Clients read names and values of `state_dict`, move the model, and create a second engine for it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
 def reads(born: bool) -> dict[str, Any]:
-    """Names on one rank, values on all, what is refused."""
+    """Read names on one rank and values on all, and return the errors."""
     from windlass.base.errors import ShardedParameterError
     from windlass.compat.partition_parameters import Init
 
@@ -49,7 +51,7 @@ def reads(born: bool) -> dict[str, Any]:
     if not born:
         engine_of(net, 3, optimizer=ADAM, aio={"odd": 2})
     found: dict[str, Any] = {}
-    if dist.get_rank() == 0:  # alone, as peft does while it saves
+    if dist.get_rank() == 0:  # on one rank, as peft does while saving
         found["names"] = [(name, tuple(value.shape), value.dtype) for name, value in net.state_dict().items()]
     states = net.state_dict()
     found["values"] = {name: value.cpu().clone() for name, value in states.items()}
@@ -65,7 +67,7 @@ def reads(born: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("born", [False, True])
 def test_state_dict_has_names_for_one_rank_and_values_for_all(born: bool) -> None:
-    """Law: names, shapes and dtypes are there without other ranks; values are the plain model's; none can be set."""
+    """Names, shapes and dtypes need no other rank; values are the plain model's; setting any raises."""
     plain = model().state_dict()
     first, second = run_ranks(reads, RANKS, born)
     assert first["names"] == [(name, tuple(value.shape), value.dtype) for name, value in plain.items()]
@@ -75,7 +77,7 @@ def test_state_dict_has_names_for_one_rank_and_values_for_all(born: bool) -> Non
 
 
 def nested() -> bool:
-    """Of one parameter and then of all; the outer context is left as it was."""
+    """Nest contexts over one parameter and over all. The outer context stays intact."""
     from windlass.zero import GatheredParameters
 
     net = model()
@@ -92,12 +94,12 @@ def nested() -> bool:
 
 
 def test_gathering_what_is_gathered_is_a_runtime_error() -> None:
-    """As in DeepSpeed."""
+    """Gathering gathered parameters raises RuntimeError, as in DeepSpeed."""
     assert run_ranks(nested, RANKS) == [True, True]
 
 
 def born_alone() -> None:
-    """On one rank, under a configuration of 16 bits."""
+    """Construct a model on one rank under a 16-bit configuration."""
     from windlass.compat.partition_parameters import Init
     from windlass.compat.zero_param_status import ZeroParamStatus
     from windlass.zero import GatheredParameters
@@ -116,12 +118,12 @@ def born_alone() -> None:
 
 
 def test_parameters_born_on_one_rank_are_as_deepspeeds() -> None:
-    """`zero.Init` cuts there too, so that they answer `ds_id`, and gives them the configuration's dtype."""
+    """On one rank `zero.Init` shards too: parameters have `ds_id` and the configuration's dtype."""
     run_ranks(born_alone, 1)
 
 
 def masters(born: bool) -> list[tuple[Tensor, torch.dtype]]:
-    """Master weights and compute dtypes of a model in bf16, whose head is built outside of `zero.Init`."""
+    """Return master weights and compute dtypes of a bf16 model whose head is constructed outside of `zero.Init`."""
     from windlass.compat.partition_parameters import Init
     from windlass.compat.tensor_fragment_api import safe_get_full_fp32_param
 
@@ -142,8 +144,10 @@ def masters(born: bool) -> list[tuple[Tensor, torch.dtype]]:
 
 @pytest.mark.parametrize("born", [False, True])
 def test_master_weights_start_from_what_zero_init_made(born: bool) -> None:
-    """Law: master weights start from the script's values in full precision, and from those rounded to bf16 where
-    `zero.Init` gave them the configuration's dtype, as DeepSpeed's do."""
+    """Master weights start from the script's full-precision values, or from values that `zero.Init` rounded to bf16.
+
+    DeepSpeed does the same.
+    """
     torch.manual_seed(0)
     plain = [p.detach() for layer in (nn.Linear(6, 10), nn.Linear(10, 3)) for p in layer.parameters()]
     assert not any(torch.equal(value, value.bfloat16().float()) for value in plain)
@@ -154,7 +158,7 @@ def test_master_weights_start_from_what_zero_init_made(born: bool) -> None:
 
 
 def moved() -> dict[str, Any]:
-    """`cpu()` and `to(device)` between steps; what a cast does."""
+    """Call `cpu()` and `to(device)` between steps, and a cast."""
     from windlass.base.errors import ShardedParameterError
 
     net = model()
@@ -179,7 +183,7 @@ def moved() -> dict[str, Any]:
 
 def expected(steps: int) -> list[float]:
     net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)  # DeepSpeed's, where nobody names one
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)  # DeepSpeed's default optimizer
     losses = []
     for _ in range(steps):
         loss = net(batch()).square().mean()
@@ -191,14 +195,17 @@ def expected(steps: int) -> list[float]:
 
 
 def test_moving_a_model_leaves_released_parameters_where_they_are() -> None:
-    """Law: lightning's `module.cpu()` and a script's `module.to(device)` change nothing; a cast or a copy raises."""
+    """lightning's `module.cpu()` and a script's `module.to(device)` change nothing; a cast or a copy raises."""
     for rank in run_ranks(moved, RANKS):
         assert rank["losses"] == pytest.approx(expected(3), abs=1e-6)
         assert all("GatheredParameters" in error for error in rank["errors"])
 
 
 def again(stage: int) -> dict[str, Any]:
-    """Train, evaluate by another engine of the same model, train by a third, as lightning's fit, validate, fit do."""
+    """Train, evaluate with a second engine of the same model, and train with a third.
+
+    lightning's fit, validate, fit does this.
+    """
     net = model()
     losses = []
     engine = engine_of(net, stage, optimizer=ADAM)
@@ -217,7 +224,7 @@ def again(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_may_be_given_again(stage: int) -> None:
-    """Law: the weights stay those that the former engine made."""
+    """The weights stay those of the previous engine."""
     plain = expected(3)
     for rank in run_ranks(again, RANKS, stage):
         assert rank["losses"] == pytest.approx(plain[:2], abs=1e-6)

@@ -1,4 +1,4 @@
-"""DeepSpeed's scripts for experts, sequences, matrices and pipelines over ranks train what one process trains."""
+"""Tests that DeepSpeed scripts with experts, sequence, tensor and pipeline parallelism train as one process does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 
 def ds(name: str) -> Any:
-    """What `deepspeed.<name>` is; the module itself would stay imported in the processes of all tests."""
+    """Return `deepspeed.<name>`. Importing the module would leave it imported in the processes of all tests."""
     from windlass.compat.stand_in_names import STAND_IN_NAMES
 
     return STAND_IN_NAMES[f"deepspeed.{name}"].resolve(f"deepspeed.{name}")
@@ -44,7 +44,7 @@ def batch(reader: int, step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def plain(model: nn.Module, loss_of: Callable[[nn.Module, int, int], Tensor], readers: int) -> tuple[Any, Tensors]:
-    """Losses by step and reader, and the model after the last step, of one process."""
+    """Train in one process. Return the losses by step and data-loading rank, and the final model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -67,7 +67,7 @@ def check(found: Tensors, wanted: Tensors) -> None:
 
 
 class Mixed(nn.Module):
-    """As DeepSpeed's tutorial has it: a layer of experts in the place of a linear one, and its loss beside the own."""
+    """Model as in DeepSpeed's tutorial: an expert layer replaces a linear one, and its loss is added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def mixed_loss(model: nn.Module, reader: int, step: int) -> Tensor:
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
-    """As scripts make the optimizer's groups."""
+    """Return the optimizer's groups as scripts make them."""
     given = {"params": list(model.parameters()), "name": "parameters"}
     groups: list[dict[str, Any]] = ds("moe.utils.split_params_into_different_moe_groups_for_optimizer")(given)
     return groups
@@ -135,7 +135,7 @@ def mixture_script(stage: int, folder: str) -> tuple[list[float], Tensors]:
             engine.save_checkpoint(folder, tag="middle")
     state = {name: value.clone() for name, value in engine.full_state_dict().items()}
     engine.load_checkpoint(folder, tag="middle")
-    again = [engine.eval_batch(batch(rank, 2)).item(), losses[2]]  # no dropout: the loss of that step
+    again = [engine.eval_batch(batch(rank, 2)).item(), losses[2]]  # no dropout: equals the loss of that step
     torch.testing.assert_close(again[0], again[1], rtol=BOUND, atol=0)
     engine.destroy()
     assert groups._get_expert_parallel_group_dict() == {}, "an engine that is gone is not asked"
@@ -157,7 +157,7 @@ def test_a_mixture_script_trains_as_one_process(stage: int, ranks: int, tmp_path
 def samples(reader: int, step: int) -> dict[str, Tensor]:
     ids = torch.randint(0, 30, (2, 14), generator=torch.Generator().manual_seed(100 * reader + step))
     labels = ids.clone()
-    labels[reader % 2, : 5 + step] = -100  # a prompt
+    labels[reader % 2, : 5 + step] = -100  # prompt tokens have no label
     return {"input_ids": ids, "labels": labels}
 
 
@@ -167,7 +167,7 @@ def language_loss(model: nn.Module, reader: int, step: int) -> Tensor:
 
 
 def ulysses_script(stage: int) -> list[float]:
-    """The tutorial's: register, load, initialize, adapt the loader, weigh the losses of parts by their tokens."""
+    """Run the tutorial's script: register, load, initialize, adapt the loader, weight the partial losses by tokens."""
     groups, initialize = ds("utils.groups"), ds("initialize")
     ulysses = "runtime.sequence_parallel.ulysses_sp"
     mpu = ds(f"{ulysses}.UlyssesSPAttentionHF").register_with_transformers(
@@ -211,7 +211,7 @@ def ulysses_script(stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_ulysses_script_trains_as_one_process(stage: int) -> None:
-    """Every rank's batch in turn: of step 0 that of rank 0, then that of rank 1, then those of step 1."""
+    """The ranks' batches take turns: rank 0's and rank 1's batch of step 0, then those of step 1."""
     torch.manual_seed(1)
     losses, _ = plain(llama(tied=False), lambda model, _, turn: language_loss(model, turn % 2, turn // 2), 1)
     for found in run_ranks(ulysses_script, 2, stage):
@@ -219,7 +219,7 @@ def test_a_ulysses_script_trains_as_one_process(stage: int) -> None:
 
 
 class Attending(nn.Module):
-    """A script's own layer, with attention over all ranks' tokens if it is given their group."""
+    """Script's own layer, with attention over all ranks' tokens if it gets their group."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -243,13 +243,13 @@ def attending(group: Any = None) -> nn.Module:
 
 
 def tokens_of(step: int) -> tuple[Tensor, Tensor]:
-    """`[tokens, samples, features]`"""
+    """Return inputs and targets `[tokens, samples, features]`."""
     draw = torch.Generator().manual_seed(step)
     return torch.randn(6, 2, WIDTH, generator=draw), torch.randn(6, 2, WIDTH, generator=draw)
 
 
 def mesh_script(by_config: bool) -> tuple[list[float], Tensors]:
-    """A script that cuts sequences itself, as with DeepSpeed's `mesh_param`."""
+    """Run a script that shards sequences itself, as with DeepSpeed's `mesh_param`."""
     groups, initialize = ds("utils.groups"), ds("initialize")
     ds("init_distributed")()
     ds("runtime.sequence_parallel.parallel_state_sp").initialize_sequence_parallel(2)
@@ -331,7 +331,7 @@ def test_an_autotp_script_trains_as_one_process(stage: int, by_call: bool, ranks
 
 
 class Sum(torch.autograd.Function):
-    """What comes out of a row-parallel layer, as Megatron has it."""
+    """Output reduction of a row-parallel layer, as in Megatron."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -345,7 +345,7 @@ class Sum(torch.autograd.Function):
 
 
 class Copied(torch.autograd.Function):
-    """What goes into a column-parallel layer."""
+    """Input copy of a column-parallel layer, as in Megatron."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -360,7 +360,7 @@ class Copied(torch.autograd.Function):
 
 
 class Unit:
-    """Megatron's model-parallel unit: neighbours share matrices."""
+    """Megatron's model-parallel unit, in which neighbouring ranks share matrices."""
 
     def __init__(self, size: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -392,7 +392,7 @@ class Unit:
 
 
 class Whole(nn.Module):
-    """Two matrices, the first of three fused ones."""
+    """Model of two matrices, the first one made of three fused ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ class Whole(nn.Module):
 
 
 class Cut(Whole):
-    """The same as a script for Megatron has it: parts, with flags."""
+    """The same model as a Megatron script creates it: local shards with attributes."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
@@ -466,13 +466,14 @@ def megatron_script(stage: int, experts: bool, folder: str) -> tuple[list[float]
 
 
 def resumed(folder: str, experts: bool) -> Tensors:
-    """What was saved by parts, in a whole model of one process."""
+    """Load a checkpoint of shards into a full model in one process."""
     model = megatron(Whole, experts)
     for module in model.modules():
         if hasattr(module, "ep_size"):
             module.ep_size = 1
     engine: Any = ds("initialize")(model=model, model_parameters=model.parameters(), config=config(0))[0]
-    engine.load_checkpoint(folder, tag="end", load_optimizer_states=not experts)  # those groups are others
+    # the full model has other parameter groups
+    engine.load_checkpoint(folder, tag="end", load_optimizer_states=not experts)
     found = {name: value.clone() for name, value in engine.full_state_dict().items()}
     engine.destroy()
     return found
@@ -499,7 +500,7 @@ MICROS = 3
 
 
 def layers() -> list[Any]:
-    """A row of layers, the first and the last of which are one matrix."""
+    """Return a layer sequence whose first and last layer share one matrix."""
     spec, tied = ds("pipe.LayerSpec"), ds("pipe.TiedLayerSpec")
     return [
         tied("matrix", nn.Linear, WIDTH, WIDTH, bias=False),
@@ -587,7 +588,7 @@ def test_a_pipeline_script_trains_as_one_process(stage: int, kind: str, ranks: i
 
 
 class Pair(nn.Module):
-    """A matrix up and one down again, whole or this rank's part."""
+    """One matrix up and one down, full or this rank's shard."""
 
     def __init__(self, unit: Unit | None = None) -> None:
         super().__init__()
@@ -613,7 +614,7 @@ def pairs(unit: Unit | None = None, **words: Any) -> Any:
 
 
 def slices_script(stage: int) -> tuple[list[float], Tensors]:
-    """Stages whose matrices a script has cut itself, as a topology with three axes says."""
+    """Run stages whose matrices the script has sharded itself, as a topology with three axes describes."""
     topology = ds("runtime.pipe.topology.PipeModelDataParallelTopology")(num_pp=2, num_mp=2, num_dp=1)
     model = pairs(Unit(2), topology=topology)
     engine: Any = ds("initialize")(model=model, config=config(stage, gradient_accumulation_steps=MICROS))[0]

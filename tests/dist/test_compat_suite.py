@@ -1,4 +1,4 @@
-"""What DeepSpeed's own tests ask of an engine beyond its members: bad steps, no optimizer, one rank."""
+"""Tests of engine behaviors that DeepSpeed's own tests check: bad steps, no optimizer, one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _bad_step(stages: list[int]) -> None:
         x = torch.ones(2, 6)
         before = [full_param(parameter).clone() for parameter in engine.module.parameters()]
         engine.backward(engine(x * (math.nan if engine.global_rank else 1.0)).mean())
-        engine.step()  # one rank's batch was bad: all leave the step out, and none raises
+        engine.step()  # one rank's batch has NaNs: all ranks skip the step, and none raises
         assert not engine.was_step_applied() and optimizer.overflow
         assert (engine.skipped_steps, engine.global_steps) == (1, 1)
         assert engine.get_global_grad_norm() == math.inf and scheduler.last_batch_iteration == -1
@@ -49,7 +49,7 @@ def _bad_step(stages: list[int]) -> None:
 
 
 def test_a_step_whose_gradient_is_not_finite_is_skipped() -> None:
-    """Law: as in DeepSpeed; windlass's own engine raises there."""
+    """A non-finite gradient skips the step as in DeepSpeed; windlass's own engine raises."""
     run_ranks(_bad_step, 2, [0, 3])
 
 
@@ -60,7 +60,7 @@ def _nothing_to_train() -> None:
     config = _config(3)
     del config["optimizer"]
     engine, optimizer, _, _ = initialize(model=_net(), config=config)
-    assert optimizer is engine.optimizer and not hasattr(optimizer, "parameter_offload")  # as trl looks for it
+    assert optimizer is engine.optimizer and not hasattr(optimizer, "parameter_offload")  # trl checks this attribute
     assert optimizer.module is engine.module and optimizer.forward_hooks
     x = torch.ones(2, 6)
     before = engine(x)
@@ -73,7 +73,10 @@ def _nothing_to_train() -> None:
 
 
 def test_an_engine_of_stage_3_without_an_optimizer_has_the_manager_of_parameters_there() -> None:
-    """trl unwraps reference models by it, and refuses those whose engine has None."""
+    """Without an optimizer, `initialize` at stage 3 returns an object that manages parameters in its place.
+
+    trl unwraps reference models with it, and refuses an engine whose optimizer is None.
+    """
     run_ranks(_nothing_to_train, 2)
 
 
@@ -89,7 +92,7 @@ def _born_alone() -> None:
     with Init(config_dict_or_path=_config(3)):
         with Init(config_dict_or_path=_config(3)):
             inner = _net()
-        assert inner[0].weight.ds_numel == plain[0].weight.numel()  # cut already
+        assert inner[0].weight.ds_numel == plain[0].weight.numel()  # sharded already
         alone = initialize(model=inner, model_parameters=inner.parameters(), config=_config(3))[0]
         second = _net()
     assert torch.equal(alone(torch.ones(2, 6)), plain(torch.ones(2, 6))) and hasattr(second[0].weight, "ds_id")
@@ -111,14 +114,14 @@ def _born_alone() -> None:
 
 
 def test_init_on_one_rank_cuts_as_on_several() -> None:
-    """A script may ask `ds_numel` of what `zero.Init` built, however many ranks there are."""
+    """`zero.Init` shards on one rank too, since a script may read `ds_numel` on any number of ranks."""
     run_ranks(_born_alone, 1)
 
 
 def _scales() -> None:
     from windlass.compat.deepspeed_initialize import initialize
 
-    # torch_adam is in the wrong place, where DeepSpeed does not look
+    # torch_adam is at the wrong place, where DeepSpeed does not read it
     adam = {"type": "Adam", "params": {"lr": 1e-2}, "torch_adam": True}
     for scale, dynamic in ((138.0, False), (0, True)):
         fp16 = {"enabled": True, "loss_scale": scale, "initial_scale_power": 4, "loss_scale_window": 1}
@@ -127,7 +130,8 @@ def _scales() -> None:
         assert (optimizer.dynamic_loss_scale, optimizer.scale_window) == (dynamic, 1)
         assert optimizer.loss_scaler.loss_scale == first
         assert optimizer.needs_scaler() and optimizer.loss_scaler.cur_iter == 0
-        for steps, factor in ((1, 1), (2, 2 if dynamic else 1)):  # as in DeepSpeed, not before `window + 1` good steps
+        # as in DeepSpeed, the scale grows only after `window + 1` good steps
+        for steps, factor in ((1, 1), (2, 2 if dynamic else 1)):
             engine.backward(engine(torch.ones(2, 6).half()).mean())
             engine.step()
             assert optimizer.loss_scaler.cur_scale == optimizer.cur_scale == first * factor
@@ -184,17 +188,21 @@ def _read_apart() -> None:
         found = net.state_dict()
         with pytest.raises(ShardedParameterError, match=r"rank 0: .*, rank 1: .*; save"):
             found[f"{dist.get_rank()}.weight"].sum()
-        assert found["0.weight"].sum() == windlass.zero.full_param(net[0].weight).sum()  # the law holds again
+        # afterwards, reading the same parameter on all ranks works
+        assert found["0.weight"].sum() == windlass.zero.full_param(net[0].weight).sum()
         if engine is not None:
             engine.destroy()
     own = windlass.initialize(model=_net(), config=_config(3))[0]
-    with pytest.raises(ShardedParameterError):  # an engine of windlass' own lends no names
+    with pytest.raises(ShardedParameterError):  # a windlass engine does not provide the names
         own.module.state_dict()
     own.destroy()
 
 
 def test_ranks_that_read_different_parameters_are_told() -> None:
-    """transformers goes through sets of names while it saves: pieces of two weights must not become one."""
+    """Ranks that read different parameters raise.
+
+    transformers iterates over sets of names while saving, and shards of two weights must not be joined.
+    """
     run_ranks(_read_apart, 2)
 
 
@@ -207,8 +215,10 @@ def _built_beside_names() -> dict[str, list[str]]:
 
 
 def test_models_are_built_under_init_as_without_the_stand_in() -> None:
-    """Names are lent to `state_dict()` alone: whoever detaches a weight to write to it, or makes another of it, has
-    values."""
+    """Only `state_dict()` returns names without values.
+
+    Code that detaches a weight to write to it, or makes another weight of it, gets values.
+    """
     assert run_ranks(_built_beside_names, 2) == [{}, {}]
 
 
@@ -275,7 +285,7 @@ def _coalesced(stages: list[int]) -> None:
 
 
 def test_coalesced_backwards_equal_backwards_one_by_one() -> None:
-    """Law: gradients that are reduced once, after several backward passes, make the same step."""
+    """Gradients reduced once after several backwards give the same step as separate reductions."""
     run_ranks(_coalesced, 2, [1, 2, 3])
 
 
@@ -292,7 +302,7 @@ def _scattered() -> None:
 
 
 def test_reduce_scatter_of_several_tensors() -> None:
-    """Law: each rank gets its part of the mean, the last ones shorter or empty parts."""
+    """Each rank gets its part of the mean; the last parts are shorter or empty."""
     run_ranks(_scattered, 2)
 
 
@@ -341,7 +351,7 @@ def _group_views(stages: list[int]) -> None:
 
 
 def test_the_optimizer_shows_gradients_and_their_norms_by_group() -> None:
-    """Law: norms of groups are those of plain torch's gradients, before and after a script changes them."""
+    """Norms of groups equal those of plain torch's gradients, before and after a script changes them."""
     run_ranks(_group_views, 2, [1, 2, 3])
 
 
@@ -364,7 +374,10 @@ def _dtypes_kept() -> None:
 
 
 def test_buffers_keep_their_dtype_beside_16_bit_parameters() -> None:
-    """As DeepSpeed's since 0.19; the statistics of a norm follow its weights, since torch computes no other pair."""
+    """Buffers keep their dtype, as in DeepSpeed since 0.19.
+
+    The statistics of a norm follow the dtype of its weights, because torch supports no other pair.
+    """
     run_ranks(_dtypes_kept, 1)
 
 
@@ -399,7 +412,7 @@ def _set_by_hand() -> list[tuple[float, list[torch.Tensor]]]:
 
 
 def test_gradients_that_a_script_sets_at_stage_0_are_stepped() -> None:
-    """Law: as in DeepSpeed, what is in `.grad` counts, in place of what backward passes brought to that parameter."""
+    """As in DeepSpeed, a value set in `.grad` replaces the parameter's gradients of the backward passes."""
     for found in run_ranks(_set_by_hand, 2):
         for fp16, (_, after) in enumerate(found):
             plain = _net()
@@ -486,7 +499,7 @@ def _one_stage() -> None:
 
 
 def test_a_pipeline_of_one_stage_computes_layers_again() -> None:
-    """Law: `activation_checkpoint_interval` of the configuration holds for any number of stages."""
+    """`activation_checkpoint_interval` of the configuration applies for any number of stages."""
     run_ranks(_one_stage, 1)
 
 
@@ -495,7 +508,7 @@ def _experts_of_a_script() -> None:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     parallel_groups._create_expert_and_data_parallel(2)
-    parallel_groups._create_expert_and_data_parallel(2)  # once is enough
+    parallel_groups._create_expert_and_data_parallel(2)  # a second call is not needed, and has no effect
     parallel_groups._create_expert_and_data_parallel(world, use_data_before_expert_parallel_=True)
     assert parallel_groups._get_expert_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert parallel_groups._get_expert_data_parallel_group_ranks("ep_size_2") == list(range(rank % 2, world, 2))
@@ -508,7 +521,7 @@ def _experts_of_a_script() -> None:
     expert.allreduce, expert.group_name = False, "ep_size_2"  # type: ignore[attr-defined]
     norm = norm_functions.clip_grad_norm_(iter([dense, expert]), max_norm=0.1)
     first = rank // 2 * 2 + 1
-    wanted = math.sqrt(1 + first**2 + (first + 1) ** 2)  # of the experts on both ranks
+    wanted = math.sqrt(1 + first**2 + (first + 1) ** 2)  # over the experts on both ranks
     assert norm.item() == pytest.approx(wanted) and dense.grad.item() == pytest.approx(0.1 / wanted)
     dense.grad = torch.ones(1)
     expert.grad = torch.full((1,), float(rank + 1))
@@ -528,7 +541,7 @@ def _exchanged() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     everybody = dist.group.WORLD
     assert everybody is not None
-    for heads in (4, 3):  # 3 do not divide: the first rank has one more
+    for heads in (4, 3):  # 3 heads do not divide: the first rank has one more
         whole = torch.randn(2, 6, heads, 5, generator=torch.Generator().manual_seed(0))
         own = whole.chunk(world, 1)[rank].clone().requires_grad_()
         found = SequenceAllToAll.apply(everybody, own, 2, 1, 0)

@@ -1,4 +1,4 @@
-"""`safe_get_full_*` and `safe_set_full_*`, and engines over DeepSpeed's optimizer classes, against plain torch."""
+"""Tests of `safe_get_full_*`, `safe_set_full_*` and engines with DeepSpeed's optimizer classes, against plain torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plain(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def trained(stage: int, kind: str) -> dict[str, Any]:
-    """Train under the engine; what the functions say of every parameter before and after each step."""
+    """Train under the engine. Return the functions' results for every parameter before and after each step."""
     import torch.distributed as dist
 
     import windlass
@@ -89,7 +89,7 @@ def trained(stage: int, kind: str) -> dict[str, Any]:
 
 
 def wanted(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Weights and first state at the end, and the gradients of each step, of one process on all ranks' data."""
+    """Train one process on all ranks' data. Return final weights, final first states, and each step's gradients."""
     net = model()
     optimizer = plain(kind, [p for p in net.parameters() if p.requires_grad])
     gradients = []
@@ -127,7 +127,7 @@ def test_values_and_steps_are_plain_torch(stage: int, kind: str) -> None:
 
 
 def edited(stage: int) -> dict[str, Any]:
-    """Set everything that can be set, whole and by this rank's piece, and read it back."""
+    """Set each kind of value, full and by this rank's shard, and read it back."""
     import torch.distributed as dist
 
     import windlass
@@ -147,7 +147,8 @@ def edited(stage: int) -> dict[str, Any]:
         gradients = whole.safe_get_full_grad(target), whole.safe_get_full_grad(other), before
         engine.step()
     whole.safe_set_full_fp32_param(target, shape + 1)
-    whole.safe_set_full_fp32_param(frozen, torch.ones(3, 3))  # nobody trains it: nothing
+    # a frozen parameter has no master weight, so nothing is set
+    whole.safe_set_full_fp32_param(frozen, torch.ones(3, 3))
     whole.safe_set_full_optimizer_state(target, shape + 2, "exp_avg")
     read = whole.safe_get_full_fp32_param(target), whole.safe_get_full_optimizer_state(target, "exp_avg")
     piece = whole.safe_get_local_fp32_param(target)

@@ -1,4 +1,4 @@
-"""Every 'yes' of the composition matrix is reached by a case that trains as plain PyTorch does."""
+"""Tests that every supported combination of the feature matrix trains as plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OFFERED = {
 }
 ROWS = pairwise(OFFERED, lambda row: not feature_matrix.unsupported_pairs(row))
 
-# eps well above the rounding of a 16-bit gradient, which both divide by its own size
+# eps is well above the rounding of a 16-bit gradient, since both optimizers divide by the gradient's size.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "elementwise": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
     "whole_parameter": ("Lamb", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}),
@@ -56,7 +56,7 @@ GROUPS: dict[str, dict[str, int]] = {
 
 
 def words(row: Row) -> str:
-    """A test id: the value of every axis that has a choice, after the axis where the value alone would not tell."""
+    """Return a test id: the value of every axis with a choice, prefixed by the axis if the value alone is ambiguous."""
     dumb = ("stage", "accumulation", "checkpointing", "adapters", "overlap")
     chosen = [(axis, value) for axis, value in row.items() if len(OFFERED[axis]) > 1]
     return "-".join((f"{axis} {value}" if axis in dumb else value).replace(" ", "_") for axis, value in chosen)
@@ -66,7 +66,7 @@ def words(row: Row) -> str:
 
 
 class Kept(Checkpointed):
-    """Every block under windlass' own checkpointing."""
+    """Model with every block under windlass's own checkpointing."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         from windlass import checkpointing
@@ -78,7 +78,7 @@ class Kept(Checkpointed):
 
 
 def checkpointed(reentrant: bool | None, adapters: bool) -> nn.Module:
-    """Blocks under activation checkpointing (None: windlass' own), with frozen bases if they have adapters."""
+    """Return blocks under activation checkpointing (None: windlass's own), with frozen bases if they have adapters."""
     model = Kept(False) if reentrant is None else Checkpointed(reentrant)
     if adapters:
         model.blocks = nn.ModuleList(LoraBlock() for _ in range(3))
@@ -86,14 +86,14 @@ def checkpointed(reentrant: bool | None, adapters: bool) -> nn.Module:
 
 
 def scaled(call: Any, batch: Batch, backward: Backward) -> Tensor:
-    """Plain backward with the loss scale in the loss."""
+    """Call plain backward on the scaled loss."""
     loss = call(**batch)
     backward(call.scale(loss))
     return loss.detach()
 
 
 def autocast(call: Any, batch: Batch, backward: Backward) -> Tensor:
-    """A forward under autocast, as the oracle does it."""
+    """Run the forward under autocast, as the oracle does."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = call(**batch)
     backward(loss)
@@ -101,7 +101,7 @@ def autocast(call: Any, batch: Batch, backward: Backward) -> Tensor:
 
 
 def specimen_of(row: Row) -> Specimen:
-    """The model the row speaks of: its adapters and its checkpointing."""
+    """Return the specimen with the row's adapters and checkpointing."""
     adapters = row["adapters"] == "frozen base"
     if row["checkpointing"] == "none":
         return Specimen("row", lora if adapters else mlp, rows)
@@ -110,7 +110,7 @@ def specimen_of(row: Row) -> Specimen:
 
 
 def recipe_of(row: Row) -> Recipe:
-    """What the row trains. Groups of two need four ranks to be more than one."""
+    """Return the recipe of the row. More than one group of two needs four ranks."""
     optimizer, params = OPTIMIZERS[row["optimizer"]]
     return Recipe(
         ranks=2 if row["parallel"] == "data" else 4,
@@ -124,7 +124,7 @@ def recipe_of(row: Row) -> Recipe:
 
 
 def setting_of(row: Row) -> Setting:
-    """How the row asks the engine to train."""
+    """Return the engine setting of the row."""
     return Setting(
         stage=int(row["stage"]),
         overlap=row["overlap"] == "on",
@@ -140,7 +140,7 @@ def setting_of(row: Row) -> Setting:
 
 
 def homes_of(row: Row) -> list[tuple[str, Any]]:
-    """The offload sections that the row asks for."""
+    """Return the offload sections of the row."""
     devices = {"host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": gettempdir()}}
     sections = {"offload_optimizer": row["state_tier"], "offload_param": row["param_tier"]}
     found: dict[str, dict[str, Any]] = {n: dict(devices[home]) for n, home in sections.items() if home != "device"}
@@ -150,7 +150,7 @@ def homes_of(row: Row) -> list[tuple[str, Any]]:
 
 
 def described(row: Row) -> Row:
-    """What the matrix makes of the configuration that the engine is given for this row."""
+    """Return the features that the matrix finds in the engine's configuration for this row."""
     config = load_config(ds_config(recipe_of(row), setting_of(row)))
     facts = {axis: row[axis] for axis in ("adapters", "backward")}
     if row["checkpointing"] not in KEPT:
@@ -176,7 +176,7 @@ def train_row(row: Row) -> RankTrace:
 
 
 def expected(row: Row) -> Trace:
-    """The oracle's trace of the row, which most of its axes must not change."""
+    """Return the oracle's trace of the row, which most of its axes must not change."""
     return _expected(row["adapters"], row["checkpointing"], row["precision"] == "autocast", recipe_of(row))
 
 
@@ -189,7 +189,7 @@ def _expected(adapters: str, checkpointing: str, under_autocast: bool, recipe: R
 
 
 def first_losses(losses: list[list[float]]) -> Tensor:
-    """The losses of the first step, [ranks, micro-batches]: made from the initial weights alone."""
+    """Return the losses of the first step, [ranks, micro-batches], which depend on the initial weights only."""
     return torch.tensor(losses, dtype=torch.float64)
 
 
@@ -199,19 +199,19 @@ def first_losses(losses: list[list[float]]) -> Tensor:
 @pytest.mark.parametrize("row", ROWS, ids=words)
 def test_a_row_trains_as_plain_pytorch(row: Row) -> None:
     recipe, wanted = recipe_of(row), expected(row)
-    # A device with a memory of its own, or a home would be a word; copies come as late as they may.
+    # A device with memory of its own makes the tiers differ. Copies complete as late as possible.
     away = homes_of(row) or row["checkpointing"] in KEPT
     env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"} if away else {}
     found = run_ranks(train_row, recipe.ranks, row, env=env)
     said = complaints(found, wanted, recipe, exact=row["precision"] == "fp32")
     assert not said, "\n  ".join(["", *said[:12]])
-    # Before the first update nothing was summed in another order, so this bound is fp32's whatever the precision.
+    # Before the first update no sum had another order, so fp32's bound holds in any precision.
     first = first_losses([trace.losses[0] for trace in found])
     torch.testing.assert_close(first, first_losses(wanted.losses[0]), rtol=FP32_BOUND, atol=0)
 
 
 def test_the_first_losses_tell_precisions_apart() -> None:
-    """The bounds on 16-bit training would let one precision pass for another."""
+    """The first losses distinguish precisions, since the bounds on 16-bit training are too wide for that."""
     base = next(row for row in ROWS if row["parallel"] == "data")
     traces = [expected({**base, "precision": precision}) for precision in OFFERED["precision"]]
     for a, b in combinations(traces, 2):

@@ -1,4 +1,4 @@
-"""Compressed collectives equal their explicit computation in torch, bit for bit, from the tensors of all ranks."""
+"""Tests that compressed collectives equal their explicit computation from all ranks' tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def world_group() -> RankGroup:
 
 
 class CountingChannel:
-    """Passes everything on and counts the bytes that really went through."""
+    """Channel that forwards everything and counts the received bytes."""
 
     def __init__(self, inner: ByteChannel) -> None:
         self.inner, self.name, self.group, self.received = inner, inner.name, inner.group, 0
@@ -61,7 +61,7 @@ class CountingChannel:
 
 
 def collectives(transport: str, codec: Codec) -> CompressedCollectives:
-    """With windows of 48 bytes in shared memory, so that messages take several."""
+    """Return the collectives, with windows of 48 bytes in shared memory so that messages take several."""
     channel = choose_channel("auto", world_group(), torch.device("cpu"), timeout=TIMEOUT)
     assert channel.name == ("alone" if channel.group.size == 1 else transport)
     if transport == "shm" and channel.group.size > 1:
@@ -70,7 +70,7 @@ def collectives(transport: str, codec: Codec) -> CompressedCollectives:
 
 
 def of_ranks(shape: str, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
-    """The tensor of each rank."""
+    """Return the tensor of each rank."""
     made = []
     for rank in range(ranks):
         generator = torch.Generator().manual_seed(40 + rank)
@@ -82,7 +82,7 @@ def of_ranks(shape: str, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
 
 
 def passed(codec: Codec, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The tensor after one message, in the dtype of sums; bf16 and identity without the codec's own code."""
+    """Return the tensor after one message, in the dtype of sums; bf16 and identity without the codec's own code."""
     wide = accumulation_dtype(tensor.dtype)
     if codec.name == "identity" or ranks == 1:
         return tensor.to(wide)
@@ -119,7 +119,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
 
 
 class Case:
-    """One tensor for each rank, and what each collective must make of them and receive in bytes."""
+    """One tensor per rank, with the expected results and received bytes of each collective."""
 
     def __init__(self, calls: CompressedCollectives, codec: Codec, shape: str, dtype: torch.dtype) -> None:
         self.calls, self.codec, self.what = calls, codec, (codec.name, shape, dtype)
@@ -134,7 +134,7 @@ class Case:
             same(self.own, before, (self.what, name, "changed its input"))
 
     def received(self, check: Callable[[], list[int]], name: str) -> None:
-        """Run the check; bytes received by the channel, and those counted, are those that it lists by sender."""
+        """Run the check, and compare the received and the reported bytes with the sizes that it lists by sender."""
         counter, key = self.calls.channel, f"compressed_{name}"
         assert isinstance(counter, CountingChannel)
         counter.received, counted = 0, self.calls.traffic.bytes_moved[key]
@@ -154,7 +154,7 @@ class Case:
     def reduce_scatter(self) -> list[int]:
         parts = [cut(tensor, self.ranks)[self.rank] for tensor in self.tensors]
         same(self.calls.reduce_scatter(self.own, factor=0.25), summed(self.codec, parts, 0.25), self.what)
-        sizes = [0] * (self.ranks - 1) + [self.own.shape[0]]  # all of it to the last
+        sizes = [0] * (self.ranks - 1) + [self.own.shape[0]]  # all of it to the last rank
         mine = [tensor.split(sizes)[self.rank] for tensor in self.tensors]
         same(self.calls.reduce_scatter(self.own, sizes), summed(self.codec, mine, 1.0), self.what)
         return [nbytes(self.codec, parts[0])] * self.ranks + [nbytes(self.codec, mine[0])] * self.ranks
@@ -170,7 +170,7 @@ class Case:
 
     def all_to_all(self) -> list[int]:
         tables = [[cut_.shape[0] for cut_ in cut(self.own, self.ranks)]] * self.ranks
-        tables = [row[rank:] + row[:rank] for rank, row in enumerate(tables)]  # rows from each rank to each
+        tables = [row[rank:] + row[:rank] for rank, row in enumerate(tables)]  # rows from each rank to each rank
         from_each = [self.tensors[rank].split(tables[rank])[self.rank] for rank in range(self.ranks)]
         wanted = torch.cat([passed(self.codec, part, self.ranks).to(self.dtype) for part in from_each])
         found = self.calls.all_to_all(self.own, tables[self.rank], [row[self.rank] for row in tables])
@@ -206,7 +206,7 @@ def test_collectives_equal_their_explicit_computation(ranks: int, transport: str
 
 
 def beside_plain(transport: str) -> float:
-    """The largest relative difference to gloo's own all-reduce, which sums in another order."""
+    """Return the largest relative difference to gloo's own all-reduce, which sums in another order."""
     calls, ranks = collectives(transport, get_codec("identity")), dist.get_world_size()
     own = torch.randn(1003, generator=torch.Generator().manual_seed(dist.get_rank()))
     plain = own.clone()
@@ -226,7 +226,7 @@ def beside_plain(transport: str) -> float:
 
 @pytest.mark.parametrize(("ranks", "transport"), WORLDS)
 def test_identity_is_the_plain_collective(ranks: int, transport: str) -> None:
-    # two addends have one order, and only then the sum is the same to the bit
+    # two addends have only one order, so the sums are equal bit by bit
     limit = 0.0 if ranks <= 2 else 1e-3
     assert max(run_ranks(beside_plain, ranks, transport, transport=transport)) <= limit
 
@@ -235,7 +235,7 @@ def test_identity_is_the_plain_collective(ranks: int, transport: str) -> None:
 
 
 def along_axes_and_rings(transport: str) -> None:
-    """Messages along one axis of a mesh, and around a ring in which all send before they receive."""
+    """Send messages along one axis of a mesh, and around a ring in which all send before they receive."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = build_mesh(MeshShape(tp=2, dp_shard=ranks // 2))
     calls = CompressedCollectives.over_axis(mesh.tp, "bf16")
@@ -281,7 +281,7 @@ def test_round_trip_shows_what_peers_decode(transport: str) -> None:
 
 
 def absent(case: str) -> str:
-    """What rank 0 is told of a peer that does not come."""
+    """Return the error on rank 0 when a peer does not take part."""
     group = world_group()
     channel = SharedMemoryChannel(group, timedelta(seconds=1), window=48)
     calls = CompressedCollectives(channel, "identity")

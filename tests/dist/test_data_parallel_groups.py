@@ -1,5 +1,7 @@
-"""Layers cut over tp and experts over ep, written by hand, train as the whole model does in one process, at every
-stage; what is saved in one layout goes on in another."""
+"""Tests that layers sharded over tp and experts over ep, placed by hand, train as one process at every stage.
+
+A checkpoint of one layout continues in another.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def _batch(step: int, readers: int) -> torch.Tensor:
 
 
 def _engine(config: dict[str, Any]) -> tuple[Any, int, int]:
-    """The engine, which of the readers this rank is, and how many there are."""
+    """Return the engine, the index of this data-loading rank, and their number."""
     import torch.distributed as dist
 
     import windlass
@@ -108,7 +110,7 @@ def _near(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
 
 
 def _some(every: list[Any], step: int) -> list[Any]:
-    """All of them, of which only each so manieth is quick."""
+    """Return all cases, with all but every `step`-th marked slow."""
     return [
         one if n % step == 0 else pytest.param(*_values(one), marks=pytest.mark.slow) for n, one in enumerate(every)
     ]
@@ -175,20 +177,20 @@ def test_other_samples_along_tp_are_told() -> None:
 
 
 class Ends(torch.nn.Module):
-    """One end of a pipeline, or both: each has the same embedding, and a matrix of its own."""
+    """One end of a pipeline, or both. Each end has the same embedding and a matrix of its own."""
 
     def __init__(self, ends: tuple[int, ...]) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.embed = torch.nn.Embedding(VOCABULARY, 8)
         if ends == (1,):
-            self.table = self.embed  # which has another name there
+            self.table = self.embed  # the embedding has another name at this end
             del self.embed
         made = [torch.nn.Linear(8, VOCABULARY), torch.nn.Linear(8, VOCABULARY)]
         self.heads = torch.nn.ModuleDict({str(end): made[end] for end in ends})
 
     def words(self) -> torch.nn.Embedding:
-        """The embedding, by whatever name."""
+        """Return the embedding under either name."""
         found = self._modules.get("embed", self._modules.get("table"))
         assert isinstance(found, torch.nn.Embedding)
         return found

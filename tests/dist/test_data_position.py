@@ -1,4 +1,7 @@
-"""The place in the data is part of a checkpoint: the same batches on as many ranks, the same samples on any number."""
+"""Tests that a checkpoint holds the position in the data.
+
+On the same number of ranks the next batches are equal; on any number the samples are.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MICRO, SAMPLES = 2, 48
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples that say which they are, with noise from all generators that a script may use."""
+    """Samples that hold their index and noise from all generators that a script may use."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -34,7 +37,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Dropping(nn.Module):
-    """A layer behind dropout."""
+    """Layer with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ def engine_for(seed: int, **more: Any) -> Any:
 
 
 def trained(engine: Any, batches: Iterator[Any]) -> tuple[list[float], list[int]]:
-    """The losses of these batches on this rank, and their samples."""
+    """Train on these batches on this rank. Return losses and sample indices."""
     losses, numbers = [], []
     for batch in batches:
         loss = engine(batch["x"])
@@ -74,13 +77,13 @@ def trained(engine: Any, batches: Iterator[Any]) -> tuple[list[float], list[int]
 
 
 def epochs(engine: Any) -> Iterator[Any]:
-    """As scripts go through their data: epoch after epoch."""
+    """Yield batches epoch after epoch, as most scripts do."""
     while True:
         yield from engine.training_dataloader
 
 
 def again(engine: Any) -> Iterator[Any]:
-    """As scripts that count steps do."""
+    """Return a loader that restarts by itself, for scripts that count steps."""
     from windlass.data.resumable_loaders import CyclingLoader
 
     return CyclingLoader(engine.training_dataloader)
@@ -90,7 +93,10 @@ WAYS = {"epochs": epochs, "again": again}
 
 
 def interrupted(way: str, before: int, folder: str) -> dict[str, Any]:
-    """Saved in an epoch, gone on into the next; taken up by another engine, and by one amid another place."""
+    """Save within an epoch and continue into the next.
+
+    Then resume in a new engine, and in one that was at another position.
+    """
     after = 12
     engine = engine_for(0)
     batches = WAYS[way](engine)
@@ -127,7 +133,7 @@ def begun(batches: int, folder: str) -> list[int]:
 
 
 def rest(folder: str) -> tuple[list[int], list[int]]:
-    """The samples of the rest of the epoch, and of the next."""
+    """Return the samples of the rest of the epoch and of the next one."""
     engine = engine_for(50)
     engine.load_checkpoint(folder)
     found = [trained(engine, iter(engine.training_dataloader))[1] for _ in range(2)]
@@ -141,14 +147,15 @@ def test_the_same_samples_on_other_ranks(before: int, after: int, tmp_path: Any)
     found = run_ranks(rest, after, str(tmp_path))
     assert Counter(seen.values()) == {1: 3 * before * MICRO}
     left = Counter(n for one, _ in found for n in one)
-    repeated = left - (Counter(range(SAMPLES)) - seen)  # to fill the ranks' last batch, from the epoch's beginning
+    # samples from the epoch's beginning, which fill the last batch of the ranks
+    repeated = left - (Counter(range(SAMPLES)) - seen)
     assert left - repeated == Counter(range(SAMPLES)) - seen
     assert repeated.total() == -(SAMPLES - seen.total()) % after
     assert Counter(n for _, other in found for n in other) == Counter(range(SAMPLES))
 
 
 class Fewer(Rows):
-    """Another dataset."""
+    """Dataset of another length."""
 
     def __len__(self) -> int:
         return SAMPLES - 1
@@ -185,7 +192,7 @@ def test_other_data_are_refused_by_default(tmp_path: Any) -> None:
 
 
 def apart(folder: str) -> list[str]:
-    """What is said of a checkpoint where one rank has taken more batches than the other."""
+    """Return the warnings of a save for which one rank has taken more batches than the other."""
     engine = engine_for(0)
     list(islice(engine.training_dataloader, 1 + dist.get_rank()))
     with listening() as said:

@@ -1,4 +1,4 @@
-"""Saves in DeepSpeed's format: what lies in the files is the training state, and our own are still those that load."""
+"""Tests of saving in DeepSpeed's format: the files hold the training state, and windlass loads its own files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.checkpoint.to_windlass import main as to_windlass
 
 
 def files_of(stage: int, ranks: int, bf16: bool) -> set[str]:
-    """Names of what DeepSpeed would have written."""
+    """Return the names of the files that DeepSpeed would write."""
     prefix = "bf16_" if bf16 else ""
     optim = {f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)} if stage else set()
     if stage == 3:
@@ -27,7 +27,7 @@ def files_of(stage: int, ranks: int, bf16: bool) -> set[str]:
 
 
 def own_files_taken_away(folder: Path, target: Path) -> None:
-    """What another tool has, that knows DeepSpeed's files alone."""
+    """Copy a checkpoint without windlass's own files, as another tool that knows DeepSpeed's format would see it."""
     shutil.copytree(folder, target)
     for path in (target / "global_step3").iterdir():
         if path.suffix != ".pt":
@@ -35,7 +35,7 @@ def own_files_taken_away(folder: Path, target: Path) -> None:
 
 
 def formatted(folder: str, precision: str, stages: tuple[int, ...]) -> dict[int, dict[str, Any]]:
-    """Save at each stage, and go on from DeepSpeed's files alone."""
+    """Save at each stage, and continue from DeepSpeed's files alone."""
     import windlass
 
     found = {}
@@ -44,7 +44,7 @@ def formatted(folder: str, precision: str, stages: tuple[int, ...]) -> dict[int,
         sub_group = {"sub_group_size": 60} if stage == 3 else {}
         engine = engine_for(stage, precision, 0, checkpoint="deepspeed", **sub_group)
         steps(engine, 0, 3)
-        blocking = stage != 2  # which may as well be written behind training
+        blocking = stage != 2  # at stage 2 a thread writes the files during training
         assert engine.save_checkpoint(str(root), client_state=CLIENT, blocking=blocking) is True
         engine.finish_checkpoint()
         named = dict(engine.module.named_parameters())
@@ -97,7 +97,7 @@ def test_the_files_hold_the_training_state(precision: str, ranks: int, stages: t
                 assert torch.equal(weights[name], value), (stage, folder, name)
             trained = consolidated.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
             assert set(weights) - set(trained) == {"frozen.weight", "frozen.bias"}, (stage, folder)
-        states = torch.load(next(tag.glob("*model_states.pt")), weights_only=True)  # nothing in it has to be trusted
+        states = torch.load(next(tag.glob("*model_states.pt")), weights_only=True)  # loads without trusting any class
         assert states["dp_world_size"] == ranks and torch.equal(states["t"], CLIENT["t"])
     source = tmp_path / "3-pt" / "global_step3"
     assert to_windlass(["--input_folder", str(source), "--output_folder", str(tmp_path / "uni" / "t")]) == 0
@@ -107,7 +107,7 @@ def test_the_files_hold_the_training_state(precision: str, ranks: int, stages: t
 
 
 def universal(folder: str, precision: str) -> list[float]:
-    """Go on from what `ds_to_universal` made."""
+    """Continue from the output of `ds_to_universal`."""
     engine = engine_for(1, precision, 9, load_universal=True)
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
@@ -117,7 +117,7 @@ def universal(folder: str, precision: str) -> list[float]:
 
 
 def scaled(folder: str) -> list[dict[str, Any]]:
-    """Save under fp16, and take the loss scale from DeepSpeed's files alone."""
+    """Save under fp16, and read the loss scale from DeepSpeed's files alone."""
     found = []
     for stage in (0, 1, 3):
         root = Path(folder) / str(stage)
@@ -140,12 +140,13 @@ def scaled(folder: str) -> list[dict[str, Any]]:
 def test_the_loss_scale_is_in_them(tmp_path: Path) -> None:
     for found in run_ranks(scaled, 1, str(tmp_path))[0]:
         before, after = found["scale"]
-        assert before == after or {**before, "hysteresis_left": after["hysteresis_left"]} == after  # not at stage 0
+        # not stored at stage 0
+        assert before == after or {**before, "hysteresis_left": after["hysteresis_left"]} == after
         assert before["scale"] > 1 and (found["same"] or found["stage"] == 0)
 
 
 def whole(folder: str) -> dict[str, Any]:
-    """The calls that give and take whole weights."""
+    """Call the functions that return, save or load full weights."""
     engine = engine_for(3, "bf16", 0)
     steps(engine, 0, 1)
     first = engine._zero3_consolidated_16bit_state_dict()
@@ -205,7 +206,7 @@ def test_whole_weights_come_and_go(tmp_path: Path) -> None:
 
 
 def tagged(folder: str) -> dict[str, Any]:
-    """Each rank gives a tag of its own, as with a loss in it."""
+    """Save with a different tag on each rank, e.g. with a loss in it."""
     import windlass
 
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Training goes on from the directories that DeepSpeed writes, at any stage and on any number of ranks."""
+"""Tests that training continues from DeepSpeed's directories, at any stage and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Net(nn.Module):
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not."""
+    """Return parameter groups: matrices with weight decay, vectors without."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decay, rest = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
     return [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 
 def config_of(stage: int, precision: str) -> dict[str, Any]:
-    """What both engines take."""
+    """Return the configuration of both engines."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -58,7 +58,7 @@ def config_of(stage: int, precision: str) -> dict[str, Any]:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Token ids [2, 6]."""
+    """Return token ids [2, 6]."""
     return torch.randint(0, 29, (2, 6), generator=torch.Generator().manual_seed(step * 100 + rank))
 
 
@@ -76,7 +76,7 @@ def engine_for(
 
 
 def steps(engine: Any, first: int, last: int) -> list[float]:
-    """Train; the losses."""
+    """Train and return the losses."""
     losses = []
     for step in range(first, last):
         loss = engine(batch(step, dist.get_rank()))
@@ -87,7 +87,7 @@ def steps(engine: Any, first: int, last: int) -> list[float]:
 
 
 def whole_state(engine: Any) -> Trained:
-    """All of an engine's state, on every rank."""
+    """Return an engine's full state on every rank."""
     import windlass
 
     module = engine.module
@@ -113,12 +113,12 @@ def whole_state(engine: Any) -> Trained:
     )
 
 
-# saved by DeepSpeed's layout at (stage, ranks, most elements of a sub-group), loaded here at a stage
+# saved in DeepSpeed's layout of (stage, ranks, largest sub-group), and the stage of the load
 CASES = [(0, 1, 1 << 30, 3), (1, 2, 1 << 30, 0), (2, 3, 1 << 30, 3), (3, 2, 1 << 30, 1), (3, 3, 60, 2), (3, 1, 60, 3)]
 
 
 def continued(folder: str, precision: str) -> list[dict[str, Any]]:
-    """Train, write the state as DeepSpeed would, and go on from each of its directories."""
+    """Train, write the state as DeepSpeed would, and continue from each of its directories."""
     engine = engine_for(1, precision, 0)
     steps(engine, 0, 3)
     state = whole_state(engine)
@@ -167,7 +167,7 @@ def test_training_goes_on_from_deepspeeds_directories(precision: str, ranks: int
 
 
 def weights_alone(folder: str) -> dict[str, Any]:
-    """Load weights alone, and into a model whose optimizer has other groups."""
+    """Load weights alone, and load into a model whose optimizer has other groups."""
     engine = engine_for(3, "fp32", 0)
     steps(engine, 0, 1)
     state = whole_state(engine)
@@ -178,7 +178,7 @@ def weights_alone(folder: str) -> dict[str, Any]:
     import windlass
 
     torch.manual_seed(9)
-    other = windlass.initialize(model=Net(), config=config_of(3, "fp32"))[0]  # one group
+    other = windlass.initialize(model=Net(), config=config_of(3, "fp32"))[0]  # one parameter group
     said = ""
     try:
         other.load_checkpoint(f"{folder}/zero")

@@ -1,4 +1,7 @@
-"""Delayed updates: parameters follow their recurrence, whatever the stage, home and transport; all else is as ever."""
+"""Tests of delayed updates: parameters follow their recurrence for any stage, tier and transport.
+
+All other behavior is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ DELAYED = Recipe(ranks=2, steps=5, optimizer="AdamW", optimizer_params=ADAMW, de
 
 
 def late(case: tuple[int, str, str], folder: Any, transport: str = "gloo", **more: Any) -> Setting:
-    """The setting of a case, with delayed updates."""
+    """Return the setting of a case with delayed updates."""
     stage, state, param = case
     return Setting(stage=stage, transport=transport, zero=homes(state, param, folder, delayed_update=True, **more))
 
@@ -68,7 +71,7 @@ def test_it_holds_where_host_memory_is_the_device_s(transport: str, tmp_path: An
 
 
 def test_the_oracle_can_tell_a_delay() -> None:
-    """The bounds would not forgive an update that came at once, or two steps late."""
+    """The bounds distinguish a delay of one step from an immediate update and from a delay of two."""
     at_once = expected("tied", replace(DELAYED, delayed_from=None, accumulation=2))
     one_late = expected("tied", replace(DELAYED, accumulation=2))
     assert relative_error(at_once.params, one_late.params)[0] > 100 * FP32_BOUND
@@ -114,7 +117,7 @@ def test_off_means_at_once(tmp_path: Any) -> None:
 
 
 def train(engine: Any, step: int, recipe: Recipe = DELAYED, factor: float = 1.0) -> None:
-    """Forward and backward of one step of the mlp."""
+    """Run forward and backward of one step of the mlp."""
     subject = specimen("mlp")
     batch = cast(subject.batch(Place(step, 0, dist.get_rank())), recipe.dtype)
     subject.train(engine, batch, lambda loss: engine.backward(loss * factor))
@@ -125,7 +128,7 @@ def engine_of(setting: Setting, recipe: Recipe = DELAYED, **more: Any) -> Any:
 
 
 def hold_up(engine: Any) -> threading.Event:
-    """Have updates wait until this is set."""
+    """Block updates until the returned event is set."""
     may, inner = threading.Event(), engine._sharded.update._inner
     whole = inner.step
 
@@ -138,7 +141,7 @@ def hold_up(engine: Any) -> threading.Event:
 
 
 def overlapped(setting: Setting) -> dict[str, Tensor]:
-    """Each update may begin only after the next forward and backward have ended; until then the rate is another."""
+    """Train with each update blocked until the next forward and backward have ended, at another learning rate."""
     engine = engine_of(setting)
     may = hold_up(engine)
     rate = dict(DELAYED.optimizer_params)["lr"]
@@ -165,7 +168,7 @@ def test_a_step_returns_before_its_update_begins(case: tuple[int, str, str], tra
 
 
 def kept(setting: Setting, recipe: Recipe) -> dict[str, Any]:
-    """Most bytes on the device, and bytes at rest by slot and home."""
+    """Return the peak bytes on the device, and the stored bytes by slot and tier."""
     from windlass.base import device_memory
 
     engine = engine_of(setting, recipe)
@@ -197,7 +200,7 @@ def test_the_device_holds_no_more_and_the_report_counts_the_rest(case: tuple[int
 
 
 def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
-    """The parameters after two steps, as found in one way; and whether an update was under way before."""
+    """Return the parameters after two steps, read in one way, and whether an update was in flight before."""
     import windlass
 
     engine = engine_of(setting)
@@ -264,7 +267,7 @@ def test_who_looks_sees_the_last_step(way: str, transport: str, tmp_path: Any) -
 
 
 def local_pieces(setting: Setting) -> bool:
-    """One rank's masters and states as it sees them alone, against those after all have finished the update."""
+    """Compare one rank's masters and states, read alone, with those after all ranks finished the update."""
     import windlass
 
     def look() -> list[Tensor]:
@@ -291,7 +294,7 @@ def test_one_rank_may_look_at_its_own(case: tuple[int, str, str], tmp_path: Any)
 
 
 def changed_in_place(setting: Setting, finishes: bool) -> tuple[str, dict[str, Tensor]]:
-    """Set a parameter between two steps."""
+    """Change a parameter in place between two steps."""
     engine = engine_of(setting)
     said = ""
     for step in range(2):
@@ -315,7 +318,7 @@ def test_a_change_in_place_counts_after_finish_update_and_is_an_error_before(tmp
     setting = late((2, "cpu", "none"), tmp_path)
     for said, _ in run_ranks(changed_in_place, 2, setting, False, env=LATE):
         assert said.startswith("ModelError: 'head.bias' was changed in place") and "finish_update" in said
-    # both gradients are of the newest parameters, as they are where updates come at once
+    # both gradients are of the newest parameters, as with immediate updates
     at_once = Setting(stage=2, zero=homes("cpu", "none", tmp_path))
     wanted = run_ranks(changed_in_place, 2, at_once, False, env=LATE)[0][1]
     for said, found in run_ranks(changed_in_place, 2, setting, True, env=LATE):
@@ -326,7 +329,7 @@ def test_a_change_in_place_counts_after_finish_update_and_is_an_error_before(tmp
 
 
 def interrupted(setting: Setting, recipe: Recipe, folder: str) -> dict[str, Any]:
-    """Train 2 + 3 steps, saving in between; then load into another engine and train the last 3 again."""
+    """Train 2 + 3 steps with a save in between, then load into another engine and repeat the last 3."""
 
     def go_on(engine: Any) -> dict[str, Tensor]:
         for step in range(2, recipe.steps):
@@ -367,7 +370,7 @@ def test_a_resumed_run_is_one_that_finished_its_update(
 
 
 def overflowing(setting: Setting, overflows: bool) -> tuple[dict[str, Tensor], int]:
-    """Five steps; after the second a step that overflows, or the update finished by hand."""
+    """Train five steps. After the second, run a step that overflows, or finish the update explicitly."""
     recipe = replace(DELAYED, precision="fp16", optimizer="SGD", optimizer_params=(("lr", 0.05), ("momentum", 0.9)))
     engine = engine_of(setting, recipe, fp16={"enabled": True, "loss_scale": 64.0})
     for step in range(recipe.steps):
@@ -406,7 +409,7 @@ WAYS_TO_NOTICE: dict[str, Callable[[Any, str], Any]] = {
 
 
 def failing(setting: Setting, way: str, folder: str) -> dict[str, Any]:
-    """Rank 1 fails in the update of the second step; then, from the checkpoint of the first, training goes on."""
+    """Fail on rank 1 in the update of the second step, then continue from the checkpoint of the first."""
     engine = engine_of(setting)
     train(engine, 0)
     engine.step()
@@ -447,7 +450,7 @@ def test_a_failure_is_told_on_all_ranks(case: tuple[int, str, str], way: str, tm
 
 
 def disk_goes(setting: Setting, how: str, way: str, folder: str) -> list[str]:
-    """What calls say after a disk failed in the update under way."""
+    """Return the errors of calls after a disk failure in the update in flight."""
     subject = specimen("mlp")
     engine = start(subject, ds_config(DELAYED, setting))
     whole_step(subject, engine, 0)
@@ -457,7 +460,7 @@ def disk_goes(setting: Setting, how: str, way: str, folder: str) -> list[str]:
         engine._sharded.wait_for_update()
         breaker.mend()
         said = attempt(lambda: WAYS_TO_NOTICE[way](engine, folder))
-    except StorageError as error:  # the update of the first step was still under way
+    except StorageError as error:  # the update of the first step was still in flight
         breaker.mend()
         said = f"{type(error).__name__}: {error}"
     return [said, attempt(lambda: engine.save_checkpoint(folder)), attempt(engine.destroy)]
@@ -480,7 +483,7 @@ def test_a_disk_that_fails_behind_the_model_is_told(
 
 
 def left_alone(setting: Setting) -> int:
-    """Forget an engine in the middle of an update; its thread ends by itself."""
+    """Drop an engine during an update. Its thread ends by itself."""
     import gc
 
     engine = engine_of(setting)
@@ -506,7 +509,7 @@ def refused(optimizer: str) -> str:
 
     config = ds_config(recipe, late((2, "cpu", "none"), ""))
     given = None
-    if optimizer == "Adafactor":  # the configuration does not say so
+    if optimizer == "Adafactor":  # a configuration can't name Adafactor
         config.pop("optimizer")
         given = torch.optim.Adafactor(model.parameters(), lr=1e-3)
     try:

@@ -1,4 +1,4 @@
-"""Bytes that change on the disk of one rank: no step is made with them, no save holds them, and a load mends it."""
+"""Tests of bytes that change on one rank's disk: no step uses them, no save contains them, and a load repairs them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.dist.test_offload import LATE
 from tests.models import Place
 from tests.unit.storage.test_page_checksums import rewrite
 
-# what is damaged, and how
+# the damaged kind of data, and the kind of damage
 CASES = [
     ("parameters", "flip"),
     ("master", "flip"),
@@ -33,10 +33,10 @@ HOLDERS = {"parameters": "parameters of ", "gradient": "gradient of "}
 
 
 class Spoiler:
-    """Changes the files of one rank behind the tier's back.
+    """Tool that changes the files of one rank without the tier's knowledge.
 
     Attributes:
-        names: parameters of which something was changed.
+        names: parameters with changed bytes.
     """
 
     def __init__(self, engine: Any, kind: str, how: str) -> None:
@@ -46,7 +46,7 @@ class Spoiler:
         self._old: dict[tuple[Any, int], bytes] = {}
 
     def spans(self) -> list[tuple[Any, int, int]]:
-        """Extents that hold the kind, and where in them."""
+        """Return the extents that hold the kind, and its position in them."""
         self.model.tiers.staging.wait_all()
         if self.kind in ("master", "exp_avg"):
             records = self.model.masters.state_offload._records.values()
@@ -95,7 +95,7 @@ class Spoiler:
 
 
 def damaged(subject: Any, engine: Any, saved: str, kind: str, how: str) -> dict[str, Any]:
-    """What each call says when something is damaged before a step, and of a load that follows."""
+    """Return the errors of each call when data is damaged before a step, and the state after a following load."""
     import windlass
 
     spoiler = Spoiler(engine, kind, how)
@@ -127,7 +127,7 @@ def damaged(subject: Any, engine: Any, saved: str, kind: str, how: str) -> dict[
 
 
 def all_damaged(folder: str, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Each kind of damage to one engine, which goes on from a checkpoint as if nothing had been."""
+    """Damage one engine in each way, and continue from a checkpoint as if nothing had happened."""
     subject, engine = begin(f"{folder}/disk", "nvme")
     step(subject, engine, 0)
     saved = f"{folder}/saved"
@@ -172,7 +172,7 @@ def test_damage_ends_the_step_and_a_load_mends_it(ranks: int, transport: str, tm
 
 
 def not_yet_stepped(folder: str) -> list[Any]:
-    """Damage that is found before an update: a gradient to which another is added, what a save reads."""
+    """Damage data that is read before an update: a gradient in accumulation, and the states that a save reads."""
     subject, engine = begin(f"{folder}/disk", "nvme", accumulation=2)
     plain, plain_engine = begin(f"{folder}/plain", "nvme", accumulation=2)
 

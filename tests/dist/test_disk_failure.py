@@ -1,4 +1,4 @@
-"""A disk that fails under one rank: every rank hears of it, none waits, and nobody goes on from half a step."""
+"""Tests of a disk that fails on one rank: every rank raises, none hangs, and none continues from half a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAD_RANK = 0
 
 
 class Failed:
-    """A request that came back with an error."""
+    """Request that fails with an error."""
 
     def __init__(self, failure: tuple[int, int, int, int]) -> None:
         self._failure = failure
@@ -39,7 +39,7 @@ class Failed:
 
 
 class FailedLate(Failed):
-    """One that is known to have failed only once somebody waits for it."""
+    """Request whose failure is known only after a wait."""
 
     def __init__(self, failure: tuple[int, int, int, int]) -> None:
         super().__init__(failure)
@@ -54,7 +54,7 @@ class FailedLate(Failed):
 
 
 class GoneDevice:
-    """An engine whose device answers EIO to reads, to writes, or to both."""
+    """I/O engine whose device answers EIO to reads, to writes, or to both."""
 
     def __init__(self, engine: Any, writes: Sequence[bool], kind: type[Failed] = Failed) -> None:
         self._engine, self._writes, self._kind = engine, writes, kind
@@ -69,7 +69,7 @@ class GoneDevice:
 
 
 class Breaker:
-    """Breaks the disk of one rank, and mends it."""
+    """Tool that breaks the disk of one rank and repairs it."""
 
     def __init__(self, engine: Any) -> None:
         self.disk = engine._sharded.tiers.disk
@@ -109,7 +109,7 @@ def begin(
 
 
 def forget(engine: Any) -> None:
-    """Drop the parameters that the last step has left in memory, which would do without the disk."""
+    """Drop the parameters that the last step left in memory, so that they are read from disk again."""
     for unit in engine._sharded.units:
         if unit.shard_slot is not None:
             unit.shard_slot.drop_staged()
@@ -124,7 +124,7 @@ def attempt(act: Any) -> str:
 
 
 def step(subject: Any, engine: Any, number: int, breaker: Breaker | None = None, when: str = "", how: str = "") -> None:
-    """One step; `when` says what the disk breaks before."""
+    """Run one step. `when` names the call before which the disk breaks."""
     batch = subject.batch(Place(number, 0, dist.get_rank()))
 
     def backward(loss: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ def step(subject: Any, engine: Any, number: int, breaker: Breaker | None = None,
 
 
 def repeated(folder: str, when: str, how: str, gradients: str, among: int = -1) -> list[Any]:
-    """What was said when the disk failed, and whether the step, repeated on a disk that works, gave what it should."""
+    """Return the error of the disk failure, and whether the step, repeated on a working disk, has the right result."""
     found = []
     said = ""
     for breaks in (False, True):
@@ -179,14 +179,17 @@ def test_what_fails_before_the_update_changes_nothing(
 
 
 def test_what_one_group_of_several_cannot_read_is_told_by_the_step(tmp_path: Path) -> None:
-    """Its forward can't tell the other groups, which may have none."""
+    """A read failure in one of several groups is raised by the step on all ranks.
+
+    The forward of the group can't inform the other groups, which may have no failure.
+    """
     for said, equal in run_ranks(repeated, 2, str(tmp_path), "forward", "read", "cpu", 1, env=LATE):
         assert said.startswith("StorageError: this step was skipped") and "rank 0: reading" in said and "EIO" in said
         assert equal
 
 
 def half_a_step(folder: str, how: str, param: str, optimizer: str) -> dict[str, str]:
-    """What each call says after an update in which the disk failed."""
+    """Return the errors of each call after an update in which the disk failed."""
     subject, engine = begin(folder, param=param, optimizer=optimizer)
     step(subject, engine, 0)
     engine.save_checkpoint(f"{folder}/saved")
@@ -250,7 +253,7 @@ def test_nobody_goes_on_from_half_a_step(
 
 
 def late(folder: str) -> list[str]:
-    """The last writes of a step fail when that step is over: what it says, and the next one, and a save."""
+    """Return the errors when the last writes of a step fail after it: of the step, of the next one, and of a save."""
     subject, engine = begin(folder, param="none")
     step(subject, engine, 0)
     breaker = Breaker(engine)
@@ -290,7 +293,7 @@ def failing_save(folder: str) -> list[str]:
         breaker.smash("read")
         return taken
 
-    with mock.patch.object(engine_checkpoint, "compute_fingerprint", then_smash):  # which reads all of it, too
+    with mock.patch.object(engine_checkpoint, "compute_fingerprint", then_smash):  # the fingerprint reads all of it too
         said = attempt(lambda: engine.save_checkpoint(f"{folder}/saved"))
     breaker.mend()
     there += str(any(Path(folder, "saved").iterdir()))
@@ -311,7 +314,7 @@ def test_a_save_that_cannot_read_is_refused_on_all_ranks(tmp_path: Path) -> None
 
 
 def destroyed_blind(folder: str) -> list[Any]:
-    """`destroy` while the parameters can't be read."""
+    """Call `destroy` while the parameters can't be read."""
     import logging
 
     subject, engine = begin(folder)

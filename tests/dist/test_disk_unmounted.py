@@ -1,4 +1,4 @@
-"""The file system of the disk tier goes away under a run: pulled out like a device, or unmounted."""
+"""Tests of the disk tier's file system disappearing during a run: removed like a device, or unmounted."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.dist.harness import run_ranks
 from tests.dist.test_disk_failure import attempt, begin, step
 from tests.dist.test_offload import LATE
 
-_SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN of ext4, xfs and f2fs: every I/O answers EIO from then on
+_SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN of ext4, xfs and f2fs: all later I/O fails with EIO
 _AT_ONCE = struct.pack("I", 2)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, for root on machines that have loop devices."""
+    """Mount a separate file system. Needs root and loop devices."""
     image, place = tmp_path / "image", tmp_path / "disk"
     place.mkdir()
     with image.open("wb") as file:
@@ -40,7 +40,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def lose(disk: str, how: str) -> None:
-    """On one rank, for all."""
+    """Remove the file system, on one rank for all."""
     dist.barrier()
     if dist.get_rank() == 0:
         if how == "unmounted":
@@ -53,7 +53,7 @@ def lose(disk: str, how: str) -> None:
 
 
 def trained(folder: str, disk: str, how: str) -> dict[str, Any]:
-    """Two steps with the file system gone before the second, and then a run elsewhere from the checkpoint."""
+    """Train two steps, with the file system gone before the second, then continue elsewhere from the checkpoint."""
     subject, engine = begin(disk, "nvme")
     step(subject, engine, 0)
     engine.save_checkpoint(f"{folder}/saved")
@@ -77,7 +77,7 @@ def trained(folder: str, disk: str, how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["pulled", "unmounted"])
 def test_a_file_system_that_goes_away(how: str, disk: Path, tmp_path: Path) -> None:
     for said in run_ranks(trained, 2, str(tmp_path), str(disk), how, env=LATE, timeout=120):
-        if how == "unmounted":  # open files keep it alive: nothing is lost
+        if how == "unmounted":  # open files keep the file system alive: nothing is lost
             assert said["step"] == "" and said["same"], said
         else:
             for call in ("step", "load"):

@@ -1,5 +1,7 @@
-"""What a script drops between backward and step is dropped; what else it does to gradients and weights is right or
-raises. Laws against plain PyTorch."""
+"""Tests of gradients that a script drops between backward and step, and of edits of gradients and weights.
+
+The result equals plain PyTorch, or the edit raises.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ from tests.oracle import Recipe, relative_error
 from windlass.base.errors import GradientAccessError, ModelError
 
 STEPS, CLIPPING = 3, 0.5
-GENTLE = {**dict(SGD), "weight_decay": 0.1}  # a zero gradient is not the same as none
+GENTLE = {**dict(SGD), "weight_decay": 0.1}  # with weight decay, a zero gradient differs from none
 
 
 class OwnZeroing(torch.optim.SGD):
-    """A client's optimizer that drops gradients in its own way."""
+    """Client's optimizer that drops gradients in its own way."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         for group in self.param_groups:
@@ -57,7 +59,7 @@ DOORS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {  # module, engine, opt
     "one parameter": one_parameter,
     "nothing": lambda *_: None,
 }
-# what happens in a step: b(ackward), n: one inside no_sync, d(rop), s(tep); a step ends with its last s
+# Events of a step: b(ackward), n: one inside no_sync, d(rop), s(tep). A step ends with its last s.
 EVENTS = {
     "one of two backwards": ("bdbs", 1),
     "a rejected batch": ("bds", 1),
@@ -69,7 +71,7 @@ EVENTS = {
 
 
 def rows_of(number: int, doors: list[str] | None = None) -> list[tuple[str, str]]:
-    """Each door with some events, others for each `number`."""
+    """Combine each way of dropping with one kind of events. Each `number` gives other combinations."""
     names = list(EVENTS)
     return [(door, names[(at + number) % len(names)]) for at, door in enumerate(doors or DOORS)]
 
@@ -81,7 +83,7 @@ def go_through(
     step: Any,
     quiet: Any = nullcontext,
 ) -> None:
-    """The script, of plain PyTorch and of an engine. In the second step nothing is dropped."""
+    """Run the script for plain PyTorch or an engine. Nothing is dropped in the second step."""
     events, _ = EVENTS[row[1]]
     for number in range(STEPS):
         micro = 0
@@ -97,7 +99,7 @@ def go_through(
 
 
 def rule_of(row: tuple[str, str]) -> type[torch.optim.SGD]:
-    """torch's own is stepped on shards, the client's on whole parameters."""
+    """Return the optimizer class: torch's is stepped on shards, the client's on full parameters."""
     return OwnZeroing if "zeros" in row[0] else torch.optim.SGD
 
 
@@ -129,7 +131,7 @@ def plain(row: tuple[str, str], ranks: int) -> dict[str, Tensor]:
 
 
 class Door:
-    """An object with nothing but `zero_grad`."""
+    """Object that has only `zero_grad`."""
 
     def __init__(self, zero_grad: Callable[..., None]) -> None:
         self.zero_grad = zero_grad
@@ -138,10 +140,10 @@ class Door:
 def engines(
     rows: list[tuple[str, str]], setting: Setting, stand_in: bool, skip: bool = False
 ) -> list[dict[str, Tensor]]:
-    """Parameters after each row.
+    """Return the parameters after each row.
 
     Args:
-        skip: do not drop, but leave out what would be dropped.
+        skip: leave out the backwards whose gradients would be dropped, instead of dropping them.
     """
     import windlass
     from windlass.compat.deepspeed_initialize import initialize
@@ -200,7 +202,7 @@ def test_gradients_away_from_the_device_are_dropped(stage: int, state: str, para
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_through_the_stand_in(stage: int) -> None:
-    """The middle of a step is another law there, see below."""
+    """Dropping works under the compat layer too. Drops in the middle of a step have a separate test below."""
     rows = [(door, "one of two backwards" if at % 2 else "a rejected batch") for at, door in enumerate(DOORS)]
     hold(
         [row for row in rows if row[0] != "submodule"] + [("submodule", "a backward of the middle")],
@@ -211,7 +213,7 @@ def test_through_the_stand_in(stage: int) -> None:
 
 
 def test_a_delayed_update_steps_nothing_that_was_dropped(tmp_path: Any) -> None:
-    """Law: as if the backward had never been."""
+    """A delayed update after a drop equals a run without the backward."""
     for stage, door in ((1, "optimizer"), (3, "module")):
         rows = [(door, "one of two backwards")]
         setting = Setting(stage=stage, zero=homes("cpu", "none", tmp_path, delayed_update=True))
@@ -221,7 +223,7 @@ def test_a_delayed_update_steps_nothing_that_was_dropped(tmp_path: Any) -> None:
 
 
 def every_iteration(where: str, stage: int) -> list[dict[str, Tensor]]:
-    """A script that calls zero_grad in every iteration while the stand-in accumulates; and one that does not."""
+    """Run a script that calls zero_grad in every iteration during accumulation, and one that does not."""
     from windlass.compat.deepspeed_initialize import initialize
 
     subject, found = specimen("tied"), []
@@ -303,7 +305,7 @@ TOUCHES: dict[str, Callable[[nn.Parameter, nn.Module], Any]] = {
 
 
 def touched(stage: int) -> list[str]:
-    """Each touch raises and harms nothing; what a script may look at is right."""
+    """Touch gradients in each way: forbidden ones raise and change nothing, and reads return the right values."""
     import windlass
 
     subject = specimen("tied")
@@ -317,7 +319,7 @@ def touched(stage: int) -> list[str]:
         engine.backward(engine(**subject.batch(Place(0, 0, rank))))
         if touches:
             assert weight.grad is not None and weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
-            weight.grad = weight.grad  # changes nothing
+            weight.grad = weight.grad  # assigning the same gradient changes nothing
             for name, touch in TOUCHES.items():
                 with pytest.raises(ModelError, match="windlass.zero.(set_)?full_grad") as raised:
                     touch(weight, engine.module)
@@ -341,7 +343,7 @@ def test_a_gradient_that_is_touched_raises_and_names_what_to_call(stage: int) ->
 
 
 def as_deepspeed(stage: int) -> None:
-    """The stand-in's `.grad` is None after a backward, but for stage 0, where DeepSpeed has one and this raises."""
+    """Under the compat layer `.grad` is None after a backward. At stage 0 DeepSpeed has a value, and this raises."""
     from windlass.compat.deepspeed_initialize import initialize
 
     subject = specimen("tied")
@@ -353,7 +355,7 @@ def as_deepspeed(stage: int) -> None:
         with pytest.raises(GradientAccessError, match="full_grad"):
             nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
     engine.step()
-    engine.step()  # as DeepSpeed: nothing to step
+    engine.step()  # nothing to step, as in DeepSpeed
     engine.destroy()
 
 
@@ -366,8 +368,10 @@ def test_gradients_of_the_stand_in_read_as_deepspeed_s() -> None:
 
 
 def uneven(settings: list[tuple[int, str]]) -> list[float]:
-    """Rank 0 makes three backwards in a step and rank 1 two: how far each setting is from DDP, which reduces the last
-    of each rank's."""
+    """Run three backwards in a step on rank 0 and two on rank 1.
+
+    Return each setting's difference from DDP, which reduces the last backward of each rank.
+    """
     import windlass
 
     subject, rank, found = specimen("tied"), dist.get_rank(), []
@@ -410,7 +414,7 @@ def test_extra_backwards_of_a_rank_count_as_in_ddp() -> None:
 
 
 def dropped_on_one_rank(stage: int) -> str:
-    """Rank 0 drops what rank 1 keeps: all ranks raise, and training goes on."""
+    """Drop on rank 0 and not on rank 1: all ranks raise, and training continues."""
     import windlass
 
     subject, rank = specimen("tied"), dist.get_rank()
@@ -453,7 +457,7 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def edited(settings: list[Setting], precision: str) -> list[list[dict[str, Tensor]]]:
-    """Parameters by setting and edit, made between backward and step and after the step."""
+    """Return parameters by setting and edit. Edits happen between backward and step, and after the step."""
     import windlass
 
     subject, rank, found = specimen("mlp"), dist.get_rank(), []
@@ -512,7 +516,7 @@ def test_edits_of_weights_reach_masters_elsewhere(tmp_path: Any) -> None:
 
 
 def edited_late(stage: int) -> str:
-    """A change through `.data` while an update is under way that knows nothing of it."""
+    """Change a weight through `.data` during an update in flight that has not read the change."""
     import windlass
 
     subject, rank = specimen("mlp"), dist.get_rank()
@@ -522,7 +526,7 @@ def edited_late(stage: int) -> str:
     for step in range(2):
         engine.backward(engine(**subject.batch(Place(step, 0, rank))))
         engine.step()
-        assert all(p.data.isfinite().all() for p in engine.module.parameters())  # reading is no change
+        assert all(p.data.isfinite().all() for p in engine.module.parameters())  # reading is not a change
     first = next(engine.module.parameters())
     first.data.mul_(0.5)
     engine.backward(engine(**subject.batch(Place(2, 0, rank))))
@@ -536,7 +540,7 @@ def test_an_edit_that_a_delayed_update_would_lose_is_an_error() -> None:
 
 
 class Renormed(nn.Module):
-    """A table whose rows torch keeps short, in place and in the forward; or a head that its forward clamps."""
+    """Embedding whose rows torch renormalizes in place in the forward, or a head that its forward clamps."""
 
     def __init__(self, clamps: bool = False) -> None:
         super().__init__()
@@ -545,7 +549,7 @@ class Renormed(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
-        assert self.head.weight.data.dim() == 2  # reading is no change
+        assert self.head.weight.data.dim() == 2  # reading is not a change
         if self.clamps:
             self.head.weight.data.clamp_(-0.1, 0.1)
         return self.head(self.embed(ids)).square().mean()
@@ -594,7 +598,7 @@ def test_a_change_that_the_release_would_lose_is_an_error(transport: str) -> Non
 
 
 def dropped_of_experts(stage: int) -> list[float]:
-    """How far parameters are, through each door, from those of a run without what was dropped."""
+    """Return the difference of parameters, for each way of dropping, from a run without the dropped backwards."""
     import windlass
     from tests.dist.parallel_runs import MODELS, VOCABULARY
 

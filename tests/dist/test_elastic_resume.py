@@ -1,4 +1,4 @@
-"""One checkpoint for every layout: saved on any ranks, at any stage, from any homes, it goes on in any other."""
+"""Tests that a checkpoint saved on any ranks, at any stage and from any tiers continues in any other layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CUTS = {"first_cut": ["all", "hpz", "mics"], "second_cut": ["all", "mics", "hpz"
 
 
 def sensible(row: dict[str, Any]) -> bool:
-    """Whether a (partial) row is a case."""
+    """Return True if the (partial) row is a valid case."""
     for which in ("first", "second"):
         ranks, stage = row.get(f"{which}_ranks", 4), row.get(f"{which}_stage", 3)
         if not allowed(ranks, stage, row.get(f"{which}_home", "device"), row.get(f"{which}_cut", "all")):
@@ -47,7 +47,7 @@ def sensible(row: dict[str, Any]) -> bool:
 
 
 def row_of(found: dict[str, Any], transport: str) -> Row:
-    """The row that a row of factors means; a step has the fewest micro-batches that both worlds can share."""
+    """Return the row for these factors. A step has the fewest micro-batches that both worlds can share."""
     first, second = (
         Layout(found[f"{which}_ranks"], found[f"{which}_stage"], found[f"{which}_home"], transport,
                found.get(f"{which}_cut", "all"))
@@ -58,7 +58,7 @@ def row_of(found: dict[str, Any], transport: str) -> Row:
 
 
 def with_whats(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of layouts, each of something else: models, optimizers and precisions in turn."""
+    """Combine rows of layouts with models, optimizers and precisions in turn."""
     whats = [row for row in pairwise(WHATS, sensible)]
     return [{**row, **what} for row, what in zip(rows, islice(cycle(whats), len(rows)), strict=True)]
 

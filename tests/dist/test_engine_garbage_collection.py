@@ -1,4 +1,4 @@
-"""What nobody holds goes: a model that was cut, its engine and its mesh, whether destroyed or merely dropped."""
+"""Tests that an unreferenced model, its engine and its mesh are freed, whether destroyed or merely dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.dist.test_sharded_init import fresh_ranks
 
 
 def _trained(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> list[Any]:
-    """References to what an engine consists of, after a step."""
+    """Return weak references to the parts of an engine after a step."""
     import transformers
 
     import windlass
@@ -48,7 +48,7 @@ def _trained(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> li
 
 
 def _left(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> list[bool]:
-    """Which of them live on when nobody holds anything of it."""
+    """Return which parts are still alive without any reference from outside."""
     found = _trained(axes, stage, destroys, born)
     gc.collect()
     return [one() is not None for one in found]
@@ -63,7 +63,7 @@ def test_nothing_is_left_of_an_engine(axis: str, stage: int, born: bool, destroy
 
 
 def _rise(numel: int) -> int:
-    """Bytes that memory rises by at most while an engine takes a bf16 parameter of `numel` elements."""
+    """Return the peak rise of memory in bytes while an engine takes a bf16 parameter of `numel` elements."""
     import windlass
     from windlass.cli.benches.memory_sampler import MemorySampler
 
@@ -80,7 +80,7 @@ def _rise(numel: int) -> int:
         engine.destroy()
         return rise
 
-    engine_of(4)  # what is imported once
+    engine_of(4)  # imports happen once, outside the measurement
     found: int = engine_of(numel)
     return found
 

@@ -1,4 +1,4 @@
-"""Experts over ranks equal one process on all ranks' tokens: losses, whole gradients, and bytes by the formula."""
+"""Tests that expert parallelism equals one process on all ranks' tokens: losses, gradients, and predicted bytes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Grads = dict[str, Tensor]
 
 @dataclass
 class Seen:
-    """What one rank saw of one model: its loss, its gradients, and where those of experts lie."""
+    """Results of one model on one rank: loss, gradients, and the placement of experts."""
 
     loss: float
     grads: Grads
-    experts: dict[str, tuple[int, int] | None]  # rows of the whole tensor; None: all, and other ranks have none
+    experts: dict[str, tuple[int, int] | None]  # rows of the full tensor; None: all of them, and other ranks have none
     received: int
 
 
@@ -49,7 +49,7 @@ def as_it_is(model: nn.Module) -> None:
 
 
 def one_sided(model: nn.Module) -> None:
-    """All logits equal: every token chooses the same experts, which lie on one rank."""
+    """Make all logits equal: every token chooses the same experts, which lie on one rank."""
     for name, parameter in model.named_parameters():
         if name.endswith(("mlp.gate.weight", "router.weight", "router.bias", "router.layer.weight")):
             nn.init.zeros_(parameter)
@@ -65,7 +65,7 @@ def recomputed_reentrant(model: Any) -> None:
 
 
 def only_experts(model: nn.Module) -> None:
-    """The first layer's tokens need no gradient."""
+    """Freeze all but the experts, so that the first layer's tokens need no gradient."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" in name)
 
@@ -91,7 +91,7 @@ def build(family: str, change: str) -> nn.Module:
 
 
 def see(model: nn.Module, axis: MeshAxis, rank: int) -> Seen:
-    """Spread a model, run it forward and backward on the rank's tokens."""
+    """Shard the experts of a model, and run it forward and backward on the rank's tokens."""
     apply_expert_parallel(model, axis)
     axis.traffic.reset()
     loss = model(**language(rank)).loss
@@ -112,11 +112,15 @@ def see_all(grid: MeshShape, cases: list[tuple[str, str]]) -> list[Seen]:
 
 @cache
 def expected(family: str, change: str, ranks: int) -> tuple[list[float], Grads, list[list[list[int]]]]:
-    """One process, all ranks' tokens: losses, gradients of their mean, and by layer and rank the experts' tokens."""
+    """Run one process on all ranks' tokens.
+
+    Return losses, gradients of their mean, and the number of tokens of each expert by layer and rank.
+    """
     model = build(family, change)
     chosen: list[list[list[int]]] = []
     for module in model.modules():
-        if type(module).__name__.endswith("Experts") and family != "llama4":  # which is not told who chose what
+        # Llama 4's experts do not receive the choices of the tokens
+        if type(module).__name__.endswith("Experts") and family != "llama4":
             counts: list[list[int]] = []
             chosen.append(counts)
             module.register_forward_pre_hook(_counting(counts, int(module.num_experts)))  # type: ignore[arg-type]
@@ -137,7 +141,7 @@ def _counting(counts: list[list[int]], experts: int) -> Callable[..., None]:
 
 
 def whole(seen: list[Seen], ranks: int) -> Grads:
-    """Whole gradients from what ranks have: means of dense ones, sums of experts' over ranks, put together."""
+    """Return full gradients: the mean over ranks for dense ones, the joined sums over ranks for experts."""
     found: Grads = {}
     for name, grad in seen[0].grads.items():
         if name not in seen[0].experts:
@@ -182,7 +186,7 @@ def test_experts_over_some_data_ranks_alone() -> None:
 
 
 def test_ranks_whose_experts_nobody_chooses() -> None:
-    """One rank has all the work, the other none, forward and backward; its experts' gradients are zeros."""
+    """Ranks whose experts no token chooses work: one rank has all the work, and the other's gradients are zeros."""
     cases = [(family, "one_sided") for family in ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")]
     by_rank = run_ranks(see_all, 2, MeshShape(ep=2), cases, timeout=120)
     for number, (family, change) in enumerate(cases):
@@ -249,7 +253,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Two mixtures between dense layers, one narrow and one wide, as in PR-MoE's pyramids."""
+    """Two mixtures of experts between dense layers, one narrow and one wide, as in PR-MoE's pyramids."""
 
     def __init__(self, *, stacked: bool = False, **words: Any) -> None:
         super().__init__()
@@ -286,7 +290,7 @@ def tokens_of(rank: int, lengths: list[int]) -> Tensor:
 
 
 def see_layers(grid: MeshShape, lengths: list[int], skewed: bool) -> list[tuple[float, Grads, list[list[float]]]]:
-    """For each kind of layer: loss, this rank's gradients, and its biases after a step's balancing."""
+    """Return for each kind of layer: loss, this rank's gradients, and its biases after one balancing step."""
     mesh = build_mesh(grid)
     rank, found = mesh.world.ranks[mesh.world.index], []
     for words in LAYERS.values():
@@ -319,7 +323,7 @@ def expect_layers(words: dict[str, Any], lengths: list[int], skewed: bool) -> tu
 
 
 def added_up(seen: list[Any], grid: MeshShape, wanted: Grads) -> Grads:
-    """Whole gradients of the mean of all ranks' losses. What is cut by rows comes in the order of ranks along ep."""
+    """Return full gradients of the mean of all ranks' losses. Row shards are joined in the order of ranks along ep."""
     found: Grads = {}
     for rank, (_, grads, _) in enumerate(seen):
         first = grid.coordinates(rank)["ep"]

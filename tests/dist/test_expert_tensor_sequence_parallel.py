@@ -1,4 +1,4 @@
-"""Experts over ranks whose matrices or sequences are cut too: losses and whole gradients equal one process."""
+"""Tests that expert parallelism with tensor or sequence parallelism equals one process: losses and full gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_SEQUENCES = ("qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "granite")
 
 
 def see(family: str, mesh: Mesh) -> tuple[float, dict[str, Tensor]]:
-    """The loss of this rank's tokens, and the whole gradients of the mean of all ranks' losses."""
+    """Return the loss of this rank's tokens, and the full gradients of the mean of all ranks' losses."""
     model: nn.Module = FAMILIES[family].build()
     apply_expert_parallel(model, mesh.ep)
     apply_tensor_parallel(model, mesh.tp)

@@ -1,4 +1,4 @@
-"""Mixtures of experts train under every stage as plain PyTorch trains them, whole on each rank or spread over ranks."""
+"""Tests that mixtures of experts train at every stage as plain PyTorch, replicated or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 3
 
 
 class Mixed(nn.Module):
-    """Mixtures of modules and of stacked experts; most experts of the first get no token of a batch of three."""
+    """Mixtures of modules and of stacked experts. Most experts of the first get no token of a batch of three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ SPECIMENS: dict[str, Specimen] = {
 
 
 def train(name: str, grid: MeshShape, settings: list[Setting]) -> list[Trace]:
-    """Under each setting in turn: losses of this rank, norms, and the whole model after the last step, on rank 0."""
+    """Train under each setting. Return this rank's losses, norms, and on rank 0 the full final model."""
     import windlass
 
     subject, found = SPECIMENS[name], []

@@ -1,4 +1,4 @@
-"""What is exported from a checkpoint of any stage is the gathered model, byte for byte, and old checkpoints go."""
+"""Tests that an export from a checkpoint of any stage equals the gathered model, and that old tags are removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.dist.harness import run_ranks
 
 
 class Everything(nn.Module):
-    """Tied, frozen and trained parameters, of awkward shapes, beside buffers of two dtypes."""
+    """Tied, frozen and trained parameters of awkward shapes, and buffers of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Everything(nn.Module):
 
 
 def trained(folder: str, stage: int, precision: str) -> dict[str, Tensor]:
-    """Train one step, save; the gathered model on rank 0."""
+    """Train one step and save. Return the gathered model on rank 0."""
     import windlass
 
     torch.manual_seed(dist.get_rank())

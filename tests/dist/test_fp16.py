@@ -1,4 +1,4 @@
-"""fp16: the loss scale, its knobs, what an overflow skips, and what it says."""
+"""Tests of fp16: the loss scale, its options, steps skipped after an overflow, and log messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_scale_leaves_no_trace(scaling: dict[str, Any], transport: str) -> N
 
 
 def scales(fp16: dict[str, Any], overflows: list[bool], setting: Setting) -> list[dict[str, Any]]:
-    """Train step by step, overflowing on rank 1 where told; the scale after each step and whether weights moved."""
+    """Train with overflows on rank 1 at the given steps. Return each step's scale and whether weights changed."""
     subject, rank = specimen("mlp"), dist.get_rank()
     engine = start(subject, {**ds_config(RECIPE, setting), "fp16": {"enabled": True, **fp16}})
     seen, before = [], whole_params(engine.module)
@@ -76,7 +76,7 @@ def test_the_scale_follows_its_knobs_and_an_overflow_changes_nothing(name: str, 
 
 
 class Collector(logging.Handler):
-    """Keeps what is logged."""
+    """Handler that collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_a_scale_that_cannot_fall_is_an_error_on_every_rank() -> None:
 
 
 def cast_by_engine(setting: Setting) -> list[float]:
-    """With auto_cast the model takes fp32 inputs."""
+    """Train on fp32 inputs with auto_cast."""
     subject, rank = specimen("mlp"), dist.get_rank()
     config = {**ds_config(RECIPE, setting), "fp16": {"enabled": True, "auto_cast": True}}
     engine = start(subject, config)
@@ -180,7 +180,7 @@ def test_auto_cast_casts_the_inputs(stage: int) -> None:
 
 
 def ends_of_backward(stage: int, plain: bool, precision: str) -> list[int]:
-    """How often gradients were told that the backward ended, step by step, under reentrant checkpointing."""
+    """Count the end-of-backward callbacks of gradients, step by step, under reentrant checkpointing."""
     subject = specimen("checkpoint_reentrant")
     more = (("fp16", {"enabled": True, "loss_scale": 64}),) if precision == "fp16" else ()
     recipe = Recipe(precision="fp32")

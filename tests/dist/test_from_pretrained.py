@@ -1,4 +1,4 @@
-"""Pretrained models that are cut while they are read: the values of the unsharded call, and only one's own bytes."""
+"""Tests of pretrained models sharded while loading: values equal the plain call, and ranks read their bytes only."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NAMES = ["llama", "gpt2", "bert", "t5", "qwen_moe"]
 
 
 def auto(name: str) -> Any:
-    """The class that loads the tiny model of that name."""
+    """Return the class that loads the tiny model of that name."""
     import transformers as t
 
     return {"bert": t.AutoModelForMaskedLM, "t5": t.AutoModelForSeq2SeqLM}.get(name, t.AutoModelForCausalLM)
 
 
 def save(name: str, directory: Path, shards: int = 1) -> Path:
-    """A tiny model saved as transformers saves it."""
+    """Save a tiny model with transformers."""
     torch.manual_seed(4)
     model = hugging_face(name)
     size = sum(p.numel() * 4 for p in model.parameters())
@@ -38,7 +38,7 @@ def save(name: str, directory: Path, shards: int = 1) -> Path:
 
 
 def drop(directory: Path, word: str) -> None:
-    """Take every tensor whose name has that word out of the file."""
+    """Remove every tensor with that word in its name from the file."""
     from safetensors.torch import load_file, save_file
 
     state = load_file(directory / "model.safetensors")
@@ -49,7 +49,7 @@ def drop(directory: Path, word: str) -> None:
 
 @contextmanager
 def counted() -> Any:
-    """Bytes read with preadv, by file."""
+    """Count the bytes read with preadv, by file."""
     before, bytes_read = os.preadv, Counter[str]()
 
     def preadv(descriptor: int, buffers: Any, offset: int, *more: Any) -> int:
@@ -65,7 +65,10 @@ def counted() -> Any:
 
 
 def differences(name: str, directory: str, how: str, **kwargs: Any) -> dict[str, Any]:
-    """What differs between a sharded load on ranks with seeds of their own and the plain one, and what was read."""
+    """Return the differences between a sharded and a plain load, and the bytes read.
+
+    The ranks of the sharded load have different seeds.
+    """
     import windlass
 
     rank = torch.distributed.get_rank()
@@ -229,7 +232,7 @@ def test_it_trains_as_a_model_that_was_loaded_whole(tmp_path: Path, transport: s
 
 
 def peak_of_load(directory: str) -> dict[str, float]:
-    """Peak rise of proportional memory, in MB, from the files to an engine."""
+    """Return the peak rise of proportional memory, in MB, from the files to an engine."""
     import windlass
     from windlass.cli.benches.memory_sampler import MemorySampler
 
@@ -238,7 +241,7 @@ def peak_of_load(directory: str) -> dict[str, float]:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     small = Path(directory).parent / "small"
-    windlass.from_pretrained(auto("llama"), str(small), config=config)  # what is imported once
+    windlass.from_pretrained(auto("llama"), str(small), config=config)  # imports happen once, outside the measurement
     torch.distributed.barrier()
     watch = MemorySampler(torch.device("cpu"))
     model = windlass.from_pretrained(auto("llama"), directory, config=config)
@@ -268,4 +271,4 @@ def test_memory_rises_by_a_ranks_share_and_two_tensors(tmp_path: Path) -> None:
         allowed = seen["model"] / ranks + max(2 * seen["largest"], seen["unit"])
         assert seen["loaded"] <= allowed, seen
         assert seen["peak"] <= allowed, seen
-        assert seen["peak"] > 0.9 * seen["model"] / ranks, seen  # the watch sees what is there
+        assert seen["peak"] > 0.9 * seen["model"] / ranks, seen  # the sampler measures the model's memory

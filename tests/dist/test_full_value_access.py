@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state, read and edited whole or by this rank's part, under any stage."""
+"""Tests of reading and editing full or local parameters, gradients and optimizer states, at every stage."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def named(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def gathered(setting: Setting, precision: str) -> dict[str, Any]:
-    """Read inside GatheredParameters, in every form in which parameters can be named."""
+    """Read inside GatheredParameters, with every way to name parameters."""
     import windlass
 
     engine = start(specimen("tied"), ds_config(Recipe(precision=precision), setting))
     module = engine.module
     with windlass.zero.GatheredParameters(module.parameters()):
         values = {name: p.detach().float().clone() for name, p in module.named_parameters()}
-        computed = module(**specimen("tied").batch(Place(0, 0, 0))).detach()  # the bare module runs inside
+        computed = module(**specimen("tied").batch(Place(0, 0, 0))).detach()  # the bare module runs inside the context
         again = {name: p.detach().float().clone() for name, p in module.named_parameters()}
     with windlass.zero.GatheredParameters(module.head.weight):
         tied = torch.equal(module.embed.weight, module.head.weight)
@@ -82,7 +82,7 @@ def test_gathered_parameters_are_whole(precision: str, stage: int, transport: st
 
 
 def edited(modifier: int | None, setting: Setting, precision: str) -> dict[str, Any]:
-    """Rank `modifier` writes; then a step is trained from what was written."""
+    """Write on rank `modifier`, then train a step from the written values."""
     import windlass
 
     subject, rank = specimen("tied"), dist.get_rank()
@@ -129,7 +129,7 @@ def test_without_a_modifier_rank_changes_are_lost_at_stage_3(transport: str) -> 
 
 
 def rewritten(setting: Setting) -> dict[str, Any]:
-    """Read and write each kind of value through the setters; every write must be read back and must count."""
+    """Read and write each kind of value through the setters. Every write is read back and affects training."""
     import windlass
 
     zero, rank = windlass.zero, dist.get_rank()
@@ -252,7 +252,7 @@ def test_grad_norm_is_the_norm_of_the_whole_unclipped_gradient(accumulation: int
 
 
 def grads_at_every_micro_batch() -> list[dict[str, Any]]:
-    """Nothing to read before a backward and after a step."""
+    """Read gradients at every micro-batch. There are none before a backward and after a step."""
     subject, rank = specimen("unused_always"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=2)))
     before = whole_grads(engine.module)
@@ -279,7 +279,7 @@ def two_layers() -> torch.nn.Sequential:
 
 
 def edit_before_a_slow_peer(stage: int, way: str) -> dict[str, torch.Tensor]:
-    """Parameters after edits in place, made by rank 0 as soon as it may, while rank 1 is late."""
+    """Return parameters after edits in place that rank 0 makes as early as possible, while rank 1 is late."""
     import windlass
 
     engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(clipping=0.0), Setting(stage=stage)))[0]
@@ -313,7 +313,7 @@ def test_an_edit_does_not_reach_a_peer_that_is_late(stage: int, way: str) -> Non
 
 
 def edit_beside(way: str) -> tuple[Tensor, Tensor]:
-    """A parameter that was changed in place, before and after something else of its engine changes."""
+    """Return a parameter changed in place, before and after another change in its engine."""
     import windlass
 
     model = two_layers()
@@ -344,7 +344,7 @@ def test_an_edit_in_place_outlives_a_change_of_something_else(way: str) -> None:
 
 
 def resized(stage: int) -> list[str]:
-    """A weight that gets other rows in mid-run, as `resize_token_embeddings` of transformers gives it."""
+    """Replace a weight by one with other rows during a run, as `resize_token_embeddings` of transformers does."""
     import windlass
 
     engine = windlass.initialize(model=two_layers(), config=ds_config(Recipe(), Setting(stage=stage)))[0]

@@ -1,4 +1,4 @@
-"""`windlass env`'s table of what gloo has, held to the truth: each collective on two ranks."""
+"""Tests gloo's table in `windlass env`: each collective is tried on two ranks."""
 
 from __future__ import annotations
 
@@ -59,4 +59,5 @@ def test_gloos_column_is_what_gloo_does() -> None:
         name for table in (collective_support(), operator_support()) for name, have in table.items() if have["gloo"]
     ]
     for works in run_ranks(_what_works, 2, transport="gloo"):
-        assert [name for name in works if name in wanted or name != "AVG"] == wanted  # older ones may average too
+        # older versions may support averages too
+        assert [name for name in works if name in wanted or name != "AVG"] == wanted

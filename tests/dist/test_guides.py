@@ -1,4 +1,4 @@
-"""The programs of the guides, as they are printed: FSDP2's and windlass' have the same losses on two ranks."""
+"""Tests of the programs printed in the guides: FSDP2's and windlass's have the same losses on two ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GUIDES = ROOT / "docs" / "guides"
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head, as the guide's programs take for granted."""
+    """Blocks between an embedding and a head, as the guide's programs assume."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class Model(nn.Module):
 
 
 def programs(guide: str) -> dict[str, str]:
-    """The Python of a guide, by the comment in its first line."""
+    """Return the Python blocks of a guide, by the comment in their first line."""
     blocks = re.findall(r"```python\n# ([^\n]+)\n(.*?)```", (GUIDES / guide).read_text(), re.DOTALL)
     return dict(blocks)
 
 
 def batches(first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of this rank, by number."""
+    """Return this rank's batches with these numbers."""
     found = []
     for number in range(first, last):
         draw = torch.Generator().manual_seed(100 * int(os.environ["RANK"]) + number % 2)
@@ -56,7 +56,7 @@ def batches(first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def setting(first: int, last: int) -> dict[str, Any]:
-    """The names that a program finds."""
+    """Return the names that a program of the guide expects."""
     device = torch.device("cpu")
     return {"model": Model(), "device": device, "batches": batches(first, last), "losses": [], "dist": dist} | {
         "loss_of": functional.cross_entropy
@@ -73,7 +73,7 @@ def losses_of(code: str, **more: Any) -> list[float]:
 
 
 def fsdp2(changes: dict[str, tuple[tuple[str, str], ...]]) -> list[list[float]]:
-    """The losses of both programs, after `changes` to their texts."""
+    """Return the losses of both programs after `changes` to their texts."""
     found = []
     for name, code in programs("from-fsdp2.md").items():
         if name in changes:
@@ -125,7 +125,7 @@ def _go_on(code: dict[str, str], file: str) -> list[float]:
     names = setting(4, 8) | {"file": file}
     with torch.no_grad():
         for parameter in names["model"].parameters():
-            parameter.zero_()  # so that what follows can only come from the file
+            parameter.zero_()  # so that later values can only come from the file
     exec(opening, names)
     exec(code["go on in windlass"], names)
     exec(training, names)
@@ -139,7 +139,7 @@ def test_a_run_of_fsdp2_goes_on_in_windlass(tmp_path: Path) -> None:
 
 
 def accelerates(name: str) -> list[float]:
-    """The losses of a program of the guide, over the same data in the same order."""
+    """Return the losses of a program of the guide over the same data in the same order."""
     draw = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
         torch.randn(48, 6, generator=draw), torch.randint(0, 5, (48,), generator=draw)
@@ -168,7 +168,7 @@ def test_accelerate_alone_with_the_stand_in_and_left_behind_have_the_same_losses
 
 
 def _fresh(name: str, env: dict[str, str]) -> list[list[float]]:
-    """On two fresh ranks: Accelerate keeps its state for the life of a process."""
+    """Run a program on two fresh ranks, since Accelerate keeps its state for the life of a process."""
     code = (
         "import json, os, sys, torch.distributed as dist\n"
         "from tests.dist.test_guides import accelerates\n"

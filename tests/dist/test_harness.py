@@ -1,4 +1,4 @@
-"""The harness itself: worlds, environment, failures, hangs."""
+"""Tests of the harness: worlds, environment, failures, hangs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def dies() -> None:
 def test_a_hang_shows_every_stack_a_death_its_exit_code_and_the_pool_starts_again() -> None:
     pool = Pool(size=1)
     try:
-        pool.run(summed, 1, 1.0)  # imports this module, which is not to be what hangs
+        pool.run(summed, 1, 1.0)  # imports this module first, so that the import is not what hangs
         with pytest.raises(RankTimeout, match=r"rank 0 \(still running\)(.|\n)*sleeping_here"):
             pool.run(hangs_on, 1, 0, timeout=3.0)
         with pytest.raises(RankError, match="exit code 7"):

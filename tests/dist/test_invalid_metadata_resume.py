@@ -1,4 +1,4 @@
-"""A resume from a checkpoint whose plain data is wrong raises before a parameter, state or counter is overwritten."""
+"""Tests that a checkpoint with wrong plain data raises before a parameter, state or counter is overwritten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from windlass.base.errors import CheckpointError
 from windlass.checkpoint.safetensors_file import TensorFile
 
 NAN = {"$": ["float", "nan"]}
-# where in the index's plain data, and what stands there; what the error names
+# key path in the index's plain data, its wrong value, and the name in the error
 WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
     (("engine", "global_steps"), -5, "engine.global_steps"),
     (("engine", "global_steps"), 10**30, "engine.global_steps"),

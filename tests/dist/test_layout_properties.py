@@ -1,4 +1,4 @@
-"""Layout arithmetic at up to 1,024 ranks in one process: whatever the shapes, nothing is lost or misplaced."""
+"""Tests of layout arithmetic at up to 1,024 ranks in one process: for any shapes, no element is lost or misplaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMELS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers
 
 
 def divisor(ranks: int, choice: int) -> int:
-    """Some divisor of `ranks`."""
+    """Return a divisor of `ranks`."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     return divisors[choice % len(divisors)]
 
@@ -34,7 +34,7 @@ def test_parameters_lie_in_order_without_overlap(numels: list[int], ranks: int) 
 
 @given(NUMELS, RANKS)
 def test_padding_is_bounded(numels: list[int], ranks: int) -> None:
-    """At most a cache line before a parameter, and a cache line a rank at the end."""
+    """Padding is at most a cache line before each parameter, and a cache line per rank at the end."""
     layout = Layout(tuple(numels), ranks)
     line = windlass_layout.ALIGN
     assert layout.padded % (ranks * line) == 0

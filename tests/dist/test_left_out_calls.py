@@ -1,5 +1,7 @@
-"""An error of the script's own on one rank, between the calls of an engine that ranks along tp, sp or ep make together:
-the other ranks raise, and no collective meets one of another call."""
+"""Tests of a script error on one rank between engine calls that ranks along tp, sp or ep make together.
+
+The other ranks raise, and no collective is matched with one of another call.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def _batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def _loop(engine: Any, steps: list[int], faults: dict[int, str], plain: bool) -> list[str]:
-    """What was raised. In a step of `faults` the faulty rank fails before that call, and leaves out the rest."""
+    """Return the raised errors. In a step of `faults` the faulty rank fails before that call, and skips the rest."""
     said = []
     for step in steps:
         fails = faults.get(step, "") if dist.get_rank() == FAULTY else ""

@@ -1,4 +1,4 @@
-"""From plain model to engine and back: first synchronisation, refusals, evaluation engines, `destroy`."""
+"""Tests from plain model to engine and back: first synchronization, refusals, evaluation engines, `destroy`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_all_ranks_start_from_rank_0(name: str, stage: int) -> None:
 
 
 def failing_update(settings: list[Setting]) -> list[list[str]]:
-    """What a rank hears of four steps, of which rank 1's optimizer raises in the second."""
+    """Return the errors of four steps on a rank, with rank 1's optimizer raising in the second."""
     import windlass
 
     told = []
@@ -96,7 +96,7 @@ def second_initialize(setting: Setting) -> str:
         windlass.initialize(model=model, config=config)
     except windlass.WindlassError as error:
         subject.train(engine, subject.batch(Place(0, 0, dist.get_rank())), engine.backward)
-        engine.step()  # the first engine is none the worse
+        engine.step()  # the first engine still works
         return f"{error} | {engine.global_steps}"
     finally:
         engine.destroy()
@@ -109,7 +109,7 @@ def test_a_second_engine_on_a_model_in_training_is_refused(stage: int) -> None:
 
 
 def evaluated_then_trained(setting: Setting) -> list[float]:
-    """An engine without an optimizer evaluates; a training engine takes the model over."""
+    """Evaluate with an engine without optimizer, then pass the model to a training engine."""
     import windlass
 
     subject = specimen("mlp")
@@ -141,7 +141,7 @@ def test_an_evaluation_engine_is_superseded(stage: int, transport: str) -> None:
 
 
 def destroyed(setting: Setting) -> dict[str, Any]:
-    """Train two steps, destroy, and go on in plain PyTorch with the same object."""
+    """Train two steps, destroy, and continue in plain PyTorch with the same object."""
     subject = specimen("tied")
     model = oracle.build(subject, dist.get_rank())
     import windlass
@@ -153,7 +153,7 @@ def destroyed(setting: Setting) -> dict[str, Any]:
         engine.step()
     wanted = whole_params(engine.module)
     engine.destroy()
-    engine.destroy()  # once is as good as twice
+    engine.destroy()  # a second call has no effect
     hooks = [
         name
         for name, module in model.named_modules()
@@ -192,7 +192,7 @@ def evaluation_between_steps(name: str, setting: Setting) -> dict[str, Any]:
     losses = []
     for step in range(3):
         losses.append(float(subject.train(engine, subject.batch(Place(step, 0, rank)), engine.backward)))
-        if step == 1:  # between backward and step too: evaluation must not touch gradients
+        if step == 1:  # also between backward and step: evaluation must not change gradients
             engine.eval()
             with torch.no_grad():
                 engine(**subject.batch(Place(9, 0, rank)))

@@ -1,4 +1,4 @@
-"""Experts that are modules of their own, and not as many on every rank: each rank reads and sets those that it has."""
+"""Tests of experts as separate modules, unequally many on each rank: each rank reads and sets its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = dict[str, Tensor]
 
 
 class Net(nn.Module):
-    """Experts as modules, three of them, and three stacked ones; the last layer is dense."""
+    """Three experts as modules, three stacked experts, and a dense last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def config(stage: int, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_all(stage: int, zero: dict[str, Any]) -> list[Tensors]:
-    """Gradients before a step, then parameters and moments after it, each read by a loop over what this rank has."""
+    """Return gradients before a step, then parameters and moments after it, read by a loop over local parameters."""
     import windlass
     from windlass.zero import GatheredParameters, full_grad, full_param, full_state
 
@@ -106,7 +106,7 @@ def check(seen: list[list[Tensors]], ranks: int) -> None:
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 4), (3, 2), (3, 4)])
 def test_each_rank_reads_what_it_has(stage: int, ranks: int, transport: str) -> None:
     seen = run_ranks(read_all, ranks, stage, {}, transport=transport)
-    assert len(seen[0][0]) > len(seen[1][0])  # two experts here, one there
+    assert len(seen[0][0]) > len(seen[1][0])  # two experts on rank 0, one on rank 1
     check(seen, ranks)
 
 
@@ -118,7 +118,7 @@ def test_each_rank_reads_what_it_has_of_what_rests_elsewhere(tmp_path: Path) -> 
 
 
 def set_all(stage: int) -> None:
-    """What is set on the ranks that have it is what is trained from."""
+    """Set values on the ranks that have them, and train from them."""
     import windlass
     from windlass.zero import (
         GatheredParameters,
@@ -148,7 +148,7 @@ def set_all(stage: int) -> None:
         with GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
             parameter.fill_(2.0)
         assert torch.equal(full_param(parameter).detach(), torch.full(parameter.shape, 2.0))
-    engine(x)  # a forward of all, after loops of unequal length
+    engine(x)  # a forward of all ranks, after loops of unequal length
     engine.destroy()
     assert all(bool((parameter == 2.0).all()) for parameter in experts.values())
 
@@ -174,6 +174,9 @@ def split_unequally() -> str:
 
 
 def test_experts_that_would_be_other_units_on_each_rank_are_refused() -> None:
-    """One expert stays below the number of elements at which a block is cut, two do not."""
+    """Experts that would form different units on each rank are refused.
+
+    One expert stays below the number of elements at which a block is split, two do not.
+    """
     said = run_ranks(split_unequally, 2)
     assert said[0] == said[1] and "stage3_max_live_parameters" in said[0] and "units" in said[0]

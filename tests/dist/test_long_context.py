@@ -1,6 +1,7 @@
-"""Long sequences under the engine: cut over ranks, computed in parts, training is plain training at every ZeRO stage.
+"""Tests of long sequences under the engine, sharded over ranks and computed in tiles: training equals plain training.
 
-Ranks along sp are data ranks of dense parameters, so an engine whose ranks all lie along sp does what a mesh would.
+Ranks along sp are data-parallel ranks of dense parameters, so an engine whose ranks all lie along sp does what a mesh
+would.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from tests.dist.harness import run_ranks
 from tests.dist.test_sequence_parallel import axis_of_all, batch, build, check_close
 from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
 
-# every parameter is released, nothing is gathered ahead, and no unit is kept for a later use
+# every parameter is resharded, no unit is prefetched, and none is kept for a later use
 STRICT = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 
 def plain_training(name: str, given: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and parameters of one process."""
+    """Train in one process. Return losses and parameters."""
     model = build(name)
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -54,7 +55,7 @@ def trains(
     long: dict[str, Any] | None,
     batches: Sequence[tuple[str, int]] = (("packed", 13), ("left", 12), ("answers", 14)),
 ) -> None:
-    """Train under the engine, and hold losses and parameters against plain training."""
+    """Train under the engine, and compare losses and parameters with plain training."""
     import windlass
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
     from windlass.parallel.sequence.long_context import apply_long_context
@@ -108,7 +109,7 @@ def test_four_ranks() -> None:
 
 
 def kept_elsewhere(home: str, folder: str) -> int:
-    """Train on longer sequences with inputs of layers at another home; how many bytes went there."""
+    """Train on longer sequences with offloaded layer inputs. Return the number of offloaded bytes."""
     long: dict[str, Any] = {**PARTS, "activation_tier": home, **({"nvme_path": folder} if home == "nvme" else {})}
     moved: list[int] = []
     keep = SavedTensorOffloader._offload
@@ -125,6 +126,6 @@ def kept_elsewhere(home: str, folder: str) -> int:
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 def test_inputs_of_layers_wait_elsewhere(home: str, tmp_path: Path) -> None:
-    """The hidden states in front of two layers: 32 features of each token of two samples, and nothing else."""
+    """Exactly the hidden states before two layers are offloaded: 32 features of each token of two samples."""
     moved = run_ranks(kept_elsewhere, 2, home, str(tmp_path), env={"WINDLASS_EMULATE_DEVICE": "1GB"})
     assert moved == [2 * 2 * tokens * 32 * 4 for tokens in (31 + 32, 32 + 32)]

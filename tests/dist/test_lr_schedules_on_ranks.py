@@ -1,4 +1,4 @@
-"""The learning rate in force at each optimizer step is the one of one process, whatever the world and accumulation."""
+"""Tests that the learning rate at each optimizer step is that of one process, for any world and accumulation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def torch_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_schedule
 
 
 def rates(way: str, accumulation: int, setting: Setting, precision: str, overflow_at: int | None) -> dict[str, Any]:
-    """Learning rates at each boundary before the step, read from where users read them."""
+    """Return the learning rates at each boundary before the step, read at the places where users read them."""
     import windlass
 
     subject, rank = specimen("mlp"), dist.get_rank()
@@ -54,7 +54,7 @@ def rates(way: str, accumulation: int, setting: Setting, precision: str, overflo
         for micro in range(accumulation):
             batch = cast(subject.batch(Place(step, micro, rank)), recipe.dtype)
             loss = engine(**batch)
-            # a finite loss whose gradients do not fit in 16 bits, on one rank and one micro-batch only
+            # a finite loss whose gradients overflow 16 bits, on one rank and one micro-batch only
             engine.backward(loss * 1e9 if step == overflow_at and micro == rank == 0 else loss)
             before = engine.get_lr()
             in_group = [group["lr"] for group in engine.optimizer.param_groups]
@@ -110,7 +110,7 @@ def test_a_skipped_step_does_not_advance_the_schedule(way: str, stage: int) -> N
 
 
 def with_a_group_more(kind: str) -> tuple[list[float], str]:
-    """The rates after a layer was unfrozen with a rate of its own; what a schedule that can't follow says."""
+    """Return the rates after unfreezing a layer with its own rate, and the error of a schedule that can't follow."""
     import windlass
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

@@ -1,4 +1,4 @@
-"""More ranks than cores, and than parameters have rows: laws at 8 and 16 ranks, and a checkpoint of 16 for 3."""
+"""Tests with more ranks than cores and than rows of parameters: 8 and 16 ranks, and a checkpoint of 16 for 3."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[Pool]:
-    """Sixteen processes, ended with this module."""
+    """Pool of sixteen processes, which ends with this module."""
     pool = Pool(16)
     yield pool
     pool.end()

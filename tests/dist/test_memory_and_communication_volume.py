@@ -1,4 +1,4 @@
-"""The laws of memory and of communication, counted and exact."""
+"""Tests that counted memory and communication equal the formulas exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.parallel.comm_volumes import StepWorkload, compute_data_parallel_v
 
 
 def reported(name: str, recipe: Recipe, setting: Setting, steps: int) -> list[dict[str, Any]]:
-    """The engine's report after each step."""
+    """Return the engine's report after each step."""
     subject = specimen(name)
     engine = start(subject, ds_config(recipe, setting))
     backward = backward_of(engine, setting.plain_backward)
@@ -33,12 +33,12 @@ def reported(name: str, recipe: Recipe, setting: Setting, steps: int) -> list[di
 
 
 def elements(name: str) -> int:
-    """P: the elements of the model's parameters."""
+    """Return P, the number of elements of the model's parameters."""
     return sum(p.numel() for p in specimen(name).build().parameters())
 
 
 def volume(stage: int, accumulation: int) -> int:
-    """Payload of a step in multiples of P: reductions and gathers, an all-reduce being both."""
+    """Return the payload of a step in multiples of P, counting an all-reduce as a reduction and a gather."""
     return {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage]
 
 
@@ -52,7 +52,7 @@ def reported_in_turn(recipe: Recipe, setting: Setting) -> list[list[dict[str, An
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(value) for value in row.values()))
 def test_payload_is_exact(row: dict[str, Any]) -> None:
-    """Thresholds, live, reuse and prefetch 0."""
+    """The payload is exact with thresholds, live, reuse and prefetch limits of 0."""
     recipe = Recipe(ranks=row["ranks"], accumulation=row["accumulation"], optimizer_params=SGD)
     setting = Setting(stage=row["stage"], zero=FROZEN_KNOBS)
     for by_name in run_ranks(reported_in_turn, row["ranks"], recipe, setting, transport=row["transport"]):
@@ -63,7 +63,7 @@ def test_payload_is_exact(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("stage", "replicas"), [*((stage, 1) for stage in range(4)), (1, 2), (2, 2), (3, 2)])
 def test_bytes_of_the_data_axis_are_the_formulas(stage: int, replicas: int) -> None:
-    """`parallel.volumes` says what a rank receives; what is sent has its padding too."""
+    """`parallel.volumes` gives the received bytes; sent bytes include padding."""
     recipe = Recipe(ranks=4, accumulation=3, optimizer_params=SGD)
     zero = FROZEN_KNOBS + ((("mics_shard_size", 4 // replicas),) if replicas > 1 else ())
     setting = Setting(stage=stage, transport="gloo", zero=zero)
@@ -91,11 +91,11 @@ def test_one_rank_carries_nothing(stage: int) -> None:
         assert [report["payload_elements"] for report in reports] == [0, 0]
 
 
-LINE = 16  # elements: the most padding before a parameter, and at the end of each rank's cut
+LINE = 16  # elements: the most padding before a parameter, and at the end of each rank's shard
 
 
 def at_rest(report: dict[str, Any]) -> dict[str, int]:
-    """Bytes by slot, over all homes."""
+    """Return bytes by slot, over all tiers."""
     sizes: dict[str, int] = {}
     for (slot, _), size in report["slots"].items():
         sizes[slot] = sizes.get(slot, 0) + size
@@ -106,10 +106,11 @@ def at_rest(report: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_at_rest_are_exact(stage: int, ranks: int, grad_bytes: int) -> None:
-    """16-bit parameters (2P), gradients of 2 or 4 bytes, fp32 master and two AdamW moments (12P), cut by the stage.
+    """The bytes of all slots between steps equal the formulas.
 
-    With 16-bit gradients that is 4P + 12P/N, 2P + 14P/N and 16P/N. Parameters, gradients and masters are padded, and
-    the padding is bounded; moments are not, so over all ranks they make exactly P each.
+    Slots are 16-bit parameters (2P), gradients of 2 or 4 bytes, and fp32 masters with two AdamW moments (12P). With
+    16-bit gradients the sum is 4P + 12P/N, 2P + 14P/N and 16P/N at stages 1, 2 and 3. Parameters, gradients and masters
+    have bounded padding. Moments have none, so over all ranks they take exactly P each.
     """
     dtype = {2: "bf16", 4: "fp32"}[grad_bytes]
     recipe = Recipe(ranks=ranks, precision="bf16", optimizer="AdamW", optimizer_params=ADAMW)

@@ -1,4 +1,4 @@
-"""A model that changes in mid-run: layers unfrozen, modules added, modules taken away, as plain PyTorch allows it."""
+"""Tests of a model that changes during a run: unfrozen layers, added and removed modules, as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIMIZERS = {
 
 
 class Growing(nn.Module):
-    """Three layers, the first of which may be frozen; and later another head."""
+    """Three layers, the first of which may be frozen, and a head that is added later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def changed(model: Any, optimizer: Any, step: int, how: str) -> None:
-    """What the user does before this step, in the words of plain PyTorch."""
+    """Change the model before this step, with plain PyTorch calls."""
     if how == "unfrozen" and step == STEPS:
         model.layers[0].requires_grad_(True)
     if how == "unfrozen and given" and step == STEPS:
@@ -88,7 +88,7 @@ def optimizer_of(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
 
 
 def averaged(averages: dict[str, Tensor], model: nn.Module, *, begin: bool = False) -> None:
-    """An exponential moving average; what comes later begins with the values that it came with."""
+    """Update an exponential moving average. A later parameter's average starts at its initial value."""
     for name, parameter in model.named_parameters():
         if name not in averages:
             averages[name] = parameter.detach().clone()
@@ -199,7 +199,7 @@ def test_a_model_that_changes_trains_as_in_one_process(
 
 
 def refused_refresh() -> list[str]:
-    """A refresh that can't be, and then the engine as it was; and a parameter that came unseen."""
+    """Try a refresh that is refused, with the engine unchanged afterwards, and a parameter added without refresh."""
     import windlass
 
     model, in_groups = prepared("exchanged")

@@ -1,4 +1,4 @@
-"""Several engines in one process: actor, critic and frozen reference, one joint backward."""
+"""Tests of several engines in one process: actor, critic and frozen reference with one joint backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def built(offset: int, rank: int) -> nn.Module:
 
 
 def joint_loss(actor: Any, critic: Any, reference: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """The critic judges what the actor says; the actor stays near the reference."""
+    """Return the loss of the critic on the actor's output, with a penalty on its distance from the reference."""
     said, _ = actor(batch["x"])
     judged, _ = critic(said)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def in_one_process(ranks: int, accumulation: int) -> dict[str, Any]:
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "engine"])
 @pytest.mark.parametrize("stages", [(0, 0, 0), (1, 2, 3), (2, 3, 0), (3, 3, 3)])
 def test_a_joint_backward_trains_both(stages: tuple[int, int, int], plain: bool, accumulation: int) -> None:
-    """Each engine divides its own gradients by the accumulation steps, once, though they pass through the other."""
+    """Each engine divides its own gradients by the accumulation steps once, though both share one backward."""
     wanted = in_one_process(2, accumulation)
     transport = "shm" if plain == (accumulation == 1) else "gloo"
     found_by_rank = run_ranks(three_engines, 2, stages, transport, plain, accumulation, transport=transport)
@@ -96,7 +96,7 @@ def test_a_joint_backward_trains_both(stages: tuple[int, int, int], plain: bool,
 
 
 def mixed(precisions: tuple[str, str], homes: tuple[str, str], folder: str, plain: bool) -> dict[str, Any]:
-    """Two engines, each of its own precision, loss scale and homes."""
+    """Train two engines with different precisions, loss scales and tiers."""
     import windlass
 
     rank, recipe = dist.get_rank(), Recipe()
@@ -139,7 +139,10 @@ def mixed(precisions: tuple[str, str], homes: tuple[str, str], folder: str, plai
 def test_each_engine_has_its_own_precision_and_homes(
     precisions: tuple[str, str], homes: tuple[str, str], plain: bool, tmp_path: Any
 ) -> None:
-    """One loss scale is in the loss; each engine takes its own out of the gradients that come to it."""
+    """Each engine keeps its precision and tiers, and removes its own loss scale from its gradients.
+
+    The loss carries only one of the scales.
+    """
     models = [built(offset, 0) for offset in (0, 10)]
     optimizers = [oracle.make_optimizer(Recipe(), list(m.parameters())) for m in models]
     for step in range(STEPS):
@@ -158,7 +161,7 @@ def test_each_engine_has_its_own_precision_and_homes(
 
 
 class Fails(torch.autograd.Function):
-    """The identity, whose backward fails."""
+    """Identity whose backward fails."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +173,7 @@ class Fails(torch.autograd.Function):
 
 
 def after_a_failure() -> list[dict[str, torch.Tensor]]:
-    """A step of an engine alone, where another's backward failed before, and where none did."""
+    """Run a step of one engine, with and without an earlier failed backward of another."""
     import windlass
 
     found, x = [], rows(Place(0, 0, dist.get_rank()))["x"]

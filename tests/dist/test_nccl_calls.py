@@ -1,4 +1,4 @@
-"""The nccl transport makes the calls that it should: its collectives run here over gloo, which knows them too."""
+"""Tests that the nccl transport makes the right calls. The collectives run over gloo, which supports them too."""
 
 from __future__ import annotations
 

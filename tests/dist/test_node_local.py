@@ -1,4 +1,4 @@
-"""Checkpoints on disks of single nodes: every node has all of it. A directory of their own stands for a node's disk."""
+"""Tests of checkpoints on node-local disks, with a complete copy on every node. A directory simulates a node's disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def contents(folder: Path) -> Files:
 
 
 def saved(disks: list[str], stage: int, blocking: bool, more: dict[str, Any]) -> tuple[Files, dict[str, Any], bool]:
-    """Save on this rank's disk, go on, and load from there; files, weights at the save, whether they came back."""
+    """Save on this rank's disk, continue, and load. Return files, saved weights, and whether they were restored."""
     before = Path.cwd()
     os.chdir(disks[dist.get_rank()])
     os.environ["GROUP_RANK"] = disks[dist.get_rank()]

@@ -1,4 +1,4 @@
-"""Offload changes where things rest and nothing else; all of it under a device that has a memory of its own."""
+"""Tests that offload changes only the tier of data, on an emulated device with memory of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EMULATED = {"WINDLASS_EMULATE_DEVICE": BUDGET}
 
 
 def homes(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[tuple[str, Any], ...]:
-    """The offload sections of a configuration."""
+    """Return the offload sections of a configuration."""
     found: list[tuple[str, Any]] = []
     if state != "none":
         section = {"device": state, **optimizer}
@@ -63,14 +63,14 @@ CASES = [
 
 
 def train_all(name: str, recipe: Recipe, settings: list[Setting], ranks: int, env: dict[str, str]) -> list[Any]:
-    """Traces by setting, then by rank."""
+    """Return traces by setting, then by rank."""
     named = [replace(s, config=(*s.config, ("comm", {"transport": s.transport}))) for s in settings]
     by_rank = run_ranks(train_rank_in_turn, ranks, name, recipe, named, env=env, timeout=60.0 * len(settings))
     return [[traces[number] for traces in by_rank] for number in range(len(settings))]
 
 
 def hold(name: str, recipe: Recipe, settings: list[Setting], env: dict[str, str]) -> list[list[RankTrace]]:
-    """Every setting trains what the oracle trains."""
+    """Assert that training under each setting equals the oracle's."""
     wanted = expected(name, recipe)
     traces = train_all(name, recipe, settings, recipe.ranks, env)
     for setting, found in zip(settings, traces, strict=True):
@@ -130,7 +130,7 @@ def test_homes_agree_bitwise(transport: str, tmp_path: Any) -> None:
 
 
 def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
-    """What a model takes on the emulated device, at rest and at most, and where its slots are."""
+    """Return the bytes of a model on the emulated device, between steps and at most, and the tiers of its slots."""
     from windlass.base import device_memory
 
     subject = specimen("four_blocks")
@@ -138,7 +138,7 @@ def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
     engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), setting))
     place = device_memory.emulated_device_memory()
     assert place is not None
-    place.peak = place.used  # this process may have emulated before
+    place.peak = place.used  # this process may have emulated a device before
     for step in range(2):
         device_memory.copy_counters.reset()
         subject.train(engine, subject.batch(Place(step, 0, torch.distributed.get_rank())), engine.backward)
@@ -157,11 +157,13 @@ def test_the_device_holds_what_rests_there_and_nothing_else(tmp_path: Any) -> No
     away = run_ranks(bytes_of, 2, str(tmp_path), "cpu", "cpu", env=EMULATED, transport="gloo")[0]
     assert {home for (slot, home) in away["slots"] if slot in ("exp_avg", "exp_avg_sq", "grad")} == {"host"}
     assert {home for (_, home) in plain["slots"]} == {"device"}
-    assert away["rest"] < 0.35 * plain["rest"]  # the ring of gradients, and those on their way out
+    # what stays is the ring of gradient buffers, and gradients in transfer to the host
+    assert away["rest"] < 0.35 * plain["rest"]
     assert away["peak"] < plain["peak"]
     assert away["after"] == plain["after"] == 0
     assert plain["to_device"] == plain["to_host"] == 0
-    # this rank's half of the parameters comes twice a step (forward, backward), its half of the gradients goes once
+    # Parameters are copied to the device twice a step (forward, backward), half of them per rank; half of the gradients
+    # are copied to the host once.
     assert away["to_host"] == pytest.approx(4 * away["numel"] / 2, rel=0.01)
     assert away["to_device"] == pytest.approx(2 * 4 * away["numel"] / 2, rel=0.01)
 
@@ -184,7 +186,7 @@ def test_a_full_device_says_what_did_not_fit() -> None:
 
 
 def park_between_steps(stage: int, parks: bool) -> RankTrace:
-    """Train; between steps everything leaves the device and comes back."""
+    """Train with everything moved off the device and back between steps."""
     from windlass.base import device_memory
 
     subject = specimen("mlp")
@@ -219,8 +221,10 @@ def test_states_leave_the_device_and_come_back(stage: int) -> None:
 
 
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
-    """Bytes of disk traffic an element of this rank's share, in one step in bf16: with memory for new parameters to
-    stay until the next forward, and without."""
+    """Return the bytes of disk traffic per local element in one step in bf16.
+
+    The first value is with memory that keeps new parameters until the next forward, the second one without.
+    """
     from windlass.zero.update import master_weights
 
     subject = specimen("four_blocks")
@@ -236,7 +240,7 @@ def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
         batch = cast(subject.batch(Place(step, 0, torch.distributed.get_rank())), recipe.dtype)
         subject.train(engine, batch, engine.backward)
         engine.step()
-        staging.wait_all()  # the last writes go on after the step
+        staging.wait_all()  # the last writes continue after the step
         moved.append(disk.io_rates().disk_read_bytes + disk.io_rates().disk_write_bytes)
     master_weights._KEPT = kept
     numel = sum(unit["elements"] for unit in engine.report()["units"])
@@ -248,15 +252,19 @@ def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
 @pytest.mark.parametrize(("gradients", "most"), [("cpu", 30), ("nvme", 38)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_on_disk_moves_what_it_must(ranks: int, gradients: str, most: int, tmp_path: Any) -> None:
-    """Parameters come twice (4) and go once (2), master and moments come (12) and go (12), gradients go and come (8).
-    Where memory has room for new parameters, they come once: the next forward finds them there."""
+    """A step with all data on NVMe moves the minimal number of bytes per element.
+
+    Parameters are read twice (4) and written once (2), master and moments are read and written (24), and so are
+    gradients on NVMe (8). With memory for new parameters they are read once, since the next forward finds them in
+    memory.
+    """
     for moved, tight in run_ranks(disk_bytes, ranks, str(tmp_path), gradients):
         assert moved == pytest.approx(most - 2, rel=0.01)
         assert tight == pytest.approx(most, rel=0.01)
 
 
 def float64_losses(state: str) -> list[float]:
-    """A float64 model, whose masters no native kernel takes."""
+    """Train a float64 model, whose masters no native kernel supports."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).double()
     config = ds_config(
@@ -280,7 +288,7 @@ def test_float64_rests_in_host_memory_too() -> None:
 
 
 def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> dict[str, torch.Tensor]:
-    """Parameters after three steps; in one of them the optimizer raises first, and it is repeated from its batch."""
+    """Return parameters after three steps. In one of them the optimizer raises first, and the step is repeated."""
     subject = specimen("mlp")
     recipe = Recipe(optimizer="SGD", optimizer_params=(("lr", 0.05),))
     knobs = (*homes(state, "none", folder), ("sub_group_size", 100))
@@ -313,7 +321,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(state: str, stage: int, t
 
 
 class Optional(torch.nn.Module):
-    """Two parameters of one unit, one of which may be left out."""
+    """Two parameters of one unit, one of which may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,8 +335,10 @@ class Optional(torch.nn.Module):
 
 
 def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, torch.Tensor]:
-    """Masters and bf16 parameters after a step that was clipped and failed, and one that needs no clipping and leaves
-    a parameter out."""
+    """Run a clipped step that fails, and one without clipping in which a parameter is unused.
+
+    Return masters and bf16 parameters.
+    """
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, precision="bf16")
     model = Optional()
     engine = windlass.initialize(model=model, config=ds_config(recipe, Setting(2, zero=homes(state, "none", folder))))[
@@ -362,13 +372,14 @@ def test_a_step_that_failed_leaves_no_divisor_and_no_copies(state: str, tmp_path
 
 
 class Growing(torch.nn.Module):
-    """Parameters of one unit that come into use one after the other, the last of them first."""
+    """Parameters of one unit that are first used one after the other, the last of them first."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.third = (torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3))
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)])  # their buffers are larger
+        # their units have larger buffers
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)])
         self.used = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -379,7 +390,7 @@ class Growing(torch.nn.Module):
 
 
 def growing(state: str, folder: str, optimizer: str, sub_group: int) -> dict[str, torch.Tensor]:
-    """Masters after steps in which states are made before those that are there."""
+    """Return masters after steps in which new states are created before existing ones in a unit."""
     model = Growing()
     recipe = Recipe(optimizer=optimizer, optimizer_params=(("lr", 1e-2),))
     zero = (*homes(state, "none", folder), ("sub_group_size", sub_group))
@@ -406,7 +417,7 @@ def test_states_made_later_do_not_spoil_those_on_disk(
 
 
 class Hollow(torch.nn.Module):
-    """Blocks without a single element between others."""
+    """Blocks without any element, beside others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,7 +451,7 @@ def test_units_without_elements_rest_anywhere(stage: int, state: str, param: str
 
 
 def half_a_step(state: str, stage: int, folder: str) -> bool:
-    """Whether the model computes with its masters, after a step that failed in its second part."""
+    """Return True if the model's parameters equal its masters after a step that failed in its second part."""
     subject = specimen("mlp")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW)
     zero = (*homes(state, "none", folder), ("sub_group_size", 100))
@@ -470,7 +481,7 @@ def test_what_half_a_step_updated_has_arrived(state: str, stage: int, tmp_path: 
 
 
 def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Records that set out in each backward, and the parameters after three steps."""
+    """Return the number of records prefetched in each backward, and the parameters after three steps."""
     subject = specimen("four_blocks")
     recipe = Recipe(optimizer="AdamW", optimizer_params=ADAMW, accumulation=accumulation)
     engine = start(subject, ds_config(recipe, Setting(stage=3, zero=homes("nvme", "nvme", folder))))
@@ -479,7 +490,7 @@ def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int],
         batch = subject.batch(Place(micro, 0, torch.distributed.get_rank()))
         subject.train(engine, batch, engine.backward)
         counts.append(len(residence._fetched))
-        if edits:  # what was read ahead is not what the step shall start from
+        if edits:  # the step must not start from the prefetched values
             parameter = next(engine.module.parameters())
             with windlass.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 parameter.add_(1.0)
@@ -491,7 +502,7 @@ def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int],
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_records_are_read_while_the_backward_goes_on(ranks: int, tmp_path: Any) -> None:
-    """Those of the last backward of a step only: before it a reading would take memory for longer, for nothing."""
+    """Records are prefetched in the last backward of a step only, since earlier reads would hold memory for longer."""
     for counts, _ in run_ranks(reads_ahead, ranks, str(tmp_path), False, 2, env=LATE):
         assert [count > 0 for count in counts] == [False, True] * 3
 
@@ -504,7 +515,7 @@ def test_what_was_read_ahead_does_not_undo_an_edit(tmp_path: Any) -> None:
 
 
 def edits_between() -> dict[str, torch.Tensor]:
-    """As `reads_ahead` with edits, everything on the device."""
+    """Train as `reads_ahead` does with edits, with everything on the device."""
     subject = specimen("four_blocks")
     engine = start(subject, ds_config(Recipe(optimizer="AdamW", optimizer_params=ADAMW), Setting(stage=3)))
     for micro in range(3):
@@ -519,7 +530,7 @@ def edits_between() -> dict[str, torch.Tensor]:
 
 
 class LateState(Foreign):
-    """Momentum that appears in the third step; from then on the order of the two states changes from step to step."""
+    """Optimizer whose momentum appears in the third step; afterwards the order of its two states changes each step."""
 
     def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
         seen = state.pop("seen", torch.zeros_like(p)).add_(gradient.abs())
@@ -534,7 +545,7 @@ class LateState(Foreign):
 
 
 def late_states(state: str, folder: str) -> dict[str, torch.Tensor]:
-    """Parameters after six steps of a rule whose states change their places."""
+    """Return parameters after six steps of an optimizer whose states change their order."""
     subject = specimen("four_blocks")
     config = ds_config(Recipe(), Setting(stage=2, zero=homes(state, "none", folder)))
     config.pop("optimizer", None)
@@ -555,12 +566,15 @@ def test_states_that_appear_late_find_their_place_on_disk(ranks: int, tmp_path: 
 
 
 def without_memory(failing: int) -> tuple[list[int], float]:
-    """A gather finds no memory, and the batch is tried again: users left over, and how far it is from a run without."""
+    """Retry a batch after a gather ran out of memory.
+
+    Return the remaining users of each unit, and the difference from a run without the failure.
+    """
     wanted: dict[str, torch.Tensor] = {}
     for fails in (False, True):
         model = oracle.build(specimen("four_blocks"))
         for block in model.blocks:
-            block.up.weight.requires_grad_(False)  # two units a block
+            block.up.weight.requires_grad_(False)  # two units per block
         setting = Setting(stage=3, zero=homes("cpu", "cpu", ""))
         engine = windlass.initialize(model=model, config=ds_config(Recipe(), setting))[0]
         transport, batch = engine._sharded.transport, specimen("four_blocks").batch(Place(0, 0, 0))

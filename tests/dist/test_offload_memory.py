@@ -1,4 +1,4 @@
-"""What rests on disk is saved, loaded and exported a chunk (or a unit) at a time: counted, not measured."""
+"""Tests that states on NVMe are saved, loaded and exported one chunk (or unit) at a time, by counting allocations."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.models import Place
 from tests.oracle import Recipe
 
 SUB_GROUP = 8000
-MARGIN = 64 << 10  # counts, random states, what ranks tell each other
+MARGIN = 64 << 10  # counts, random states, messages between ranks
 
 
 class Live(TorchDispatchMode):
-    """Bytes of memory that came while this is on and has not gone: tensors' and staging buffers'.
+    """Dispatch mode that counts live memory allocated inside it: tensors and staging buffers, in bytes.
 
     Attributes:
-        peak: the most at any time.
-        chunks: the most chunks at hand at any time.
+        peak: most bytes at any time.
+        chunks: most chunks in memory at any time.
     """
 
     def __init__(self, model: Any) -> None:
@@ -58,7 +58,7 @@ class Live(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count inside."""
+        """Count the allocations inside."""
         from windlass.storage import disk_tier
 
         real = disk_tier.aligned_buffer
@@ -85,7 +85,7 @@ def engine_on_disk(folder: str) -> Any:
 
 
 def forget_buffers(model: Any) -> None:
-    """Staging buffers that wait for their next use go."""
+    """Free the staging buffers that are kept for reuse."""
     staging = model.tiers.staging
     staging.wait_all()
     staging._total -= sum(buffer.numel() for buffer in staging._free)
@@ -93,7 +93,7 @@ def forget_buffers(model: Any) -> None:
 
 
 def counted(folder: str) -> dict[str, Any]:
-    """The most memory that each of these takes, on this rank."""
+    """Return the peak memory of each operation on this rank."""
     subject = specimen("four_blocks")
     found: dict[str, Any] = {}
     engine = engine_on_disk(folder)
@@ -106,7 +106,7 @@ def counted(folder: str) -> dict[str, Any]:
         "export": lambda: engine.save_16bit_model(folder),
         "load": lambda: engine.load_checkpoint(folder),
     }.items():
-        forget_buffers(model)  # what the steps kept would hide what a save takes
+        forget_buffers(model)  # buffers kept by the steps would hide the memory of a save
         live = Live(model)
         with live.counting():
             call()
@@ -127,7 +127,7 @@ def counted(folder: str) -> dict[str, Any]:
 def test_one_chunk_is_in_memory_at_a_time(tmp_path: Any) -> None:
     for found in run_ranks(counted, 2, str(tmp_path), env=LATE, transport="gloo"):
         chunk, unit = SUB_GROUP * (4 + 8), found.pop("unit")
-        hashing = (1 << 19) + MARGIN  # of a fingerprint, whatever the size of the model
+        hashing = (1 << 19) + MARGIN  # memory of a fingerprint, for any size of the model
         assert found.pop("all") > 2 * (chunk + unit + MARGIN)
         for what, (peak, chunks) in found.items():
             assert chunks <= 1, what

@@ -1,4 +1,4 @@
-"""A run that was saved, ended and taken up again is the run that was never interrupted, wherever its slots rest."""
+"""Tests that a saved and resumed run equals the uninterrupted one, for slots on any tier."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.oracle import Recipe, relative_error
 from tests.strangers import Foreign
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_num_steps": 6}}
-SMALL = (("sub_group_size", 100),)  # parameters in several chunks, and chunks with parts of several
-FOLDER = "FOLDER"  # stands for the test's own
+SMALL = (("sub_group_size", 100),)  # parameters span several chunks, and chunks hold parts of several parameters
+FOLDER = "FOLDER"  # replaced by the test's own folder
 
 
 def at(stage: int, state: str = "none", param: str = "none", *more: tuple[str, Any], **optimizer: Any) -> Setting:
-    """A setting with these homes."""
+    """Return a setting with these tiers."""
     return Setting(stage=stage, zero=(*homes(state, param, FOLDER, **optimizer), *more))
 
 
 class Counting(Foreign):
-    """A stranger that works element by element, and counts in a plain number."""
+    """Client's elementwise optimizer with a counter that is a plain number."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
@@ -41,7 +41,7 @@ class Counting(Foreign):
 
 
 class Rows(Foreign):
-    """A stranger that keeps what is neither of an element nor of a parameter: a norm a row."""
+    """Client's optimizer whose state is neither elementwise nor per parameter: one norm per row."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
@@ -53,7 +53,7 @@ class Rows(Foreign):
 
 
 def optimizer(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
-    """Optimizers as clients hand them in."""
+    """Return a function that makes an optimizer as clients pass it."""
     import windlass
 
     made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -70,12 +70,12 @@ def optimizer(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, from which homes it is saved, and into which it is loaded.
+    """Trained model, and the tiers of the save and of the load.
 
     Attributes:
-        client: an optimizer of `optimizer`, instead of the recipe's.
+        client: an optimizer of `optimizer` in place of the recipe's.
         other_client: that of the second run; the same by default.
-        trained: the second engine takes a step of its own before it loads, so that it has states to lose.
+        trained: the second engine takes a step before it loads, so that it has states to replace.
         steps: before the save; two more follow.
     """
 
@@ -90,7 +90,7 @@ class Case:
 
     @property
     def same(self) -> bool:
-        """Whether the second run is to be the first one bit by bit."""
+        """Return True if the second run has to equal the first one bit by bit."""
         return self.first == self.second and self.client == (self.other_client or self.client)
 
 
@@ -123,7 +123,7 @@ def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
-    """Whole masters and optimizer states, and all that is counted."""
+    """Return full masters and optimizer states, and all counters."""
     from windlass.zero.access.full_values import full_states
 
     found: dict[str, Any] = {f"param {name}": value for name, value in whole_params(engine.module).items()}
@@ -135,13 +135,13 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names under which two snapshots differ in any bit."""
+    """Return the names whose values differ in any bit between two snapshots."""
     names = [name for name in a if name not in b or not torch.equal(a[name], b[name])]
     return names + [name for name in b if name not in a]
 
 
 def save_and_go_on(case: Case, folder: str) -> dict[str, Any]:
-    """Train, save, train two steps more."""
+    """Train, save, and train two steps more."""
     engine = engine_for(case, case.first, case.client, 0, folder)
     steps(engine, case, 0, case.steps)
     engine.save_checkpoint(folder)
@@ -153,7 +153,7 @@ def save_and_go_on(case: Case, folder: str) -> dict[str, Any]:
 
 
 def take_up(case: Case, folder: str) -> dict[str, Any]:
-    """Another engine from other weights loads and trains the last two steps."""
+    """Load into another engine with other weights and train the last two steps."""
     engine = engine_for(case, case.second, case.other_client or case.client, 50, folder)
     if case.trained:
         steps(engine, case, 7, 8)
@@ -180,7 +180,7 @@ def complaints(case: Case, wanted: dict[str, Any], found: dict[str, Any], *, sam
 
 
 def in_turn(cases: list[Case], folder: str) -> list[str]:
-    """Every case on these ranks; all that is wrong."""
+    """Run every case on these ranks. Return all differences."""
     said = []
     for number, case in enumerate(cases):
         place = f"{folder}/{number}"
@@ -215,9 +215,11 @@ SAME = [
 def test_taken_up_in_the_same_homes_bitwise(ranks: int, transport: str, tmp_path: Any) -> None:
     if ranks == 1 and transport == "shm":
         pytest.skip("one rank has nobody to share memory with")
-    settings = SAME[::2] if ranks == 2 and transport == "gloo" else SAME[1::2]  # `slow` has every pair on both
+    # `slow` runs every pair on both transports
+    settings = SAME[::2] if ranks == 2 and transport == "gloo" else SAME[1::2]
     cases = [Case(one, one, name="unused_by_step", trained=n % 2 == 0) for n, one in enumerate(settings)]
-    cases.append(Case(settings[-1], settings[-1], trained=True, steps=0))  # there are no states to load: none may stay
+    # there are no states to load: none may remain
+    cases.append(Case(settings[-1], settings[-1], trained=True, steps=0))
     hold(cases, ranks, transport, tmp_path)
 
 
@@ -257,7 +259,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
 
 
 def with_optimizers(settings: list[Setting], second: Setting | None = None) -> list[Case]:
-    """A case for each optimizer, in the settings in turn."""
+    """Return a case for each optimizer, with the settings in turn."""
     found = []
     for number, what in enumerate(OPTIMIZERS):
         one = settings[number % len(settings)]
@@ -276,7 +278,7 @@ def test_any_optimizer_is_taken_up_in_other_homes(transport: str, tmp_path: Any)
 
 
 def close(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Names under which two snapshots differ by more than half a step of 8-bit codes; only moments may differ."""
+    """Return the names that differ by more than half an 8-bit quantization step. Only moments may differ."""
     said = [name for name in wanted if name not in found or found[name].shape != wanted[name].shape]
     for name in wanted.keys() - said:
         a, b = wanted[name].double(), found[name].double()
@@ -287,7 +289,7 @@ def close(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def recoded(cases: list[Case], folder: str) -> list[tuple[list[str], list[str]]]:
-    """For each case what is not the same, and what is not even close, after a load in another cut or format."""
+    """Return, for each case, the inexact and the too different values after a load in another sharding or format."""
     found = []
     for number, case in enumerate(cases):
         place = f"{folder}/{number}"
@@ -309,12 +311,12 @@ def test_states_in_8_bits_are_cut_and_converted(tmp_path: Any) -> None:
     for found in run_ranks(recoded, 2, cases, str(tmp_path), env=LATE, transport="gloo", timeout=240):
         assert [not_close for _, not_close in found] == [[]] * len(cases)
         changed = [bool(not_same) for not_same, _ in found]
-        # what is only decoded is exact, and so is what is coded again in other blocks: scales are powers of two
+        # decoding is exact, and so is coding in other blocks: scales are powers of two
         assert changed == [False, True, False, False, False]
 
 
 def through_a_state_dict(case: Case, folder: str) -> list[str]:
-    """What is not close after a plain state dict went from one engine to another."""
+    """Return the values that are too different after a plain state dict was moved between engines."""
     engine = engine_for(case, case.first, case.client, 0, folder)
     steps(engine, case, 0, 2)
     wanted, state = snapshot(engine), engine.optimizer.state_dict()
@@ -363,7 +365,7 @@ def each(take: Callable[[Case, str], dict[str, Any]], cases: list[Case], folder:
 
 
 def across_ranks(cases: list[Case], before: int, after: int, folder: Any) -> None:
-    """Saved by so many ranks, loaded by others: masters, states and counts bit by bit."""
+    """Save on `before` ranks and load on `after`: masters, states and counters are equal bit by bit."""
     wanted = run_ranks(each, before, save_and_go_on, cases, str(folder), env=LATE, timeout=240)[0]
     found = run_ranks(each, after, take_up, cases, str(folder), env=LATE, timeout=240)[0]
     for case, one, other in zip(cases, wanted, found, strict=True):

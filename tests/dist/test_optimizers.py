@@ -1,4 +1,4 @@
-"""Every optimizer, by name, instance or callable, steps over ranks as it steps in one process."""
+"""Tests that every optimizer, given by name, instance or callable, updates over ranks as in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 from tests.strangers import Foreign
 
-# eps well above the rounding of a gradient, where an optimizer divides by its size
+# eps is well above the rounding of a gradient, for optimizers that divide by its size
 BY_NAME: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "eps": 1e-6},
@@ -57,14 +57,14 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OWN)
 def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: str) -> None:
-    """LAMB's norms and Muon's matrices need whole parameters wherever the cuts fall."""
+    """LAMB's norms and Muon's matrices use full parameters, wherever the shard boundaries are."""
     from windlass.optim.optimizer_factory import build_optimizer
 
     def factory(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         heads = [parameter_name.startswith("head.") for parameter_name, _ in specimen("mlp").build().named_parameters()]
         for master, head in zip(masters, heads, strict=True):
             if name == "Muon" and head:
-                master.use_muon = False  # type: ignore[attr-defined]  # a head is no hidden matrix
+                master.use_muon = False  # type: ignore[attr-defined]  # the head is not a hidden matrix
         return build_optimizer(name, OWN[name], masters)
 
     recipe = recipe_for(name, OWN[name], precision=precision)
@@ -72,7 +72,7 @@ def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: st
 
 
 class Stranger(Foreign):
-    """An optimizer nobody knows: steps by the gradient over its norm, counts its steps, keeps a vector of its own."""
+    """Unknown optimizer: steps by the normalized gradient, counts its steps, and keeps a vector as state."""
 
     def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
         state["count"] = state.get("count", 0) + 1
@@ -83,7 +83,7 @@ class Stranger(Foreign):
 
 
 def grouped(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Two groups that cut across every module: biases and norms without decay."""
+    """Return two groups across all modules: biases and norms have no decay."""
     named = list(model.named_parameters())
     return [
         {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.3},
@@ -92,7 +92,7 @@ def grouped(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def make(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
-    """Optimizers as clients hand them in."""
+    """Return a function that makes an optimizer as clients pass it."""
     return {
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-6),
         "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -171,7 +171,7 @@ def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
 
 
 def half_the_model(setting: Setting) -> dict[str, Any]:
-    """An optimizer that holds only some parameters: the others stay as they are, though they have gradients."""
+    """Train with an optimizer over some parameters. The others stay unchanged, though they have gradients."""
     subject, rank = specimen("mlp"), dist.get_rank()
     model = oracle.build(subject, rank)
     config = ds_config(Recipe(), setting)
@@ -202,12 +202,12 @@ WARM: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def odd(dtype: torch.dtype) -> torch.nn.Module:
-    """Numbers, vectors of one element and odd shapes."""
+    """Return a model with scalars, vectors of one element, and odd shapes."""
     return oracle.build(specimen("odd_shapes")).to(dtype)
 
 
 def warmed(name: str, dtype: torch.dtype, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after steps in plain PyTorch."""
+    """Return a model and its optimizer after steps in plain PyTorch."""
     model = odd(dtype)
     optimizer = WARM[name](list(model.parameters()))
     for step in range(steps):
@@ -218,8 +218,10 @@ def warmed(name: str, dtype: torch.dtype, steps: int) -> tuple[torch.nn.Module, 
 
 
 def go_on(name: str, setting: Setting) -> list[float]:
-    """The largest differences from plain PyTorch of an engine that takes over its optimizer, and of one that takes that
-    one's state dict."""
+    """Return the largest differences from plain PyTorch of two engines.
+
+    The first takes over a stepped optimizer, the second loads the first one's state dict.
+    """
     wanted = dict(warmed(name, torch.float32, 4)[0].named_parameters())
     errors = []
     saved: Any = None
@@ -248,7 +250,7 @@ def test_states_of_single_numbers_are_taken_over_and_loaded(name: str, stage: in
 
 
 def of_a_narrow_model(name: str, setting: Setting) -> list[str]:
-    """What became of the states of a bf16 model's optimizer: whatever is not as wide as its masters."""
+    """Return the states of a bf16 model's optimizer that are not as wide as its masters after `initialize`."""
     model, optimizer = warmed(name, torch.bfloat16, 0 if name == "Adagrad" else 2)
     before = {id(p): dict(state) for p, state in optimizer.state.items()}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -272,7 +274,7 @@ def test_states_of_a_narrow_model_become_as_wide_as_its_masters(name: str) -> No
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in its groups and in an attribute, and steps by both."""
+    """Optimizer that counts its steps in its groups and in an attribute, and uses both in its update."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "count": 0})
@@ -317,7 +319,7 @@ def test_a_rule_counts_its_steps_and_hooks_run_once_a_step(sub_group: int, stage
 
 
 class Diary(torch.optim.Optimizer):
-    """Keeps in its state what is no tensor, and steps by it."""
+    """Optimizer whose state and update use values that are not tensors."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -337,7 +339,7 @@ class Diary(torch.optim.Optimizer):
 
 
 def diaries(setting: Setting) -> float:
-    """How far a run that begins with the state dict of another is from that one."""
+    """Return the difference between a run and one that starts from its state dict."""
     ends: list[dict[str, Any]] = []
     saved: Any = None
     for start in (0, 2):

@@ -1,4 +1,4 @@
-"""The oracle and its bounds: torch's own DistributedDataParallel holds the laws that the engine must hold."""
+"""Tests of the oracle and its bounds: torch's DistributedDataParallel passes the laws for the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.oracle import Recipe, relative_error
 
 
 def ddp_rank(name: str, recipe: Recipe) -> RankTrace:
-    """Train a specimen under DDP; gradients are read where the engine's will be: before clipping."""
+    """Train a specimen under DDP, and read gradients before clipping, as for the engine."""
     subject, rank = specimen(name), dist.get_rank()
     wrapped = DistributedDataParallel(oracle.build(subject, rank), find_unused_parameters="moving" in subject.traits)
     named = [(n, p) for n, p in wrapped.module.named_parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Packed, frozen layers beside trainable ones under the engine: plain PyTorch with the same layers is the law."""
+"""Tests of packed, frozen layers beside trainable ones under the engine: results equal plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from windlass.checkpoint.safetensors_export import export_safetensors
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.zero.core.sharded_parameter import raw_data
 
-WIDTH, HIDDEN, LOW = 37, 53, 4  # scales of 53 rows begin where float32 would not be aligned
+WIDTH, HIDDEN, LOW = 37, 53, 4  # scales of 53 rows begin at offsets where float32 would not be aligned
 ROWS = 3
 
 
 class AdaptedLinear(nn.Module):
-    """A packed layer with a trainable low-rank adapter, as in QLoRA (Dettmers et al. 2023)."""
+    """Packed layer with a trainable low-rank adapter, as in QLoRA (Dettmers et al. 2023)."""
 
     def __init__(self, width: int, out: int, weight_format: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class AdaptedBlock(nn.Module):
 
 
 class AdaptedModel(nn.Module):
-    """Blocks of packed layers between what is trained."""
+    """Blocks of packed layers between trainable ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def micro_batch(place: Place) -> Batch:
     return {"x": x, "y": torch.tanh(x.roll(1, -1))}
 
 
-input_gradients: list[Tensor] = []  # of all micro-batches, in the order in which they were trained
+input_gradients: list[Tensor] = []  # of all micro-batches, in training order
 
 
 def with_input_gradient(call: Callable[..., Any], batch: Batch, backward: Callable[..., None]) -> Tensor:
@@ -109,7 +109,7 @@ def packed_bytes(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def train_rank(recipe: Recipe, setting: Setting) -> tuple[RankTrace, list[Tensor]]:
-    """Train on this rank; gradients of the micro-batches' inputs go along."""
+    """Train on this rank. Return the trace and the gradients of the micro-batches' inputs."""
     input_gradients.clear()
     engine = start(ADAPTED, ds_config(recipe, setting))
     trace, backward = RankTrace(), backward_of(engine, setting.plain_backward)
@@ -139,7 +139,7 @@ def test_packed_layers_train_as_in_plain_pytorch(stage: int, ranks: int, transpo
     found = run_ranks(train_rank, ranks, recipe, Setting(stage, transport=transport), transport=transport)
     kept = packed_bytes(found[0][0].model)
     assert kept.keys() == start_bytes.keys() and all(torch.equal(kept[name], start_bytes[name]) for name in kept)
-    for values in (wanted.model, found[0][0].model):  # the rest: bytes would count as large numbers
+    for values in (wanted.model, found[0][0].model):  # compare the other values: bytes would count as large numbers
         for name in start_bytes:
             del values[name]
     assert not (said := complaints([trace for trace, _ in found], wanted, recipe)), "\n".join(said)
@@ -149,7 +149,7 @@ def test_packed_layers_train_as_in_plain_pytorch(stage: int, ranks: int, transpo
 
 
 class RecomputedModel(AdaptedModel):
-    """The same with blocks whose forward runs again in the backward."""
+    """The same model with recomputed blocks."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for block in self.blocks:
@@ -189,7 +189,7 @@ def test_other_ways_at_stage_3_train_alike(way: str, transport: str) -> None:
 
 
 def bytes_at_rest(precision: str) -> tuple[int, int]:
-    """Bytes that this rank keeps of the packed layers between steps at stage 3, and the padding of their units."""
+    """Return the bytes of packed layers on this rank between steps at stage 3, and the padding of their units."""
     engine = start(ADAPTED, ds_config(Recipe(precision=precision), Setting(stage=3)))
     batch = cast(micro_batch(Place(0, 0, dist.get_rank())), Recipe(precision=precision).dtype)
     ADAPTED.train(engine, batch, engine.backward)
@@ -198,7 +198,7 @@ def bytes_at_rest(precision: str) -> tuple[int, int]:
     assert all(unit.reshards == (dist.get_world_size() > 1) and not unit.trainable for unit in units)
     held = sum(unit.shard_slot.numel if unit.shard_slot is not None else unit.local_shard.numel() for unit in units)
     padding = sum(unit.layout.padded - unit.layout.numel for unit in units)
-    for unit in units:  # between uses nothing else of a unit is in memory
+    for unit in units:  # between uses, no other data of a unit is in memory
         assert not unit.frees_memory or unit.full.untyped_storage().nbytes() == 0
     engine.destroy()
     return held, padding
@@ -225,7 +225,7 @@ def engine_of(stage: int, precision: str, seed: int = 0) -> Any:
 
 
 def train_steps(engine: Any, precision: str, first: int, last: int) -> list[float]:
-    """Losses of steps whose micro-batches are the same whatever the number of ranks: all ranks train all of them."""
+    """Return the losses of steps in which all ranks train the same micro-batches, for any number of ranks."""
     losses = []
     for step in range(first, last):
         batch = cast(micro_batch(Place(step, 0, 0)), Recipe(precision=precision).dtype)
@@ -246,7 +246,7 @@ def save_and_go_on(folder: str, stage: int, precision: str, everything: bool) ->
 
 
 def resume(folder: str, stage: int, precision: str, seed: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Load into a model with other packed weights (of another seed), and train on."""
+    """Load into a model with other packed weights (of another seed), and continue."""
     engine = engine_of(stage, precision, seed)
     engine.load_checkpoint(folder)
     losses = train_steps(engine, precision, 2, 4)
@@ -279,7 +279,7 @@ def test_checkpoints_keep_the_bytes(
 
 
 def adapters_alone(folder: str) -> list[str]:
-    """What is said of a checkpoint of adapters, over the packed weights that it was trained over and over others."""
+    """Return the errors of an adapter checkpoint over its own packed weights and over others."""
     said = []
     save_and_go_on(folder, 3, "bf16", False)
     for seed in (0, 7):
@@ -298,7 +298,7 @@ def test_adapters_go_on_over_their_packed_base_alone(tmp_path: Path) -> None:
 
 
 def into_other_formats(folder: str) -> str:
-    """What is said of a checkpoint whose first layer is packed in another format."""
+    """Return the error of a checkpoint whose first layer is packed in another format."""
     save_and_go_on(folder, 3, "bf16", True)
     torch.manual_seed(0)
     model = AdaptedModel()
@@ -319,7 +319,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def used_where_it_is_sharded() -> list[str]:
-    """What is said of a packed weight that is read outside of a forward at stage 3."""
+    """Return the errors of reading a packed weight outside of a forward at stage 3."""
     engine, said = engine_of(3, "bf16"), []
     layer = engine.module.blocks[0].rise.base
     with torch._C.DisableTorchFunctionSubclass():

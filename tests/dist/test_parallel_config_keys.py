@@ -1,4 +1,4 @@
-"""Keys of tensor parallelism reach the model: DeepSpeed's own, and those of the section `parallel`."""
+"""Tests that keys of tensor parallelism reach the model: DeepSpeed's own, and those of the section `parallel`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SGD = {"type": "SGD", "params": {"lr": 0.2}}
 
 
 class Block(nn.Module):
-    """Two pairs of matrices, by names that say nothing."""
+    """Two pairs of matrices, with names that imply no sharding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 14), nn.Linear(14, 6)
         self.third, self.fourth = nn.Linear(6, 10), nn.Linear(10, 6)
-        self.norm = nn.LayerNorm(6, elementwise_affine=False)  # whose weight is None
+        self.norm = nn.LayerNorm(6, elementwise_affine=False)  # its weight is None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x + self.second(torch.tanh(self.first(x))))
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks of a user's own, and a loss."""
+    """Model of user-defined blocks that returns a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def specs(default: bool) -> dict[str, Any]:
-    """Only the first pair of each block is cut; the second is named in a rule that comes too late, and then skipped."""
+    """Return rules that shard only the first pair of each block.
+
+    The rule for the second pair comes after one that skips it.
+    """
     layers = [
         {"patterns": [r".*\.first\.weight$"], "partition_type": "column"},
         {"patterns": r"blocks\.\d+\.second", "partition_type": "row"},
@@ -144,5 +147,5 @@ def test_each_kind_trains_as_one_process_and_talks_as_it_says(
     (one, _), *_ = run_ranks(along, 1, {}, "tp")
     for losses, moved in run_ranks(along, parallel[axis], parallel, axis):
         torch.testing.assert_close(losses, one, rtol=BOUND, atol=0)
-        large = {name for name, nbytes in moved.items() if nbytes > 2000}  # not the loss and counts of tokens
+        large = {name for name, nbytes in moved.items() if nbytes > 2000}  # without the loss and counts of tokens
         assert large == operations

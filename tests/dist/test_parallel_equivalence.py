@@ -1,4 +1,4 @@
-"""Law: over any axes of the mesh, at any stage and from any home, a model of transformers trains as in one process."""
+"""Tests that a transformers model trains as in one process over any mesh axes, at any stage, from any tier."""
 
 from __future__ import annotations
 

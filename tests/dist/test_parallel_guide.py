@@ -1,4 +1,4 @@
-"""The guide to parallelism: its programs train as one process does, over the axes that its configurations say."""
+"""Tests that the programs of the parallelism guide train as one process over the axes of its configurations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = (GUIDES / "parallel.md").read_text()
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """The configurations of the guide, by the comment before them."""
+    """Return the configurations of the guide, by the comment before them."""
     found = re.findall(r"<!-- config: (\w+) -->\n```json\n(.*?)```", TEXT, re.DOTALL)
     return {name: json.loads(text) for name, text in found}
 
@@ -38,7 +38,7 @@ def program(name: str) -> str:
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random sequences; some of their tokens have no loss."""
+    """Random sequences, with some tokens excluded from the loss."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -53,19 +53,19 @@ def labels_of(ids: torch.Tensor) -> torch.Tensor:
 
 
 class Watched:
-    """The batches that a model is called with, before anything is cut."""
+    """Recorder of a model's input batches, before they are sharded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: list[torch.Tensor] = []
         model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if module.training:  # not by whoever looks how its forward goes
+        if module.training:  # not in calls that inspect the forward
             self.seen.append(kwargs["input_ids"].clone())
 
 
 def trained(tag: str, kind: str, code: str) -> dict[str, Any]:
-    """A rank's run of a program, with a model of transformers, under a configuration of the guide."""
+    """Run a program on a rank with a transformers model, under a configuration of the guide."""
     model = build(kind, tied=False)
     watched = Watched(model)
     names: dict[str, Any] = {"model": model, "config": configs()[tag], "dataset": Texts(), "losses": []}
@@ -78,7 +78,7 @@ def trained(tag: str, kind: str, code: str) -> dict[str, Any]:
 
 
 def alone(kind: str, readers: list[list[torch.Tensor]], micros: int = 1) -> list[list[float]]:
-    """Losses of each reader in one process, plain PyTorch."""
+    """Return the losses of each data-loading rank in plain PyTorch in one process."""
     model = build(kind, tied=False).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found: list[list[float]] = [[] for _ in readers]
@@ -94,7 +94,7 @@ def alone(kind: str, readers: list[list[torch.Tensor]], micros: int = 1) -> list
 
 
 def by_reader(found: list[dict[str, Any]], what: str) -> list[Any]:
-    """What the first rank of each reader has; the others of it have the same."""
+    """Return one value per data-loading rank. Ranks that read the same data have equal values."""
     count = found[0]["readers"][0]
     own = [[one[what] for one in found if one["readers"][1] == number] for number in range(count)]
     return [ranks[0] for ranks in own]
@@ -129,7 +129,7 @@ def test_a_pipeline_trains_as_one_process() -> None:
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
-    """Sequences, and themselves as labels; keeps in mind which were read."""
+    """Sequences that are their own labels. Records the indices that were read."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -176,11 +176,11 @@ def test_a_row_of_layers_trains_as_one_process() -> None:
         assert torch.allclose(found[0][2][name], value, rtol=1e-5, atol=1e-6), name
 
 
-# tables, layers and experts of one's own
+# tests of user-defined plan tables, layers and experts
 
 
 class Gated(nn.Module):
-    """A gate and a value from one matrix."""
+    """Gate and value from one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Gated(nn.Module):
 
 
 class Stranger(nn.Module):
-    """A model that the tracer can't cut."""
+    """Model that the tracer can't shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ def test_layers_of_ones_own_train_as_the_whole(world: int) -> None:
 
 
 def _alone(model: nn.Module, loss_of: Any, readers: int) -> list[list[float]]:
-    """Three steps of one process on all readers' features."""
+    """Train three steps in one process on the features of all data-loading ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found: list[list[float]] = [[] for _ in range(readers)]
     for step in range(3):
@@ -347,7 +347,7 @@ def test_experts_of_ones_own_train_as_one_process(name: str) -> None:
         assert ("cannot distribute experts (Bank)" in refused) == (name == "experts that nobody knows")
 
 
-# loaders
+# tests of data loaders
 
 
 def own_loader(tag: str, kind: str, change: tuple[str, str]) -> tuple[tuple[int, int], list[list[int]]]:
@@ -380,11 +380,11 @@ def test_a_loader_that_counts_ranks_is_noticed() -> None:
         run_ranks(own_loader, 2, "tensor", "llama", change)
 
 
-# checkpoints and commands
+# tests of checkpoints and commands
 
 
 def moved(folder: str) -> tuple[str, str, list[torch.Tensor], list[float]]:
-    """Five steps over tp at stage 1, the others over sp at stage 3."""
+    """Train five steps over tp at stage 1, and the others over sp at stage 3."""
     import windlass
 
     model = build("llama", tied=False)
@@ -400,7 +400,7 @@ def moved(folder: str) -> tuple[str, str, list[torch.Tensor], list[float]]:
     other = build("llama", tied=False)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.zero_()  # so that what follows can only come from the checkpoint
+            parameter.zero_()  # so that later values can only come from the checkpoint
     watched_too = Watched(other)
     names |= {"model": other, "config": configs()["ulysses"]}
     exec(program("go on in another"), names)

@@ -1,4 +1,4 @@
-"""Rules that need whole parameters, and states of 8 bits, where parameters are cut over tp or ep."""
+"""Tests of optimizers that need full parameters, and of 8-bit states, with parameters sharded over tp or ep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.base.errors import ModelError
 LAMB = (("lr", 1e-2), ("weight_decay", 0.02), ("eps", 1e-4))
 MUON = (("lr", 1e-2), ("weight_decay", 0.02))
 ROWS = (("lr", 1e-2),)
-ROUNDS = 2e-2  # Muon iterates in bf16; parts by themselves would be off by their own size
+ROUNDS = 2e-2  # Muon iterates in bf16; separate shards would be off by their own size
 
 _CASES = [
     Case("llama", (("tp", 2),), stage=1, optimizer="Lamb", params=LAMB),
@@ -40,7 +40,7 @@ def test_whole_rules_step_parts_as_one_process_steps_the_whole(case: Case) -> No
 def test_their_states_are_laid_out_again_over_other_axes(rule: str, params: Any, tmp_path: Path) -> None:
     cut = Case("llama", (("tp", 2),), stage=1, optimizer=rule, params=params, bound=5e-5)
     dense = Case("llama", (("tp", 1),), stage=3, optimizer=rule, params=params, bound=5e-5)
-    # one reader on two ranks of tp, then one rank; and back
+    # one data-loading rank on two ranks of tp, then on one rank; and back
     run_ranks(train, 2, cut, 2, str(tmp_path / "cut"))
     wanted = plain("llama", False, 1, 1, STEPS, rule, params)
     found = run_ranks(train, 1, dense, STEPS - 2, str(tmp_path / "dense"), str(tmp_path / "cut"))
@@ -53,7 +53,7 @@ def test_their_states_are_laid_out_again_over_other_axes(rule: str, params: Any,
 
 
 def eight_bits(axes: dict[str, int], stage: int, steps: int, save: str | None, source: str | None) -> dict[str, Any]:
-    """Train with moments in 8 bits; parameters and what the codes mean, whole, and the same right after the load."""
+    """Train with 8-bit moments. Return full parameters and decoded states, at the end and right after the load."""
     import windlass
 
     config = config_of(Case("llama", tuple(axes.items()), stage=stage))
@@ -82,7 +82,7 @@ def eight_bits(axes: dict[str, int], stage: int, steps: int, save: str | None, s
 
 
 def _codes_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of two states of 8 bits, in the largest element of their parameter."""
+    """Return the largest difference of two 8-bit states, relative to the largest element of the parameter."""
     pairs = [(one[key][name], other[key][name]) for key in ("exp_avg", "exp_avg_sq") for name in one[key]]
     return max(float((a - b).abs().max()) / float(b.abs().max()) for a, b in pairs)
 
@@ -93,7 +93,7 @@ def test_states_of_8_bits_of_parts_go_on_and_go_to_other_layouts(tmp_path: Path)
     first = run_ranks(eight_bits, 2, cut, 1, 2, saved, None)
     on = run_ranks(eight_bits, 2, cut, 1, 2, None, saved)
     straight = run_ranks(eight_bits, 2, cut, 1, 4, None, None)
-    for one, other, begun in zip(on, straight, first, strict=True):  # the same cut: bit by bit
+    for one, other, begun in zip(on, straight, first, strict=True):  # the same sharding: equal bit by bit
         for key, values in one["after"].items():
             assert all(torch.equal(value, other["after"][key][name]) for name, value in values.items()), key
         assert _codes_apart(one["before"], begun["after"]) == 0
@@ -102,7 +102,7 @@ def test_states_of_8_bits_of_parts_go_on_and_go_to_other_layouts(tmp_path: Path)
     returned = run_ranks(eight_bits, 2, cut, 2, 0, back, again)[0]
     assert _codes_apart(returned["before"], whole["after"]) < 1 / 64
     wanted = plain("llama", False, 1, 1, 4)["params"]
-    for name, value in straight[0]["after"]["params"].items():  # as far from 32 bits as one process with 8
+    for name, value in straight[0]["after"]["params"].items():  # as far from 32 bits as one process with 8-bit states
         assert float((value - wanted[name]).abs().max()) < 4 * 2e-3, name
 
 

@@ -1,4 +1,4 @@
-"""Loads that take a part: a layer frozen, thawed or added, groups cut anew; all of it said, and refused by default."""
+"""Tests of partial loads: a layer frozen, unfrozen or added, changed groups. By default each is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
 class Net(nn.Module):
-    """A few layers, one after the other."""
+    """Sequence of a few layers."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def trained(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def apart(model: nn.Module) -> list[dict[str, Any]]:
-    """The first layer at a rate of its own."""
+    """Return groups with a separate rate for the first layer."""
     first = list(model.layers[0].parameters())
     rest = [p for p in model.parameters() if all(p is not one for one in first)]
     return [{"params": first, "lr": 0.001}, {"params": rest}]
@@ -83,7 +83,7 @@ def steps(engine: Any, first: int, last: int) -> None:
 
 
 def plain_steps(model: nn.Module, stepped: torch.optim.Optimizer, first: int, last: int) -> None:
-    """What two ranks do together, in one process."""
+    """Run the work of two ranks in one process."""
     for step in range(first, last):
         stepped.zero_grad()
         ((model(batch(step, 0)) + model(batch(step, 1))) / 2).backward()
@@ -107,7 +107,7 @@ def listening() -> Iterator[list[str]]:
 
 
 def freeze(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Plain torch: the middle layer is left out from now on."""
+    """Freeze the middle layer in plain torch."""
     model.layers[1].requires_grad_(False)
     gone = {id(p) for p in model.layers[1].parameters()}
     (group,) = stepped.param_groups
@@ -119,28 +119,28 @@ def freeze(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def thaw(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Plain torch: the middle layer was frozen, and joins."""
+    """Unfreeze the middle layer in plain torch."""
     model.layers[1].requires_grad_(True)
     stepped.param_groups[0]["params"] += list(model.layers[1].parameters())
     return stepped
 
 
 def add(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Plain torch: a fourth layer, as the second engine's model has it."""
+    """Add a fourth layer in plain torch, as the second engine's model has it."""
     model.layers.append(net(4, seed=9).layers[3])
     stepped.param_groups[0]["params"] += list(model.layers[3].parameters())
     return stepped
 
 
 def regroup(model: Net, stepped: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Plain torch: other groups, the same states."""
+    """Change the groups in plain torch, with the same states."""
     other = optimizer(apart(model))
     for parameter, state in stepped.state.items():
         other.state[parameter] = state
     return other
 
 
-# name: the first model and groups, the second, what plain torch does between, keywords of the load
+# name: the first model and groups, the second ones, the same change in plain torch, keywords of the load
 CASES: dict[str, tuple[Any, ...]] = {
     "freeze": ({}, trained, {"frozen": 1}, trained, freeze, {"load_optimizer_strict": False}),
     "thaw": ({"frozen": 1}, trained, {}, trained, thaw, {"load_optimizer_strict": False}),
@@ -171,7 +171,7 @@ REFUSED = {
 
 
 def taken_up(name: str, stage: int, home: str, folder: str) -> dict[str, Any]:
-    """Saved in one shape, loaded in another; and what plain torch comes to."""
+    """Save with one model or grouping and load with another. Return the result, and plain torch's."""
     from windlass.base.errors import CheckpointError
 
     before, groups, after, other_groups, change, keywords = CASES[name]
@@ -215,7 +215,7 @@ def test_a_part_is_loaded_by_choice(name: str, stage: int, home: str, tmp_path: 
 
 
 def only_the_module(folder: str) -> dict[str, Any]:
-    """What `load_module_only` leaves as it is."""
+    """Return the values that `load_module_only` leaves unchanged."""
     engine = engine_for(net(), trained, 3, "none", folder)
     steps(engine, 0, 2)
     engine.save_checkpoint(folder)
@@ -245,7 +245,7 @@ def test_the_module_alone(tmp_path: Any) -> None:
 
 
 def with_a_schedule(folder: str) -> list[float]:
-    """The rates after a load whose schedule told of one group, into two."""
+    """Return the rates after a schedule with one group is loaded into one with two."""
     import windlass
 
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
@@ -275,7 +275,7 @@ def test_a_schedule_of_other_groups_goes_on(tmp_path: Any) -> None:
 
 
 def thawed_with_an_average(home: str, folder: str) -> dict[str, Any]:
-    """An average of a model with a frozen layer, loaded where that is trained, too."""
+    """Load an average of a model with a frozen layer into a model in which that layer is trained."""
     import windlass
 
     engine = engine_for(net(frozen=1), trained, 3, home, f"{folder}/first")
@@ -303,7 +303,7 @@ def test_an_average_of_what_was_thawed_begins_with_a_copy(home: str, tmp_path: A
 
 
 def average_of_before(folder: str) -> bool:
-    """An average that has begun, after a load of a checkpoint that was saved before its first update."""
+    """Load a checkpoint saved before an average's first update, after the average has begun."""
     import windlass
 
     engine = engine_for(net(), trained, 3, "none", folder)

@@ -1,4 +1,4 @@
-"""Knobs that say how, not what: the result stays the oracle's under each of them."""
+"""Tests that performance options do not change the result: it stays the oracle's."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ SHARDINGS: list[tuple[int, Knob]] = [
     ],
 )
 def test_cuts_over_fewer_ranks(accumulation: int, precision: str, transport: str) -> None:
-    """hpZ gathers again from a smaller group; MiCS keeps replicas of a cut state."""
+    """hpZ gathers again from a smaller group; MiCS keeps replicas of sharded states."""
     recipe = Recipe(ranks=4, accumulation=accumulation, precision=precision, steps=3)
     settings = [Setting(stage=stage, transport=transport, zero=(knob,)) for stage, knob in SHARDINGS]
     hold_all("cross_attention", recipe, settings)

@@ -1,4 +1,4 @@
-"""A pipeline of ranks comes to the losses and gradients of one process, under every schedule."""
+"""Tests that a pipeline of ranks has the losses and gradients of one process, under every schedule."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def test_models_of_transformers(name: str) -> None:
 
 
 def _row_bytes(micros: int) -> int:
-    """Of activations across one cut: 4 bytes for each of 2 x length x WIDTH elements."""
+    """Return the bytes of activations across one stage boundary: 4 bytes for each of 2 x length x WIDTH elements."""
     return sum(4 * 2 * row_batch("row", micro)[0].shape[1] * WIDTH for micro in range(micros))
 
 
 @pytest.mark.parametrize("setting", [Setting("1f1b", 5), Setting("interleaved", 4, 2), Setting("zero-bubble", 3)])
 def test_only_activations_cross_a_cut(setting: Setting) -> None:
-    """What each rank receives, to the byte: one activation and one gradient for each cut and micro-batch."""
+    """Each rank receives exactly one activation and one gradient per stage boundary and micro-batch."""
     once = _row_bytes(setting.micros)
     found = [one[0].moved for one in run_ranks(steps, 2, "row", [setting], True)]
     assert [moved.get("activations", 0) for moved in found] == [once * (setting.each - 1), once * setting.each]
@@ -97,7 +97,8 @@ def test_logits_of_routers_go_along_as_the_formula_says(setting: Setting) -> Non
     found = [one[0].moved for one in run_ranks(steps, 2, "mixtral", [setting], True)]
     tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
     shape = from_transformers(transformer("mixtral").config.to_dict())
-    work = StepWorkload(tokens, activation_bytes=4, virtual_stages=setting.each)  # as if in one micro-batch
+    # as if all tokens were in one micro-batch
+    work = StepWorkload(tokens, activation_bytes=4, virtual_stages=setting.each)
     for pipe, moved in enumerate(found):
         said = {
             one.tensors: one.nbytes
@@ -113,7 +114,7 @@ def test_logits_of_routers_go_along_as_the_formula_says(setting: Setting) -> Non
 def test_shapes_are_told_once_for_each_shape_of_a_micro_batch() -> None:
     first = [one[0].moved.get("headers", 0) for one in run_ranks(steps, 2, "row", [Setting("1f1b", 3)])]
     longer = [one[0].moved.get("headers", 0) for one in run_ranks(steps, 2, "row", [Setting("1f1b", 8)])]
-    assert first == longer and first[0] == 0 < first[1] < 3 * 400  # three lengths, whatever the number of micro-batches
+    assert first == longer and first[0] == 0 < first[1] < 3 * 400  # three lengths, for any number of micro-batches
 
 
 def test_a_gradient_of_each_shared_parameter_goes_to_each_other_holder() -> None:

@@ -1,4 +1,4 @@
-"""A pipeline under the engine trains as one process does: losses, norms and parameters, at every stage of ZeRO."""
+"""Tests that a pipeline under the engine trains as one process: losses, norms and parameters, at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def test_schedules_and_models(case: Case) -> None:
     ids=str,
 )
 def test_a_run_goes_on_in_another_layout(before: Case, after: Case, tmp_path: Path) -> None:
-    """Readers times micro-batches is the same, and so is what they read, up to its order."""
+    """A checkpoint of one layout continues in another.
+
+    Both layouts have the same product of data-loading ranks and micro-batches, and read the same data in another order.
+    """
     run_ranks(save, 4, before, str(tmp_path), timeout=120.0)
     found = run_ranks(resume, 4, after, str(tmp_path), timeout=120.0)[0]
     same = run_ranks(resume, 4, before, str(tmp_path), timeout=120.0)[0]
@@ -222,14 +225,14 @@ def test_every_schedule_gathers_and_reduces_once(case: Case) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parameters_are_gathered_and_gradients_reduced_once_a_step_or_once_a_micro_batch(stage: int) -> None:
-    """Elements of a stage's parameters that went through collectives in a step of four micro-batches."""
+    """A step of four micro-batches gathers and reduces each element once, or once per micro-batch, as configured."""
     once = _payload(Case(name="row", stage=stage))
     often = _payload(Case(name="row", stage=stage, gather="micro-batch"))
     for one, other in zip(once, often, strict=True):
         elements = sum(shape.numel() for shape in one.shapes.values())
         assert one.payload["reduce"] == elements and other.payload["reduce"] == 4 * elements
         assert one.payload["gather"] == elements
-        if stage == 3:  # forward and backward, less what is still there from the one to the other
+        if stage == 3:  # forward and backward, without units that stay unsharded in between
             assert 4 * elements <= other.payload["gather"] <= 8 * elements
 
 

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused on every rank with one message that says what, where and what to do."""
+"""Tests that unsupported input raises the same error on every rank, with the cause, the place and the fix."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def refusal(what: str) -> str:
     try:
         windlass.initialize(model=model, config=config or None, **more).__getitem__(0).destroy()
     except windlass.WindlassError as error:
-        if what == "warm-up":  # which is found out last: the model can be given to another engine all the same
+        if what == "warm-up":  # found last; the model can still be given to another engine
             del config["scheduler"]
             windlass.initialize(model=model, config=config)[0].destroy()
         return f"{type(error).__name__}: {error}"
@@ -98,7 +98,7 @@ def test_refused_by_name_on_every_rank(what: str) -> None:
 
 
 def apart() -> list[str]:
-    """Rank 1 freezes another parameter, has a layer of its own, or loads in 16 bits; what `initialize` said of each."""
+    """Return the errors of `initialize` when rank 1 freezes another parameter, has another layer, or uses 16 bits."""
     import windlass
 
     said = []
@@ -136,7 +136,10 @@ def test_ranks_that_build_different_models_are_told_in_which_parameter() -> None
 
 
 def bad_disk(what: str, folder: str) -> list[Any]:
-    """One rank of two can't use its disk: what `initialize` said, whether the model is whole, and trains elsewhere."""
+    """Make one rank's disk unusable.
+
+    Return the error of `initialize`, whether the model is unchanged, and whether it trains elsewhere.
+    """
     import windlass
 
     rank = torch.distributed.get_rank()
@@ -185,7 +188,7 @@ def test_a_disk_that_one_rank_cannot_use_is_named_on_all_and_changes_nothing(wha
 
 
 def space_taken(folder: str, optimizer: str) -> list[int]:
-    """Bytes of the tier's file after `initialize`, and after a step."""
+    """Return the size of the tier's file after `initialize` and after a step."""
     recipe = Recipe(optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
     subject = specimen("four_blocks")
     zero = (*homes("nvme", "nvme", folder, gradient_device="nvme"), ("sub_group_size", 5000))
@@ -206,7 +209,7 @@ def test_all_the_space_is_taken_before_anything_moves(optimizer: str, tmp_path: 
 
 
 def files_of(folder: str) -> dict[str, Any]:
-    """What an engine leaves and finds on disk, and what it says of memory that looks like one."""
+    """Return the files that an engine leaves and finds on disk, and its warning about memory that looks like a disk."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -284,7 +287,7 @@ def test_however_a_run_ends_nothing_of_it_stays(tmp_path: Path) -> None:
 
 
 def nan_loss(setting: Setting) -> list[str]:
-    """NaN in one rank's data: every rank learns of it, and no weight is lost."""
+    """Feed NaN to one rank: every rank raises, and no weight is lost."""
     subject = specimen("mlp")
     engine = start(subject, ds_config(Recipe(), setting))
     rank = torch.distributed.get_rank()
@@ -325,15 +328,16 @@ def set_by_hand(stages: list[int]) -> None:
             model.bias.grad = torch.ones(1)
         assert all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
         engine.zero_grad()
-        torch.autograd.backward([model.bias], [torch.full((1,), 1.0 + engine.global_rank)])  # what the message names
+        # the call that the message recommends
+        torch.autograd.backward([model.bias], [torch.full((1,), 1.0 + engine.global_rank)])
         assert windlass.zero.full_grad(model.bias).item() == (1 + engine.world_size) / 2
         engine.step()
         after = engine.full_state_dict()
-        if engine.global_rank == 0:  # which alone is given them
+        if engine.global_rank == 0:  # only rank 0 gets the state
             assert after["bias"] < before["bias"] and torch.equal(after["weight"], before["weight"])
         engine = initialize(model=model, config=config)[0]
         model.bias.grad = torch.ones(1)
-        engine.step()  # a script of DeepSpeed's goes on
+        engine.step()  # a DeepSpeed script continues
         assert model.bias.grad is None
         engine.destroy()
 

@@ -1,4 +1,4 @@
-"""A long run keeps nothing: memory, files, threads, shared memory and Python's objects stay as they are."""
+"""Tests that a long run leaks nothing: memory, files, threads, shared memory and Python objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.dist.test_offload import homes
 from tests.models import Place
 from tests.oracle import Recipe
 
-# stage, home of states, home of parameters, more of the optimizer's section
+# stage, tier of states, tier of parameters, more of the optimizer's section
 CASES = [
     (0, "none", "none", {}),
     (1, "cpu", "none", {}),
@@ -34,7 +34,7 @@ LASTING = ("files", "threads", "python threads", "shared memory")
 
 
 def resources() -> dict[str, int]:
-    """What this process has now."""
+    """Return the resources of this process."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     shared = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
@@ -49,7 +49,10 @@ def resources() -> dict[str, int]:
 
 
 def after_all(first: dict[str, int]) -> dict[str, int]:
-    """What this process has once it is no more than at first, or for good: threads of closed groups end by and by."""
+    """Return the resources once they are no more than `first`, or after 30 s.
+
+    Threads of closed groups end with a delay.
+    """
     for _ in range(60):
         now = resources()
         if all(now[name] <= first[name] for name in LASTING):
@@ -79,7 +82,7 @@ def pipeline_steps() -> tuple[Any, Callable[[int], None]]:
 
 
 def settle(engine: Any) -> None:
-    """Have no transfer under way: the last writes of a step go on in the next."""
+    """Wait for all transfers, since the last writes of a step continue in the next one."""
     homes = engine._sharded.tiers
     if homes.disk is not None:
         homes.staging.wait_all()
@@ -103,7 +106,7 @@ def runs(folder: str, cases: list[Any], warm: int, steps: int) -> Iterator[tuple
 
 
 def all_runs(folder: str, cases: list[Any], warm: int, steps: int) -> tuple[list[Any], list[dict[str, int]]]:
-    list(runs(folder, cases, 2, 4))  # what is made once, of every kind
+    list(runs(folder, cases, 2, 4))  # create everything that exists once per process
     first = resources()
     found = list(runs(folder, cases, warm, steps))
     return found, [first, after_all(first)]
@@ -117,7 +120,7 @@ def hold(cases: list[Any], warm: int, steps: int, growth: int, transport: str, f
         for case, before, after in found:
             grown = {name: after[name] - before[name] for name in before}
             assert all(grown[name] <= 0 for name in LASTING), (case, grown)
-            assert grown["objects"] < steps - warm, (case, grown)  # not one a step
+            assert grown["objects"] < steps - warm, (case, grown)  # less than one object per step
             assert grown["memory"] < growth, (case, grown)
         assert all(ends[1][name] <= ends[0][name] for name in LASTING), ends
 

@@ -1,4 +1,4 @@
-"""Routers balanced without a loss: an engine's steps move their biases, on all ranks by what all ranks chose."""
+"""Tests of routers balanced without a loss: each step moves their biases equally on all ranks, by all ranks' loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOUND = 1e-5
 
 
 class Own(nn.Module):
-    """A user's mixtures, one with a bias and one with a loss."""
+    """User's mixtures of experts, one with a bias and one with a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def biases(model: nn.Module) -> list[Tensor]:
 
 
 def train(kind: str, config: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
-    """Losses of this rank, and the biases at the end."""
+    """Return the losses of this rank and the final biases."""
     import windlass
 
     model, loss_of = KINDS[kind]()
@@ -69,7 +69,7 @@ def train(kind: str, config: dict[str, Any]) -> tuple[list[float], list[Tensor]]
             losses.append(loss.item())
         engine.eval()
         with torch.no_grad():
-            loss_of(engine, 99)  # counts for nothing
+            loss_of(engine, 99)  # evaluation is not counted
         engine.train()
     found = biases(engine.module)
     engine.destroy()
@@ -133,7 +133,7 @@ def sixteen_bits(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_biases_keep_their_precision(kind: str) -> None:
-    """They move by whole steps of 0.01, which they would not in bf16."""
+    """Biases move by exact steps of 0.01, which bf16 could not represent."""
     begun = biases(KINDS[kind]()[0])
     for moved in run_ranks(sixteen_bits, 2, kind):
         for bias, before in zip(moved, begun, strict=True):

@@ -1,4 +1,4 @@
-"""What a run writes: monitors on rank 0, and few lines."""
+"""Tests of the output of a run: monitors on rank 0, and few log lines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def monitored(folder: str) -> dict[str, list[float]]:
 
 
 def rows(path: Path) -> list[float]:
-    """The values of a CSV file of `step, value` rows under one line of names."""
+    """Return the values of a CSV file of `step, value` rows with one header line."""
     with path.open() as file:
         return [float(row[1]) for row in list(csv.reader(file))[1:]]
 
@@ -63,7 +63,7 @@ def test_monitors_say_what_the_engine_says(tmp_path: Path) -> None:
 
 
 class Lines(logging.Handler):
-    """Counts the lines that would be printed at the default level."""
+    """Handler that collects the lines of the default level."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -74,7 +74,7 @@ class Lines(logging.Handler):
 
 
 def printed() -> list[str]:
-    """A short run under a default configuration: what is logged by this rank."""
+    """Run a few steps under a default configuration. Return the lines that this rank logs."""
     subject, logger = specimen("mlp"), logging.getLogger("windlass")
     lines = Lines()
     lines.addFilter(lambda record: all(handler.filter(record) for handler in logger.handlers[:1]))

@@ -1,4 +1,4 @@
-"""Sequences cut over sp of a model that is cut over tp: losses and gradients are those of one process."""
+"""Tests that sequence parallelism on a tensor-parallel model has the losses and gradients of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Case = tuple[str, dict[str, Any], str]
 
 
 def law(cases: list[Case], kind: str, tp: dict[str, Any], long: dict[str, Any] | None) -> None:
-    """On two ranks along tp by two along sp."""
+    """Compare two ranks along tp by two along sp with one process."""
     from windlass.comm.mesh import build_mesh
     from windlass.comm.mesh_shape import MeshShape
     from windlass.parallel.placement import get_placement
@@ -78,10 +78,10 @@ def refused() -> str:
     apply_tensor_parallel(model, axis_of_all("tp"), tp_sequence_norms=True)
     with pytest.raises(ModelError) as told:
         apply_long_context(model)
-    apply_long_context(model, tiled_mlp=False)  # nothing was changed by the first
+    apply_long_context(model, tiled_mlp=False)  # the first call changed nothing
     return str(told.value)
 
 
 def test_mlps_that_gather_tokens_are_not_computed_in_parts() -> None:
-    """Ranks with other counts of parts would wait for each other for ever."""
+    """An MLP that gathers tokens is refused: ranks with different numbers of tiles would deadlock."""
     assert all("tiled_mlp=False" in told for told in run_ranks(refused, 2))

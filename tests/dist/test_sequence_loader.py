@@ -1,4 +1,4 @@
-"""Batches that are cut before they reach the model, and DeepSpeed's names for all that."""
+"""Tests of batches that are sharded before they reach the model, and of DeepSpeed's names for that."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [("packed", 13), ("left", 13), ("answers", 14), ("plain", 3)]
 
 
 class Batches:
-    """A loader of whole batches that can tell where it stands."""
+    """Loader of full batches with a state."""
 
     def __init__(self, cases: list[tuple[str, int]]) -> None:
         self.cases, self.epoch, self.state = cases, 0, {"at": 0}
@@ -48,7 +48,7 @@ class Batches:
 
 
 def loaded(from_first: bool) -> None:
-    """A model trains on parts as it does on whole batches, and a part keeps nothing else in memory."""
+    """Assert that a model trains on shards as on full batches, and that a shard keeps no other memory alive."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
     from windlass.parallel.sequence.sequence_sharded_loader import SequenceShardedLoader
 
@@ -90,7 +90,7 @@ def test_a_model_takes_parts_as_they_are(from_first: bool) -> None:
 
 
 def own_samples(rank: int, kind: str, length: int) -> dict[str, Tensor]:
-    """Rank `rank` reads samples of its own, of a length of its own."""
+    """Return the rank's own samples, of its own length."""
     given = batch(kind, length + 2 * rank)
     return {name: value.roll(rank, 0) if name != "position_ids" else value for name, value in given.items()}
 
@@ -101,7 +101,7 @@ def registered(
     name: str = "llama",
     kinds: tuple[tuple[str, int], ...] = (("packed", 12), ("answers", 13)),
 ) -> None:
-    """As a Trainer does it: each rank's batch in turn, over all; losses of parts weighed by their counts."""
+    """Train as a Trainer does: all ranks work on each rank's batch in turn, and losses are weighted by token counts."""
     from windlass.parallel.autograd_collectives import all_gather
     from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
@@ -115,7 +115,7 @@ def registered(
         micro_batch_size=2,
         disable_in_eval=True,
     )
-    mpu.apply(model)  # once more, or only now
+    mpu.apply(model)  # a second time, or the first time
     world, rank = dist.get_world_size(), dist.get_rank()
     assert mpu.get_sequence_parallel_world_size() == 2 and mpu.get_sequence_parallel_rank() == rank % 2
     assert mpu.get_data_parallel_world_size() == world // 2 and mpu.get_data_parallel_rank() == rank // 2
@@ -135,7 +135,7 @@ def registered(
         own = model.loss_function(
             logits=output.logits, labels=None, shift_labels=part["shift_labels"], vocab_size=VOCABULARY
         )
-        if world == 2:  # as transformers does it; on gloo the backward of that knows no groups but the whole world
+        if world == 2:  # as transformers does; with gloo its backward supports only the world group
             losses = torch.stack(torch.distributed.nn.functional.all_gather(own, group=group))
         else:
             losses = all_gather(own.view(1), mpu.sp, 0)
@@ -160,13 +160,16 @@ def test_a_registered_model_and_its_loader(world: int, pads: bool, by_name: bool
 
 @pytest.mark.parametrize("pads", [True, False])
 def test_positions_that_a_model_derives_are_those_of_whole_sequences(pads: bool) -> None:
-    """From the mask (OPT), or from ids that are no padding (RoBERTa), which a part of a sequence does not show."""
+    """Positions derived from the mask (OPT) or from non-padding ids (RoBERTa) are those of full sequences.
+
+    A shard of a sequence does not contain them.
+    """
     for name in ("opt", "roberta"):
         run_ranks(registered, 2, pads, False, name, (("left", 13), ("holes", 12), ("plain", 13)))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tokens_first: bool = True) -> Tensor:
-    """Attention of whole sequences in the layout of `DistributedAttention`, which knows no order of tokens but one."""
+    """Compute full-sequence attention in the layout of `DistributedAttention`, with its token order."""
     order = (1, 2, 0, 3) if tokens_first else (0, 2, 1, 3)
     q, k, v = (x.permute(order) for x in (query, key, value))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Sequences cut over 2 to 4 ranks: losses and gradients of an unmodified model are those of one process."""
+"""Tests that sequence parallelism over 2 to 4 ranks has the losses and gradients of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUND = 1e-5
 
 
 def build(name: str, **changes: Any) -> Any:
-    """A tiny random model of transformers, the same on all ranks."""
+    """Return a tiny random transformers model, the same on all ranks."""
     import transformers as hf
 
     torch.manual_seed(7)
@@ -54,11 +54,11 @@ def build(name: str, **changes: Any) -> Any:
         more = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
         return hf.ModernBertForMaskedLM(hf.ModernBertConfig(**{**small, **more, **changes}))
     quiet = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout"), 0.0)
-    if name == "opt":  # counts positions by the mask
+    if name == "opt":  # computes positions from the mask
         return hf.OPTForCausalLM(hf.OPTConfig(**{**small, **quiet, "ffn_dim": 48, "word_embed_proj_dim": 32}))
-    if name == "biogpt":  # counts all, though its embedding could count by the mask
+    if name == "biogpt":  # counts all tokens, though its embedding could use the mask
         return hf.BioGptForCausalLM(hf.BioGptConfig(**{**small, **quiet, "layerdrop": 0.0, "activation_dropout": 0.0}))
-    if name == "roberta":  # counts ids that are no padding, from 2
+    if name == "roberta":  # counts ids that are not padding, from 2
         return hf.RobertaForCausalLM(hf.RobertaConfig(**{**small, **quiet, "is_decoder": True}))
     assert name == "gpt2"
     return hf.GPT2LMHeadModel(
@@ -80,17 +80,17 @@ def build(name: str, **changes: Any) -> Any:
 
 
 def batch(kind: str, length: int, samples: int = 2) -> dict[str, Tensor]:
-    """A batch of whole sequences."""
+    """Return a batch of full sequences."""
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(1, VOCABULARY, (samples, length), generator=draw)
     found = {"input_ids": ids, "labels": ids.clone()}
-    if kind == "packed":  # documents that end elsewhere in each sample
+    if kind == "packed":  # documents with different ends in each sample
         ends = [[0, 3, 4, length], [0, length // 2, length]]
         rows = [torch.cat([torch.arange(b - a) for a, b in zip(e, e[1:], strict=False)]) for e in ends]
         found["position_ids"] = torch.stack(rows)
     elif kind in ("left", "right", "holes"):
         mask = torch.ones_like(ids)
-        ids[0, :2] = 1  # RoBERTa's padding
+        ids[0, :2] = 1  # id 1 is RoBERTa's padding
         if kind == "left":
             mask[0, :4] = 0
         elif kind == "right":
@@ -101,13 +101,13 @@ def batch(kind: str, length: int, samples: int = 2) -> dict[str, Tensor]:
             mask[1, 5:9:2] = 0
         found["attention_mask"] = mask
         found["labels"] = found["labels"].masked_fill(mask == 0, -100)
-    elif kind == "answers":  # a prompt has no labels: whole shards have none
+    elif kind == "answers":  # prompts have no labels, so some shards have none
         found["labels"][:, : length * 2 // 3] = -100
     return found
 
 
 def loss_and_gradients(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and every parameter's gradient."""
+    """Return the loss and every parameter's gradient."""
     model.train()
     loss = model(**given).loss
     loss.backward()
@@ -115,7 +115,7 @@ def loss_and_gradients(model: Any, given: dict[str, Any]) -> tuple[Tensor, dict[
 
 
 def axis_of_all(name: str = "sp") -> Any:
-    """All ranks along one axis."""
+    """Return an axis over all ranks."""
     from windlass.comm.mesh import build_mesh
     from windlass.comm.mesh_shape import MeshShape
 
@@ -123,13 +123,13 @@ def axis_of_all(name: str = "sp") -> Any:
 
 
 def check_close(found: Tensor, wanted: Tensor, name: str, bound: float = BOUND) -> None:
-    """Relative to the largest element."""
+    """Assert closeness relative to the largest element."""
     error = float((found - wanted).detach().abs().max() / wanted.abs().max().clamp(min=1e-3))
     assert error < bound, f"{name}: {error:.2e} from {wanted.abs().max():.2e}"
 
 
 def law(way: str, cases: list[tuple[str, dict[str, Any], str, int]]) -> None:
-    """The loss is that of one process on every rank, and the mean of the gradients over them too."""
+    """Assert that every rank's loss and the mean of the gradients equal those of one process."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -146,7 +146,7 @@ def law(way: str, cases: list[tuple[str, dict[str, Any], str, int]]) -> None:
 def check_mean(
     axis: Any, gradients: dict[str, Tensor], wanted: dict[str, Tensor], case: str, bound: float = BOUND
 ) -> None:
-    """The mean of the gradients of all ranks is what is wanted."""
+    """Assert that the mean of all ranks' gradients equals the wanted one."""
     for parameter, gradient in gradients.items():
         mean = gradient.clone()
         torch.distributed.all_reduce(mean)
@@ -214,7 +214,7 @@ def test_fewer_tokens_than_ranks(world: int, way: str) -> None:
 
 
 def whole_with_dropout(name: str, changes: dict[str, Any], given: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """One process, which drops the weights that ranks drop."""
+    """Return the loss and gradients of one process that drops the same attention weights as the ranks."""
     from transformers import AttentionInterface
 
     from windlass.parallel.sequence.attention_dropout import AttentionDropout, combine_seeds
@@ -253,7 +253,7 @@ def whole_with_dropout(name: str, changes: dict[str, Any], given: dict[str, Any]
 
 
 def dropping(way: str, recompute: bool) -> None:
-    """Ranks drop what one process does, each layer and each forward something else."""
+    """Assert that ranks drop the weights that one process drops, different ones in each layer and forward."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -272,7 +272,7 @@ def dropping(way: str, recompute: bool) -> None:
         check_close(loss, wanted_loss, f"{name}: loss")
         check_mean(axis, gradients, wanted, name)
         again = model(**given).loss
-        assert float((again - loss).abs()) > 1e-2  # another forward
+        assert float((again - loss).abs()) > 1e-2  # another forward drops other weights
         model.eval()
         check_close(model(**given).loss, build(name, **changes).eval()(**given).loss, f"{name}: in eval mode")
 
@@ -287,7 +287,7 @@ def test_ranks_drop_the_weights_that_one_process_drops(world: int, way: str, rec
 
 
 def bytes_of(way: str, name: str, changes: dict[str, Any], length: int) -> dict[str, int]:
-    """The bytes that a step moved along sp."""
+    """Return the bytes that a step moves along sp."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -302,13 +302,13 @@ TOKENS, FEATURES, LAYERS, FLOAT, SAMPLES = 24, 32, 2, 4, 2
 
 
 def loss_bytes(ranks: int) -> int:
-    """A sum and a count, forward and backward, as every all-reduce counts."""
+    """Return the bytes of a sum and a count, forward and backward, as an all-reduce is counted."""
     return 2 * (2 * 2 * FLOAT * (ranks - 1) // ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ulysses_moves_four_times_the_tokens_over_the_ranks(ranks: int) -> None:
-    """`4 N h / P` elements a layer, but for the part that each rank keeps; as many in the backward."""
+    """A layer moves `4 N h / P` elements less the part that each rank keeps, and as many in the backward."""
     one_way = 4 * SAMPLES * TOKENS * FEATURES // ranks * (ranks - 1) // ranks
     wanted = {"all_to_all": 2 * LAYERS * one_way * FLOAT, "all_reduce": loss_bytes(ranks)}
     moved = run_ranks(bytes_of, ranks, "ulysses", "llama", {"num_key_value_heads": 4}, TOKENS)
@@ -316,7 +316,7 @@ def test_ulysses_moves_four_times_the_tokens_over_the_ranks(ranks: int) -> None:
 
 
 def test_ulysses_moves_fewer_heads_of_keys_as_often_as_they_are_used() -> None:
-    """One head of keys for four of queries goes to each of four ranks."""
+    """One key head for four query heads is sent to each of four ranks."""
     queries_and_output = 2 * SAMPLES * TOKENS * FEATURES // 4 * 3 // 4
     keys_and_values = 2 * SAMPLES * TOKENS // 4 * 3 * (FEATURES // 4)
     wanted = 2 * LAYERS * (queries_and_output + keys_and_values) * FLOAT
@@ -326,7 +326,7 @@ def test_ulysses_moves_fewer_heads_of_keys_as_often_as_they_are_used() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_moves_keys_and_values_round_and_their_gradients_home(ranks: int) -> None:
-    block = 2 * SAMPLES * TOKENS // ranks * (FEATURES // 2)  # two heads of keys of four
+    block = 2 * SAMPLES * TOKENS // ranks * (FEATURES // 2)  # two key heads of four
     forward, backward = (ranks - 1) * block, (ranks - 1) * block + ranks * block
     wanted = {"pass_on": LAYERS * (forward + backward) * FLOAT, "all_reduce": loss_bytes(ranks)}
     moved = run_ranks(bytes_of, ranks, "ring", "llama", {}, TOKENS)
@@ -334,7 +334,7 @@ def test_a_ring_moves_keys_and_values_round_and_their_gradients_home(ranks: int)
 
 
 def test_a_ring_stops_where_a_window_ends() -> None:
-    """6 tokens a rank and a window of 5: the block before is enough, and gradients go one place back."""
+    """With 6 tokens per rank and a window of 5, one previous block is enough, and gradients return one rank."""
     block = 2 * SAMPLES * TOKENS // 4 * (FEATURES // 2)
     moved = run_ranks(bytes_of, 4, "ring, unbalanced", "mistral", {}, TOKENS)
     assert [one["pass_on"] for one in moved] == [LAYERS * (block + block + 2 * block) * FLOAT] * 4
@@ -342,7 +342,7 @@ def test_a_ring_stops_where_a_window_ends() -> None:
 
 def test_both_together_move_what_each_moves_among_its_own() -> None:
     one_way = (2 * FEATURES + 2 * FEATURES // 2) * SAMPLES * TOKENS // 4 // 2  # half of a quarter of the tokens
-    block = 2 * SAMPLES * TOKENS // 2 * (FEATURES // 4)  # one head of keys of half the tokens
+    block = 2 * SAMPLES * TOKENS // 2 * (FEATURES // 4)  # one key head of half the tokens
     wanted = {
         "all_to_all": 2 * LAYERS * one_way * FLOAT,
         "pass_on": LAYERS * (block + block + 2 * block) * FLOAT,
@@ -355,7 +355,7 @@ def test_both_together_move_what_each_moves_among_its_own() -> None:
 
 
 def outputs(way: str) -> None:
-    """Without labels outputs are whole and in order, and a loss made of them descends as it does in one process."""
+    """Assert that outputs without labels are complete and ordered, and that a loss of them trains as in one process."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -388,7 +388,7 @@ def test_without_labels_outputs_are_whole(world: int, way: str) -> None:
 
 
 def other_calls() -> None:
-    """Positional arguments, embeddings in the place of ids, counts of items, generation, evaluation, recomputation."""
+    """Call with positional arguments, embeddings, item counts, generation, evaluation and recomputation."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -435,7 +435,7 @@ def test_calls_of_other_kinds() -> None:
 
 
 def interleaved() -> None:
-    """Two forwards of other lengths before their backwards: each backward recomputes what its forward saw."""
+    """Run two forwards of other lengths before their backwards: each backward recomputes its own forward."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -459,7 +459,7 @@ def test_forwards_that_wait_for_their_backwards() -> None:
 
 
 def sixteen_bits(way: str) -> None:
-    """bf16 is as near to fp32 as bf16 in one process."""
+    """Assert that bf16 is as close to fp32 as bf16 in one process."""
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel
 
     axis = axis_of_all()
@@ -477,7 +477,7 @@ def test_16_bits(way: str) -> None:
 
 
 def adapters() -> None:
-    """A model in peft's wrapper: only the adapter gets gradients."""
+    """Train a peft model: only the adapter gets gradients."""
     import peft
 
     from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
@@ -507,7 +507,7 @@ def test_adapters() -> None:
 
 
 def refused() -> list[str]:
-    """What is said of models and batches that can't be cut."""
+    """Return the errors for models and batches that can't be sharded."""
     import transformers as hf
 
     from windlass.base.errors import WindlassError
@@ -552,7 +552,7 @@ def refused() -> list[str]:
     tell(lambda: model(**given, cu_seq_lens_q=torch.tensor([0, 8])))
     tell(lambda: model(**{**given, "labels": torch.ones(2, 7, dtype=torch.long)}))
     tell(lambda: model(labels=given["labels"]))
-    assert model(**given).loss > 0  # and it goes on
+    assert model(**given).loss > 0  # the model still works
     more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
     bert = apply(hf.BertForMaskedLM(hf.BertConfig(**small, **more)))
     tell(lambda: bert(**given))

@@ -1,4 +1,4 @@
-"""`zero.Init`: a model that was built sharded has the bits of one that was built whole, and trains as that does."""
+"""Tests of `zero.Init`: a model constructed sharded has the bits of one constructed in full, and trains equally."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECIPE = Recipe(ranks=2, steps=3, optimizer="AdamW", optimizer_params=(("lr", 1e
 
 @contextmanager
 def cut_at_once() -> Any:
-    """Nothing is small enough to stay whole for a while, so that even tiny models are cut and brought all the time."""
+    """Set the size below which parameters stay full to almost 0, so that tiny models are sharded and gathered too."""
     from windlass.zero.sharded_init import init_registry
 
     before, init_registry._FLOOR = init_registry._FLOOR, 64
@@ -34,7 +34,7 @@ def cut_at_once() -> Any:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Whole values of a model that was born sharded, every name of a tied one."""
+    """Return full values of a sharded model, under every name of a tied parameter."""
     import windlass
     from windlass.zero.sharded_init import initial_shard
 
@@ -46,7 +46,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differences(build: Callable[[], nn.Module], **options: Any) -> list[str]:
-    """What differs between a model built under Init by ranks with seeds of their own, and rank 0's plain one."""
+    """Return the differences between a model built under Init by ranks with their own seeds, and rank 0's plain one."""
     import windlass
 
     rank = torch.distributed.get_rank()
@@ -83,7 +83,7 @@ def differences(build: Callable[[], nn.Module], **options: Any) -> list[str]:
 
 
 class Late(nn.Module):
-    """Parameters made after `super().__init__`, reassigned, set past the hooks, and copied into one another."""
+    """Parameters created after `super().__init__`, reassigned, set past the hooks, and copied into each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Late(nn.Module):
         self.register_buffer("steps", torch.zeros(3))
 
     def initialise(self) -> None:
-        """Each in another way of writing in place."""
+        """Initialize each parameter with another kind of in-place write."""
         nn.init.orthogonal_(self.first.weight)
         self.late.data.normal_(std=0.3)
         self.turned.data.normal_()
@@ -123,7 +123,7 @@ def late() -> nn.Module:
 
 
 def aliased() -> nn.Module:
-    """Values are written through a view that was taken long before, and from one parameter to another."""
+    """Write through a view taken long before, and from one parameter to another."""
     model = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
     view, row = model[0].weight.data, model[1].weight.detach()[3]
     for layer in model:
@@ -135,13 +135,13 @@ def aliased() -> nn.Module:
     model[2].weight.data = model[3].weight.data.clone() * 2
     with torch.no_grad():
         model[1].weight[0] = 1.0
-        model[1].weight.copy_(model[0].weight)  # what is brought must not push out what it is written to
+        model[1].weight.copy_(model[0].weight)  # the gathered source must not evict the target
         model[2].weight.add_(torch.stack([layer.weight for layer in model]).sum(0))
     return model
 
 
 def applied() -> nn.Module:
-    """`apply`, a change of dtype for a part, weight norm, clones."""
+    """Use `apply`, a partial dtype change, weight norm and clones."""
     model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8), nn.MultiheadAttention(8, 2))
 
     def touch(module: nn.Module) -> None:
@@ -156,7 +156,7 @@ def applied() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    """torch's own clones its layers and then initialises all."""
+    """Return torch's Transformer, which clones its layers and then initializes all of them."""
     return nn.Transformer(8, 2, 1, 1, 16)
 
 
@@ -164,7 +164,7 @@ AWKWARD = {f.__name__: f for f in (late, aliased, applied, transformer)}
 
 
 def hugging_face(name: str) -> nn.Module:
-    """A tiny model of each kind of tying and initialising."""
+    """Return a tiny model for each kind of tying and initialization."""
     import transformers as t
 
     small: dict[str, Any] = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_attention_heads=2)
@@ -185,7 +185,7 @@ def hugging_face(name: str) -> nn.Module:
 
 
 def all_differences(names: list[str], floor: bool) -> dict[str, list[str]]:
-    """By name of what was built; empty where the law holds."""
+    """Return the differences by name of the model. Names without differences are absent."""
     said: dict[str, list[str]] = {}
     with cut_at_once() if floor else _nothing():
         for name in names:
@@ -238,7 +238,7 @@ def test_models_of_transformers_have_the_bits_of_plain_ones(ranks: int) -> None:
 
 
 def train_both(names: list[str], recipe: Recipe, settings: list[Setting]) -> list[str]:
-    """Train each specimen built whole and built sharded; what differs in any bit."""
+    """Train each specimen constructed in full and sharded. Return every difference in any bit."""
     import windlass
 
     said = []
@@ -301,7 +301,7 @@ def test_fewer_ranks_a_cut_and_second_copies(zero: dict[str, Any]) -> None:
 
 
 def said_at_stage(stage: int) -> list[str]:
-    """Log lines about a model that was cut for nothing."""
+    """Return the log lines about a model that was sharded in vain."""
     import logging
 
     import windlass
@@ -330,11 +330,11 @@ def test_a_stage_that_keeps_models_whole_says_so_in_one_line() -> None:
 
 
 def accesses() -> dict[str, Any]:
-    """What may be done to a model before initialize, and what may not."""
+    """Access a model before `initialize` in allowed and forbidden ways."""
     import windlass
     from windlass.compat import parameter_attributes
 
-    # DeepSpeed's clients may do what windlass's own scripts may not.
+    # DeepSpeed's clients may access more than windlass's own scripts.
     parameter_attributes.install_parameter_attributes()
     rank = torch.distributed.get_rank()
     torch.manual_seed(5 + rank)
@@ -359,7 +359,7 @@ def accesses() -> dict[str, Any]:
             refused[name] = str(error)
     with windlass.zero.GatheredParameters(model.parameters()):
         read = {n: v.clone() for n, v in model.state_dict().items()}
-        first.data.fill_(9.0)  # lost: nobody's values were said to count
+        first.data.fill_(9.0)  # lost: no modifier rank was given
     unchanged = windlass.zero.full_param(first)
     with windlass.zero.GatheredParameters([first], modifier_rank=1):
         first.data.fill_(float(rank))
@@ -395,7 +395,7 @@ def test_before_initialize_values_are_whole_or_refused() -> None:
 
 
 def forms() -> dict[str, Any]:
-    """Nested, disabled, of a built module, cast, in a file, after an error."""
+    """Use Init nested, disabled, on a built module, with casts, with files, and after an error."""
     import windlass
     from windlass.zero.core.sharded_parameter import ShardedParameter
     from windlass.zero.sharded_init import initial_shard
@@ -408,7 +408,7 @@ def forms() -> dict[str, Any]:
         with windlass.zero.Init():
             inner = nn.Linear(4, 4)
         with torch.no_grad():
-            inner.weight.add_(1)  # the outer one is still there
+            inner.weight.add_(1)  # the outer context is still active
         also = nn.Linear(4, 4)
     seen["nested"] = [isinstance(m.weight, ShardedParameter) for m in (inner, also)]
     torch.manual_seed(11 + rank)
@@ -456,7 +456,7 @@ def test_every_form_of_init() -> None:
 
 
 def from_a_file(directory: str) -> tuple[bool, list[str], list[str]]:
-    """Pieces in a file: which files there are while the model is built, and its values."""
+    """Build a model with shards in files. Return the files during construction, and the values."""
     import windlass
 
     config = {
@@ -504,7 +504,7 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name() -> None:
 
 
 def fresh_ranks(function: Callable[..., Any], ranks: int, *args: Any, transport: str) -> list[Any]:
-    """In processes of their own: those of the warm pool have memory of earlier tests to spare."""
+    """Run on fresh processes, since those of the warm pool hold free memory of earlier tests."""
     pool = Pool(ranks, apart=True)
     try:
         return pool.run(function, ranks, *args, env={"WINDLASS_TRANSPORT": transport}, timeout=120)
@@ -513,12 +513,12 @@ def fresh_ranks(function: Callable[..., Any], ranks: int, *args: Any, transport:
 
 
 def peak_of(megabytes: int, layers: int) -> dict[str, float]:
-    """Peak rise of proportional memory, in MB, while a model is built and then taken by an engine without optimizer."""
+    """Return the peak rise of proportional memory, in MB, from construction to an engine without optimizer."""
     import windlass
     from windlass.cli.benches.memory_sampler import MemorySampler
 
     width = int((megabytes * (1 << 20) / 4 / layers) ** 0.5)
-    windlass.zero.Init(module=nn.Linear(2, 2))  # what is loaded once
+    windlass.zero.Init(module=nn.Linear(2, 2))  # imports happen once, outside the measurement
     torch.distributed.barrier()
     watch = MemorySampler(torch.device("cpu"))
     with windlass.zero.Init():
@@ -539,18 +539,19 @@ def peak_of(megabytes: int, layers: int) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
-@pytest.mark.slow  # `test_from_pretrained` and `test_born_parts` hold the same of models that are read, and cut
+# `test_from_pretrained` and `test_sharded_init_partition` check the same for loaded and for tensor-parallel models
+@pytest.mark.slow
 def test_memory_rises_by_a_ranks_share_and_two_tensors(transport: str) -> None:
     ranks = 3
     for seen in fresh_ranks(peak_of, ranks, 96, 24, transport=transport):
         allowed = seen["model"] / ranks + 2 * seen["largest"]
         assert seen["built"] <= allowed, seen
         assert seen["peak"] <= allowed, seen
-        assert seen["peak"] > 0.9 * seen["model"] / ranks, seen  # the watch sees what is there
+        assert seen["peak"] > 0.9 * seen["model"] / ranks, seen  # the sampler measures the model's memory
 
 
 def other_code() -> None:
-    """One rank does to a parameter what the others do not, in the way that is said to be right."""
+    """Modify a parameter on one rank only, in the documented way."""
     import windlass
 
     with windlass.zero.Init():

@@ -1,4 +1,4 @@
-"""Law: of a model that is read or built under zero.Init no rank ever has more than its part, and what is on its way."""
+"""Tests that with zero.Init no rank ever holds more of a model than its part and the tensors in transfer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
 
 
 def large(directory: str) -> None:
-    """Save a Llama of 20 million parameters, of which none is much."""
+    """Save a Llama of 20 million parameters without a dominant tensor."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -27,7 +27,7 @@ def large(directory: str) -> None:
 
 
 def peak(directory: str, small: str, axes: dict[str, int]) -> dict[str, float]:
-    """Peak rise of proportional memory, in MB, from the files to an engine of which each rank has a part."""
+    """Return the peak rise of proportional memory, in MB, from the files to a tensor-parallel engine."""
     from transformers import AutoModelForCausalLM
 
     import windlass
@@ -58,7 +58,7 @@ def test_memory_rises_by_a_ranks_part(tmp_path: Path, axes: dict[str, int]) -> N
 
 
 def refused() -> dict[str, Any]:
-    """What can't be cut is said, and the model is as it was."""
+    """Shard unsupported models. Each raises and stays unchanged."""
     import windlass
 
     with windlass.zero.Init():

@@ -1,4 +1,4 @@
-"""[Note: stale weights] A backward through a graph that is older than the last step raises, as plain torch does."""
+"""Tests that a backward through a graph older than the last step raises, as in plain torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_backward_after_the_step_raises(name: str, stage: int, transport: str)
 
 
 def later_forward(setting: Setting) -> tuple[float, float]:
-    """A forward, a step, then again a forward and backward: new graphs are not stale."""
+    """Run a forward, a step, and another forward and backward: new graphs are not stale."""
     subject = specimen("mlp")
     engine = start(subject, ds_config(Recipe(), setting))
     batch = subject.batch(Place(0, 0, dist.get_rank()))

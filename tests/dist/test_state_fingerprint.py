@@ -1,4 +1,4 @@
-"""An engine's fingerprint: one for a state wherever it rests, another for any other state."""
+"""Tests of an engine's fingerprint: equal for a state in any layout, and different for any other state."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LAYOUTS = [
 
 
 def trained(model: str, optimizer: str, folder: str) -> list[str]:
-    """The fingerprint after two steps in every layout."""
+    """Return the fingerprint after two steps in every layout."""
     found = []
     for layout in LAYOUTS:
-        # one micro-batch a rank: the stages add several up in another order, and to other bits
+        # one micro-batch per rank: the stages sum several in other orders, with other rounding
         row = Row(layout, layout, model, optimizer, micro_batches=2)
         engine = engine_for(row, layout, folder, 0)
         steps(engine, row, 0, 2)
@@ -43,14 +43,14 @@ def test_one_for_all_layouts(model: str, optimizer: str, tmp_path: Any) -> None:
 
 
 def one_bit(value: torch.Tensor) -> torch.Tensor:
-    """The same, but for the lowest bit of its last element."""
+    """Return the tensor with the lowest bit of its last element flipped."""
     changed = value.detach().clone().reshape(-1)
     changed[-1:].view(torch.int32)[-1] ^= 1
     return changed.view(value.shape)
 
 
 def after_changes(layout: Layout, folder: str) -> dict[str, str]:
-    """The fingerprint after one bit of each tensor was changed, and back again."""
+    """Return the fingerprint after a bit flip in each tensor, which is undone afterwards."""
     import windlass
     from windlass.zero.access.full_values import full_states
 
@@ -86,12 +86,12 @@ def test_another_after_one_bit(layout: Layout, tmp_path: Any) -> None:
     assert len(set(found.values())) == len(found) > 12
     before = found.pop("nothing").split("-")
     for what, taken in found.items():
-        which = int(" of " in what)  # of a state, only the half that tells of states
+        which = int(" of " in what)  # 1: the half for optimizer states, 0: the half for parameters
         assert taken.split("-")[1 - which] == before[1 - which] and taken.split("-")[which] != before[which], what
 
 
 def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
-    """What is said where a load puts one element in the wrong place."""
+    """Return the errors for a load that puts one element at a wrong place."""
     from windlass.base.errors import CheckpointError
     from windlass.engine import engine_checkpoint
 

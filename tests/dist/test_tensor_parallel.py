@@ -1,4 +1,4 @@
-"""A model that is cut over ranks is the model: same loss, logits, gradients and parameters as in one process."""
+"""Tests that a tensor-parallel model has the loss, logits, gradients and parameters of one process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from windlass.parallel.tensor import (
 )
 from windlass.parallel.tensor.layer_stacks import find_layer_stacks
 
-NOISY = {"olmo2": 4e-5, "qwen3_next": 4e-5}  # what rounding becomes in their norms; see the law in 64 bits
+NOISY = {"olmo2": 4e-5, "qwen3_next": 4e-5}  # rounding is amplified by their norms; see the test in 64 bits
 
 # (model, changes to its configuration, ranks, options)
 LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     *((name, {}, 2, {}) for name in CAUSAL),
-    # heads, features and tokens that don't divide; key heads that several ranks need; fewer of them than ranks
+    # heads, features and tokens that do not divide; key heads that several ranks need; fewer key heads than ranks
     ("llama", {}, 3, {}),
     ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True}, 4, {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 45}, 4, {}),
@@ -53,20 +53,20 @@ LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
     ("falcon", {"new_decoder_architecture": True, "num_attention_heads": 8}, 3, {}),
     ("falcon", {"multi_query": False, "alibi": True}, 3, {}),
     ("bloom", {}, 3, {}),
-    # hidden states between layers cut along the sequence of 7 tokens
+    # hidden states between layers sharded along the sequence of 7 tokens
     *((name, {}, 2, NORMS) for name in ("llama", "gpt2", "opt", "bert", "bloom", "phi3", "mixtral", "gpt_oss")),
     *((name, {}, 3, NORMS) for name in ("qwen3", "falcon", "olmo2", "llama4", "deepseek_v2", "qwen2_moe")),
     ("llama", {"attention_bias": True, "mlp_bias": True}, 4, NORMS),
     ("gpt2", {"n_embd": 32, "n_head": 4}, 4, NORMS),
-    # sums that travel while the next tokens are computed
+    # reductions that overlap with the computation of the next tokens
     ("llama", {}, 2, {"tp_overlap_chunks": 3}),
     ("gpt2", {}, 3, {"tp_overlap_chunks": 4}),
-    ("mixtral", {}, 2, {"tp_overlap_chunks": 100}),  # more than tokens
+    ("mixtral", {}, 2, {"tp_overlap_chunks": 100}),  # more chunks than tokens
 ]
 
 
 def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
-    """What is cut over two ranks already says little more when it is cut over three."""
+    """Mark most three-rank cases as slow: they add little to those on two ranks."""
     name, changes, ranks, options = law
     marks = [pytest.mark.slow] if ranks > 2 and not changes and name not in ("llama", "gpt2", "mixtral") else []
     return pytest.param(name, changes, ranks, options, marks=marks)
@@ -84,7 +84,7 @@ def test_a_cut_model_is_the_whole_one(name: str, changes: dict[str, Any], ranks:
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2"])
 def test_it_is_so_to_the_precision_of_the_loss(name: str, options: dict[str, Any]) -> None:
-    """All but the loss, which is computed in 32 bits by transformers too, has 64."""
+    """All but the loss has 64 bits; transformers computes the loss in 32 bits too."""
     for apart in run_ranks(trained_beside, 3, name, {}, options, 2, torch.float64):
         assert apart.logits < 1e-13, apart
         assert apart.gradients[0] < 2e-6, apart
@@ -117,7 +117,7 @@ def test_bytes_are_those_of_the_formula(name: str, options: dict[str, Any], rank
 
 
 def test_a_llama_layer_costs_four_all_reduces() -> None:
-    """The formula itself, by hand: 2 layers, an embedding and a head, on 2 ranks, where an all-reduce of B moves B."""
+    """The formula by hand: 2 layers, an embedding and a head on 2 ranks, where an all-reduce of B bytes moves B."""
     tensor = 2 * 7 * 32 * 4
     by_hand = (2 * 4 + 2) * tensor + 3 * 2 * 7 * 4
     for moved, _ in run_ranks(moved_and_foretold, 2, "llama", {}):

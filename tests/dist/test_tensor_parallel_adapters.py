@@ -1,4 +1,4 @@
-"""Law: adapters of peft beside linear layers that are cut over tp train as they do in one process."""
+"""Tests that peft adapters beside linear layers sharded over tp train as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that tensor parallelism does not know, and parameters that are cut already."""
+"""Tests of tensor parallelism on models of unknown classes, and on parameters that are sharded already."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from windlass.parallel.tensor import apply_tensor_parallel, gather_full_tensor
 
 
 class Mixer(nn.Module):
-    """Attention with two key heads for four query heads, all fused by sections, and a number of heads that it keeps
-    under a name that nobody knows."""
+    """Attention with two key heads for four query heads, fused in sections, and an unusual name for the head count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class Mixer(nn.Module):
 
 
 class Widened(nn.Module):
-    """A feed-forward block whose layers are called like nothing else."""
+    """Feed-forward block with unusual layer names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class Widened(nn.Module):
 
 
 class Strange(nn.Module):
-    """A model of a user's."""
+    """User-defined model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +107,7 @@ def test_a_table_cuts_a_model_that_nobody_knows() -> None:
 
 
 def placed(name: str) -> tuple[int, int, bool]:
-    """Elements here, and in all, and whether shared weights still are."""
+    """Return the number of local elements, of all elements, and whether shared weights are still shared."""
     _, model, _, _ = pair(name, {}, {})
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     here = sum(parameter.numel() for parameter in model.parameters())
@@ -123,7 +122,7 @@ def test_tied_weights_stay_tied_and_memory_is_shared_out() -> None:
 
 
 def of_experts() -> tuple[set[str], bool, list[int]]:
-    """Experts that lie on other ranks already are cut along their features, and put together from both axes."""
+    """Shard experts that already lie on other ranks along their features, and gather them over both axes."""
     mesh = build_mesh(MeshShape(ep=2, tp=2))
     plain, model = build("mixtral"), build("mixtral")
     for layer in model.model.layers:

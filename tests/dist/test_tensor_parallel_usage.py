@@ -1,4 +1,4 @@
-"""What users do with a cut model beside training it: generate, recompute, freeze, drop elements, compute in 16 bits."""
+"""Tests of other uses of a tensor-parallel model: generation, recomputation, freezing, dropout, 16 bits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def generated(name: str, options: dict[str, Any]) -> tuple[list[list[int]], list
     ids=str,
 )
 def test_a_cut_model_generates_with_its_cache(name: str, options: dict[str, Any]) -> None:
-    """One token after the other; along a sequence of one some ranks have none."""
+    """Tokens are generated one at a time. Along a sequence of one token, some ranks have none."""
     for wanted, found in run_ranks(generated, 3, name, options):
         assert found == wanted
         assert len(found[0]) == 13
@@ -59,7 +59,7 @@ def test_a_cut_model_runs_in_inference_mode(options: dict[str, Any]) -> None:
 
 
 def recomputed(name: str, reentrant: bool, options: dict[str, Any]) -> float:
-    """Two forwards of other lengths before their backwards, as preference losses have them."""
+    """Run forwards of different lengths before their backwards, as preference losses do."""
     plain, model, axis, _ = pair(name, {}, options)
     for one in (plain, model):
         recompute(one, reentrant)
@@ -79,7 +79,7 @@ def test_layers_may_be_recomputed(name: str, reentrant: bool, options: dict[str,
 
 
 def frozen(name: str) -> float:
-    """All but the query layers and the norms are frozen."""
+    """Freeze all but the query layers and the norms."""
     plain, model, axis, _ = pair(name, {}, {})
     for one in (plain, model):
         for parameter, value in one.named_parameters():
@@ -116,7 +116,7 @@ def test_16_bits(name: str, autocast: bool) -> None:
 
 
 def hidden_states() -> list[torch.Tensor]:
-    """Tensors of three samples that are alive in this process, which may have run other tests."""
+    """Return the live tensors of three samples in this process, which may have run other tests."""
     import gc
 
     gc.collect()
@@ -125,8 +125,10 @@ def hidden_states() -> list[torch.Tensor]:
 
 
 def kept_after(options: dict[str, Any]) -> list[list[int]]:
-    """Shapes of hidden states that are alive after a step and were not before it. Threads of gloo's let go of what they
-    sent a little later than who waited for it goes on."""
+    """Return the shapes of hidden states that are alive after a step and were not before it.
+
+    gloo's threads free sent tensors a little later than the wait for them returns.
+    """
     _, model, _, _ = pair("llama", {}, options)
     before = hidden_states()
     model(**language(0, samples=3, length=11)).loss.backward()
@@ -144,7 +146,7 @@ def test_no_activation_outlives_a_step(options: dict[str, Any]) -> None:
 
 
 def dropped(options: dict[str, Any]) -> dict[str, Any]:
-    """What a GPT-2 draws that drops elements everywhere; ranks come with generators in other states."""
+    """Return the random masks of a GPT-2 with dropout everywhere. Ranks start with different generator states."""
     changes = {"n_embd": 32, "n_head": 4, "attn_pdrop": 0.4, "resid_pdrop": 0.3, "embd_pdrop": 0.2}
     axis = tensor_axis()
     model = build("gpt2", **changes).train()
@@ -182,7 +184,7 @@ def test_what_is_cut_drops_other_elements_on_each_rank_and_what_is_whole_the_sam
     first, second = run_ranks(dropped, 2, options)
     assert first["loss"] == second["loss"]
     assert not torch.equal(first["local"], second["local"])
-    if options:  # tokens are cut there too: 5 and 4 of 9
+    if options:  # the sequence is sharded too: 5 and 4 of 9 tokens
         assert first["whole"].shape[1] == 5 and second["whole"].shape[1] == 4
         assert not torch.equal(first["whole"][:, :4], second["whole"])
     else:
@@ -195,7 +197,7 @@ def test_what_is_cut_drops_other_elements_on_each_rank_and_what_is_whole_the_sam
 
 
 def replicated_attention() -> tuple[torch.Tensor, bool, float]:
-    """Where attention is whole but hidden states around it are cut, all ranks drop the same in it."""
+    """Replicated attention between sharded hidden states drops the same weights on all ranks."""
     axis = tensor_axis()
     model = build("olmo2", attention_dropout=0.4).train()
     model.config._attn_implementation = "eager"

@@ -1,4 +1,4 @@
-"""Groups of a topology on real ranks, and such a grid read back as the mpu of a script."""
+"""Tests of a topology's groups on real ranks, and of a grid that is read back as a script's mpu."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.comm.topology import PipeDataParallelTopology, PipeModelDataParall
 
 
 def said(grid: PipelineParallelGrid) -> dict[str, Any]:
-    """Everything that a script may ask, and what a sum over each group comes to."""
+    """Return everything that a script may query, and the sum over each group."""
     sums = {}
     for axis in ("pipe", "data", "model", "slice"):
         total = torch.tensor(float(1 << grid.get_global_rank()))
@@ -68,7 +68,7 @@ def test_groups_sum_what_they_hold() -> None:
             "slice": bits(rank),
         }
         assert copied["ranks"] == {"pipe": stage, "data": place, "model": stage, "slice": 0}
-        assert dealt == copied  # the prime factors of 4
+        assert dealt == copied  # by default the axes get the prime factors of 4
         for one in (cut, copied):
             assert one["next"] == (rank + 2) % 4
             assert one["p2p"] == [rank, (rank + 2) % 4]
@@ -87,7 +87,11 @@ def read_back() -> tuple[dict[str, int], str]:
 
 
 def test_a_grid_is_a_scripts_mpu_and_another_order_is_refused_on_every_rank() -> None:
-    """Rank 0 sits at the same place in every order; its groups tell, and a problem of one rank is all ranks'."""
+    """A grid is accepted as mpu, and another rank order is refused on every rank.
+
+    Rank 0 has the same place in every order, so its groups reveal the order, and a problem of one rank is raised on
+    all.
+    """
     for found, refused in run_ranks(read_back, 4):
         assert found == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
         assert refused.startswith("rank 0: the mpu counts ranks in another order")

@@ -1,4 +1,4 @@
-"""Plain PyTorch goes on from a checkpoint, and the engine from plain PyTorch's; weights are whole or refused."""
+"""Tests that plain PyTorch continues from a checkpoint and the engine from PyTorch's, with full weights or an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine_for(stage: int, seed: int, **zero: Any) -> Any:
 
 
 def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[list[float]]:
-    """Train in one process on what all ranks would see; each rank's losses."""
+    """Train in one process on the data of all ranks. Return each rank's losses."""
     losses: list[list[float]] = [[] for _ in range(RANKS)]
     for step in range(first, last):
         optimizer.zero_grad()
@@ -161,7 +161,7 @@ def test_states_in_8_bits_are_decoded(tmp_path: Path) -> None:
 
 
 def refusals(folder: str) -> dict[str, Any]:
-    """What is said, at stage 3, by whatever would give away weights that are not here."""
+    """Return the errors, at stage 3, of calls that would return weights that are not local."""
     from tests.hf_models import gpt2
 
     engine = windlass.initialize(model=gpt2(), config=config_of(3, optimizer={"type": "AdamW", "params": {}}))[0]
@@ -199,7 +199,7 @@ def test_no_empty_weight_is_ever_given_away(tmp_path: Path) -> None:
 
 
 class Counter(nn.Module):
-    """A layer that keeps plain data beside its parameters, and one that keeps what no file can hold."""
+    """Layer with plain data beside its parameters, or with data that no file can hold."""
 
     def __init__(self, calls: int = 0, odd: bool = False) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The great law: whatever the stage, transport or model, ranks train what one process of plain PyTorch trains.
+"""Tests that ranks train as one process of plain PyTorch, for any stage, transport and model.
 
-A covering array of every pair of factor values; `tests/parity` runs the products.
+A covering array has every pair of factor values; `tests/parity` runs the products.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def recipe_of_three_steps(name: str) -> Recipe:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_with_every_parameter_released(name: str) -> None:
-    """Stage 3 at its strictest, where a model is most awkward: nothing persists, nothing is kept, nothing is merged."""
+    """Every model trains correctly at stage 3 with no persistent parameters, no reuse and no merged units."""
     strict = [Setting(stage=3, transport=transport, zero=FROZEN_KNOBS) for transport in ("shm", "gloo")]
     hold_all(name, recipe_of_three_steps(name), strict, exact="rounds" not in ZOO[name].traits)
 
@@ -57,7 +57,7 @@ def test_every_pair_is_covered() -> None:
     assert not missing
 
 
-# Where stages only differ in where values are kept, they do the same arithmetic in the same order.
+# These stages differ only in where values are stored, and do the same arithmetic in the same order.
 SAME_ARITHMETIC = [
     "mlp",
     "four_blocks",
@@ -72,7 +72,7 @@ SAME_ARITHMETIC = [
 
 
 def in_turn(names: list[str], precisions: list[str]) -> list[Any]:
-    """Every model in one of the precisions, which take turns; in the others it is slow."""
+    """Return every model with one of the precisions in turn. The other precisions are slow."""
     return [
         pytest.param(name, precision, marks=() if (row + column) % len(precisions) == 0 else pytest.mark.slow)
         for row, name in enumerate(names)

@@ -1,4 +1,4 @@
-"""Ranks that run different modules, or more micro-batches than others, train what one process trains."""
+"""Tests that ranks with different modules or more micro-batches than others train as one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FROZEN_KNOBS = (
 
 
 def settings(transport: str, home: str, *zero: tuple[str, Any]) -> list[Setting]:
-    """Every stage that cuts something, with what it cuts at `home`."""
+    """Return every sharding stage, with its shards on the tier `home`."""
     away = {s: homes("cpu", "cpu" if s == 3 else "none", "") if home == "host" else () for s in (1, 2, 3)}
     return [Setting(stage=s, transport=transport, zero=(*away[s], *zero)) for s in (1, 2, 3)]
 
@@ -84,7 +84,7 @@ def test_ranks_that_differ_in_sixteen_bits_with_a_second_copy(name: str, precisi
 
 
 def beside_ddp(transport: str, stage: int) -> tuple[float, str]:
-    """How far the engine's parameters are from DDP's, after the same steps."""
+    """Return the difference of the engine's parameters from DDP's after the same steps."""
     subject, rank = specimen("experts"), dist.get_rank()
     recipe = Recipe(steps=5, clipping=0.0)
     theirs = DistributedDataParallel(oracle.build(subject, 0), find_unused_parameters=True)
@@ -108,7 +108,7 @@ def test_ranks_that_differ_equal_ddp_with_unused_parameters(transport: str) -> N
 
 
 class Reads(EarlyExit):
-    """Looks at a whole weight in the midst of its forward."""
+    """Model that reads a full weight during its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Reads(EarlyExit):
 
 
 def rounds_of(name: str, transport: str) -> list[int]:
-    """How often ranks talked in each step, beyond the collectives themselves."""
+    """Return the number of agreement rounds in each step."""
     rank = dist.get_rank()
     subject = Specimen("", Reads, lambda place: {**rows(place), "path": range(4)}) if name == "" else specimen(name)
     recipe = Recipe(steps=5)
@@ -144,14 +144,17 @@ def rounds_of(name: str, transport: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 def test_ranks_that_agree_say_so_at_most_thrice_a_step(name: str) -> None:
-    """At the begin of the forward and of the backward, and at the step; on shared memory a forward asks nobody."""
+    """Ranks with equal modules agree at most at the begin of the forward, of the backward, and at the step.
+
+    With shared memory a forward needs no agreement.
+    """
     for transport, often in (("gloo", 3), ("shm", 2)):
         for told in run_ranks(rounds_of, 2, name, transport, transport=transport):
             assert told[0] > often and told[1:] == 4 * [often], told
 
 
 def test_what_follows_a_meeting_in_a_forward_is_agreed_on_at_once() -> None:
-    """Two more than without it: the meeting, and the begin of the rest; not one for each block after it."""
+    """A sync point inside a forward adds two rounds: itself, and the begin of the rest, not one per following block."""
     for told in run_ranks(rounds_of, 2, "", "gloo", transport="gloo"):
         assert told[1:] == 4 * [5], told
 
@@ -197,7 +200,7 @@ def test_what_was_to_be_held_when_ranks_met_elsewhere_is_let_go() -> None:
 
 
 def alone_in_a_forward(transport: str) -> list[torch.Tensor]:
-    """Rank 1 evaluates twice while rank 0 is at its step already, which serves it."""
+    """Evaluate twice on rank 1 while rank 0 is already in its step, and serves its gathers."""
     subject, rank = specimen("mlp"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=3, transport=transport)))
     batch = subject.batch(Place(0, 0, rank))
@@ -221,7 +224,7 @@ def test_an_evaluation_of_one_rank_is_served_by_who_waits_at_a_step(transport: s
 
 
 def alone_before_a_step(transport: str) -> float:
-    """Rank 0 evaluates while rank 1 is at its next forward already, which begins with running statistics of rank 0."""
+    """Evaluate on rank 0 while rank 1 is in its next forward, which starts with running statistics of rank 0."""
     subject, rank = specimen("batch_norm"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=3, transport=transport)))
     for step in range(3):
@@ -240,7 +243,7 @@ def test_an_evaluation_of_one_rank_is_served_by_who_waits_for_its_buffers() -> N
 
 
 def most_kept_back(transport: str) -> list[int]:
-    """In each step, how many units' gradients had to leave the ring; rank 0 skips a block amid its backward."""
+    """Return the most gradients per step that were copied out of the buffer ring, with rank 0 skipping a block."""
     subject, rank = specimen("early_exit"), dist.get_rank()
     engine = start(subject, ds_config(Recipe(), Setting(stage=2, transport=transport)))
     gradients, most = engine._sharded.reducer, []

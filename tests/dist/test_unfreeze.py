@@ -1,4 +1,4 @@
-"""Parameters that were frozen begin to be trained in the middle of a run, where they are, as plain torch would."""
+"""Tests of unfreezing parameters in place during a run: training equals plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass import checkpoint
 
 
 class Momentum(Foreign):
-    """A stranger that keeps an average."""
+    """Client's optimizer that keeps an average."""
 
     def rule(self, p: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], lr: float) -> None:
         state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(gradient, 0.3)
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def net(seed: int = 0) -> Net:
-    """Of four layers only the first and the last bias are trained: what joins later is larger."""
+    """Return a model in which only the first and the last bias are trained, so that unfrozen parameters are larger."""
     torch.manual_seed(seed)
     made = Net(4)
     made.requires_grad_(False)
@@ -44,7 +44,7 @@ def net(seed: int = 0) -> Net:
 
 
 def thawed(model: Any) -> list[list[nn.Parameter]]:
-    """What is unfrozen after two steps, and after three: a layer and half of another; the other half."""
+    """Return the parameters unfrozen after two steps, a layer and half of another, and the rest after three."""
     layers = model.layers
     return [[*layers[1].parameters(), layers[2].bias], [layers[2].weight, layers[3].weight, layers[0].weight]]
 
@@ -73,7 +73,7 @@ def steps(engine: Any, first: int, last: int, bits: str = "fp32") -> None:
 
 
 def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
-    """Trained, thawed twice, saved, and taken up by an engine that had all of it trainable; beside plain torch."""
+    """Train, unfreeze twice, save, and resume in an engine where all is trainable. Compare with plain torch."""
     found = []
     for number, (kind, everything, stage, home) in enumerate(cases):
         place = f"{folder}/{number}"
@@ -86,7 +86,7 @@ def in_turn(cases: list[tuple[Any, ...]], folder: str) -> list[dict[str, Any]]:
             if not everything:
                 engine.optimizer.add_param_group({"params": parameters})
             steps(engine, step, step + 1)
-            assert engine._sharded is laid_out  # nothing was gathered and cut anew
+            assert engine._sharded is laid_out  # nothing was gathered and sharded again
         engine.save_checkpoint(place)
         taken = engine.fingerprint()
         steps(engine, 4, 6)
@@ -129,7 +129,7 @@ CASES = [
 def hold(ranks: int, transport: str, cases: list[tuple[Any, ...]], folder: Any) -> None:
     for by_rank in zip(*run_ranks(in_turn, ranks, cases, str(folder), env=LATE, transport=transport), strict=True):
         for found in by_rank:
-            if ranks == 2:  # which plain torch here stands for
+            if ranks == 2:  # the reference in plain torch simulates two ranks
                 assert relative_error(found["params"], found["plain"])[0] <= 1e-6
             assert found["same"]
             assert relative_error(found["resumed"], found["params"])[0] <= 1e-6
@@ -146,7 +146,7 @@ def test_as_plain_torch_in_every_case(ranks: int, transport: str, tmp_path: Any)
 
 
 def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
-    """How far a thawed parameter moves."""
+    """Return the change of an unfrozen parameter."""
     engine = engine_for(net(), "AdamW", True, stage, home, folder, "bf16")
     steps(engine, 0, 1, "bf16")
     before = whole(engine)["layers.1.weight"].float()
@@ -166,7 +166,7 @@ def test_masters_in_sixteen_bits(stage: int, home: str, tmp_path: Any) -> None:
 
 
 def thawed_apart(alone: bool, stage: int) -> str:
-    """Rank 1 unfreezes another layer than rank 0, or none."""
+    """Unfreeze another layer on rank 1 than on rank 0, or none."""
     import windlass
 
     engine, rank = engine_for(net(), "AdamW", True, stage, "none", "", "fp32"), dist.get_rank()
@@ -188,7 +188,7 @@ def test_ranks_that_unfreeze_different_parameters_are_told(stage: int, transport
 
 
 class Tied(nn.Module):
-    """The first weight is the last one too; a layer and the weight of another are frozen."""
+    """Model with a tied first and last weight, and a frozen layer and a frozen weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Tied(nn.Module):
 
 
 def to_and_fro(model: Any, step: int) -> None:
-    """What is trained in which step."""
+    """Freeze and unfreeze parameters in the planned steps."""
     tied, (first, second, third) = model.first.weight, model.layers
     for when, what, trained in (
         (1, second, False), (2, first.weight, True), (3, second, True), (3, tied, False), (5, tied, True),
@@ -255,8 +255,7 @@ def test_frozen_and_unfrozen_again_with_an_average(stage: int, home: str, transp
 
 
 def adapted(folder: str, stage: int, way: str) -> bool:
-    """Of many layers a bias is trained, and another, unfrozen in mid-run where its weight stays frozen: from the engine
-    that was changed to one that began so, or back."""
+    """Resume a run that unfroze a bias beside its frozen weight in an engine that began so, or the reverse."""
     engines = []
     for changed in (way == "to a new one", way != "to a new one"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A parameter that got no gradient on any rank in a step is left alone, as plain PyTorch leaves it."""
+"""Tests that a parameter without gradient on all ranks is not updated, as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_unused_parameter_is_not_decayed(optimizer: str, stage: int, transpor
 
 @pytest.mark.parametrize("name", ["unused_by_step", "unused_by_micro"])
 def test_momentum_and_step_count_wait_with_the_parameter(name: str, stage: int) -> None:
-    """AdamW keeps a step count for each parameter: bias correction of the branch used later must start from one."""
+    """AdamW has a step count per parameter: bias correction of a branch used later has to start from one."""
     recipe = Recipe(ranks=2, accumulation=2, steps=5, optimizer="AdamW", optimizer_params=DECAYING)
     wanted = oracle.train(specimen(name), recipe)
     for snapshots in run_ranks(stepped, 2, name, recipe, Setting(stage=stage)):
@@ -59,7 +59,7 @@ def divergent(stage: int, transport: str) -> list[dict[str, Any]]:
 
 
 def test_ranks_may_run_different_modules(stage: int, transport: str) -> None:
-    """More of them in test_differing_ranks.py."""
+    """Ranks may run different modules. More cases are in test_uneven_ranks.py."""
     wanted = oracle.train(specimen("unused_by_rank"), Recipe(ranks=2, steps=5))
     for snapshots in run_ranks(divergent, 2, stage, transport, transport=transport, timeout=30):
         error, where = relative_error(snapshots[-1], wanted.params)

@@ -1,4 +1,4 @@
-"""What people write and do that nobody expected: models of `hostile_models`, and habits around the training loop."""
+"""Tests of unusual user code: the models of `hostile_models`, and habits around the training loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = [Setting(stage=stage, transport=name) for stage, name in ((3, "gloo")
 
 def train_all(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTrace]:
     """Train one specimen under each setting, in one world."""
-    ZOO[name] = HOSTILE[name]  # for the harness of the laws, which looks specimens up by name
+    ZOO[name] = HOSTILE[name]  # the harness finds specimens by name
     try:
         return [equivalence_runs.train_rank(name, recipe, setting) for setting in settings]
     finally:
@@ -49,14 +49,14 @@ def built() -> Regressor:
 
 
 def split(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups, as every recipe has them: matrices decay, the rest does not and learns more slowly."""
+    """Return two groups: matrices with decay, other parameters without decay and with a lower rate."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     return [{"params": matrices, "weight_decay": 0.1, "lr": 1e-2}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
 
 
 def with_habit(habit: str, stage: int) -> dict[str, torch.Tensor]:
-    """Train under the engine with one habit; returns what `in_one_process` does."""
+    """Train under the engine with one habit. The result compares with that of `in_one_process`."""
     import windlass
 
     model = built()
@@ -85,7 +85,7 @@ def with_habit(habit: str, stage: int) -> dict[str, torch.Tensor]:
 
 
 def before_step(habit: str, model: nn.Module, optimizer: Any, step: int) -> None:
-    """What is done at the beginning of a step, by the engine's user and in plain PyTorch alike."""
+    """Apply the habit at the begin of a step, for the engine and for plain PyTorch."""
     if habit == "thaw and freeze":
         for p in model.blocks[0].parameters():
             p.requires_grad_(step % 2 == 0)
@@ -95,7 +95,7 @@ def before_step(habit: str, model: nn.Module, optimizer: Any, step: int) -> None
 
 
 def in_between(habit: str, engine: Any, zero: Any) -> None:
-    """What is done between backward and step."""
+    """Apply the habit between backward and step."""
     if habit == "inference":
         engine.eval()
         with torch.inference_mode():
@@ -110,13 +110,13 @@ def in_between(habit: str, engine: Any, zero: Any) -> None:
 
 
 def average(shadow: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """An exponential average of the weights."""
+    """Update an exponential average of the weights."""
     for name, p in model.named_parameters():
         shadow[name].lerp_(p.detach(), 0.3)
 
 
 def swap(engine: Any, shadow: dict[str, torch.Tensor], zero: Any) -> None:
-    """Evaluate with other weights, then go on with the own."""
+    """Evaluate with other weights, then continue with the original ones."""
     own = whole_params(engine.module)
     for values in (shadow, own):
         with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0), torch.no_grad():

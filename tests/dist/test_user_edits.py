@@ -1,4 +1,4 @@
-"""What users do beside the training loop: edit weights, add hooks, change rates, regularise, start over."""
+"""Tests of user code beside the training loop: edited weights, hooks, changed rates, penalties, restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def with_habit(habit: str, precision: str, setting: Setting) -> dict[str, Any]:
-    """Train under the engine with one habit; the same functions serve the oracle below."""
+    """Train under the engine with one habit. The same functions serve the reference below."""
     subject, rank = specimen("tied"), dist.get_rank()
     recipe = Recipe(precision=precision, optimizer_params=SGD)
     model = oracle.build(subject, rank)
@@ -49,14 +49,14 @@ def with_habit(habit: str, precision: str, setting: Setting) -> dict[str, Any]:
 
 
 def before(habit: str, model: torch.nn.Module) -> None:
-    """What is done to the model before training."""
+    """Apply the habit to the model before training."""
     if habit == "hook":
         model.blocks[0].up.weight.register_hook(lambda grad: grad * 3)
         model.embed.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
 
 def edit(model: torch.nn.Module) -> None:
-    """A projection of weights after a step, by every rank alike."""
+    """Project weights after a step, equally on every rank."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("up.weight"):
@@ -64,7 +64,7 @@ def edit(model: torch.nn.Module) -> None:
 
 
 def penalty(model: torch.nn.Module) -> torch.Tensor:
-    """A loss of the weights themselves, outside the forward."""
+    """Return a loss of the weights themselves, outside the forward."""
     return 0.01 * sum(p.float().square().sum() for p in model.parameters())
 
 
@@ -219,7 +219,7 @@ def test_the_loader_deals_the_data_over_ranks() -> None:
 
 
 def open_things() -> tuple[int, int]:
-    """File descriptors, and shared mappings."""
+    """Return the numbers of file descriptors and of shared mappings."""
     gc.collect()
     with open("/proc/self/maps") as maps:
         shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
@@ -227,7 +227,7 @@ def open_things() -> tuple[int, int]:
 
 
 def cycles(setting: Setting) -> list[tuple[int, int]]:
-    """Make, train and destroy engines; what stays open after each."""
+    """Create, train and destroy engines. Return the open resources after each."""
     subject, counts = specimen("tied"), []
     for _ in range(4):
         engine = start(subject, ds_config(Recipe(), setting))
@@ -245,7 +245,7 @@ def test_engines_leave_nothing_behind(stage: int, transport: str) -> None:
 
 
 def dropped(setting: Setting) -> list[tuple[int, int]]:
-    """Engines that are forgotten, not destroyed."""
+    """Create engines that are dropped without `destroy`."""
     subject, counts = specimen("tied"), []
     for _ in range(4):
         engine = start(subject, ds_config(Recipe(), setting))

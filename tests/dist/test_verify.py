@@ -1,5 +1,4 @@
-"""`windlass verify` passes what is healthy, and says of each planted fault which tensor deviates first, and in which
-phase."""
+"""Tests of `windlass verify`: healthy runs pass, and each planted fault is located by its first tensor and phase."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ ADAMW = Recipe(accumulation=2, steps=3, optimizer="AdamW", optimizer_params=(("l
 
 
 def verdict(name: str, stage: int, recipe: Recipe = ADAMW, **more: Any) -> dict[str, Any]:
-    """Of a specimen under a recipe."""
+    """Return the verdict on a specimen under a recipe."""
     own = {key: more.pop(key) for key in ("zero", "config") if key in more}
     config = ds_config(recipe, Setting(stage, **own))
     return verify(name, config, ranks=recipe.ranks, steps=recipe.steps, dtype=recipe.dtype, **more)
 
 
 def assert_equal(found: dict[str, Any], steps: int = 3) -> None:
-    """Nothing deviated, every phase of every step was looked at, and the model computed with the very same bits."""
+    """Assert that nothing deviates, every phase of every step was compared, and the forward has equal bits."""
     assert found["equal"], found["deviations"][:3]
     assert len(found["steps"]) == steps
     for row in found["steps"]:
@@ -42,7 +41,7 @@ def assert_equal(found: dict[str, Any], steps: int = 3) -> None:
         assert not row["applied"] or {"reduce", "clip"} <= row["worst_ratios"].keys()
 
 
-# fault: stage, and what must be found: step, phase, tensor, module, words of the hint
+# fault: stage, and the expected step, phase, tensor, module, words of the hint
 FOUND: dict[str, tuple[int, int, str, str, str, str]] = {
     "missing_reduce": (2, 1, "reduce", "embed.weight", "embed (Embedding)", "only rank 0's part"),
     "doubled_scale": (3, 1, "reduce", "embed.weight", "embed (Embedding)", "2 times"),
@@ -182,14 +181,14 @@ def test_other_sums_and_masters(precision: str, config: Any) -> None:
 
 
 def test_the_bound_of_a_sum_does_not_hide_a_lost_part() -> None:
-    """The allowance of the reduce phase is rounding: a part of 1e-5 of a gradient that is lost exceeds it."""
+    """The tolerance of the reduce phase is rounding: a lost part of 1e-5 of a gradient exceeds it."""
     from windlass.verify.tolerance import Tolerance
 
     assert Tolerance(torch.float32, torch.float32, torch.float32, 1 << 20, 64).reduce < 1e-5
 
 
 def train_with_drops(door: str, config: dict[str, Any]) -> None:
-    """A script that rejects a batch in every step."""
+    """Run a script that rejects a batch in every step."""
     import windlass
 
     subject, rank = specimen("tied"), dist.get_rank()

@@ -1,4 +1,4 @@
-"""`windlass verify` follows what scripts do beside training: dropout, checkpoints, edits, several engines."""
+"""Tests of `windlass verify` on scripts with dropout, checkpoints, edits and several engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 class Dropped(nn.Module):
-    """Draws from every generator that a model may draw from."""
+    """Model that draws from every generator that a model may use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def train(engine: Any, step: int) -> None:
 
 
 def with_dropout(stage: int) -> None:
-    torch.manual_seed(dist.get_rank())  # ranks draw different numbers, and begin with different weights
+    torch.manual_seed(dist.get_rank())  # ranks draw different numbers and start with different weights
     engine = engine_of(Dropped(), stage)
     for step in range(3):
         train(engine, step)
@@ -102,7 +102,7 @@ def with_evaluation(stage: int) -> None:
     engine = engine_of(oracle.build(specimen("batch_norm")), stage)
     for step in range(3):
         with torch.no_grad():
-            engine(**rows(Place(9, step, 0)))  # in training mode: it moves running statistics
+            engine(**rows(Place(9, step, 0)))  # in training mode: it updates running statistics
         engine.eval_batch(rows(Place(8, step, 0)))
         train(engine, step)
 
@@ -174,7 +174,7 @@ def with_weights_in_the_loss(stage: int, precision: str) -> None:
             loss = engine(**specimen("tied").batch(Place(step, micro, dist.get_rank())))
             weights = [windlass.zero.full_param(p) for p in engine.module.parameters()]
             loss = loss + sum(weight.square().mean() for weight in weights)
-            if stage < 3:  # where it is whole, the parameter itself
+            if stage < 3:  # the parameter itself, which is full below stage 3
                 loss = loss * engine.module.embed.weight.float().square().mean().exp()
             engine.backward(loss)
             engine.step()
@@ -207,7 +207,7 @@ def test_a_tensor_from_inside_of_the_model_is_refused_and_not_called_wrong() -> 
 
 
 class Ranked(nn.Module):
-    """Each rank has an expert of its own; `mean` also has the ranks talk to each other."""
+    """Model with a different expert on each rank; with `mean` the ranks also communicate in the forward."""
 
     def __init__(self, mean: bool) -> None:
         super().__init__()
@@ -224,7 +224,8 @@ class Ranked(nn.Module):
 
 def with_ranked(mean: bool, stage: int) -> None:
     model = Ranked(mean)
-    model.experts[0].weight.register_hook(lambda gradient: gradient * 0.5)  # as one does to train a part of it slower
+    # as scripts do to train one weight more slowly
+    model.experts[0].weight.register_hook(lambda gradient: gradient * 0.5)
     engine = engine_of(model, stage)
     for step in range(3):
         train(engine, step)
@@ -242,7 +243,7 @@ def test_a_forward_that_communicates_is_refused() -> None:
 
 
 class Unlike(nn.Module):
-    """Computes with a table outside of itself, which changes with every call."""
+    """Model that computes with an external table, which changes with every call."""
 
     calls = 0
 

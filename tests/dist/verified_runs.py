@@ -1,4 +1,4 @@
-"""Training under the eyes of `windlass verify`, whole or with a fault planted in the sharded run."""
+"""Training under `windlass verify`, healthy or with a fault planted in the sharded run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import Place, cast
 
 
 def train_specimen(name: str, config: dict[str, Any], dtype: torch.dtype, steps: int) -> None:
-    """As any script would: the place of each micro-batch says its batch."""
+    """Train as any script would. The position of each micro-batch determines its batch."""
     import windlass
 
     subject, rank = specimen(name), dist.get_rank()
@@ -31,7 +31,7 @@ def train_specimen(name: str, config: dict[str, Any], dtype: torch.dtype, steps:
 
 
 def watch(train: Callable[..., None], steps: int, fault: str | None, *args: Any) -> list[dict[str, Any]]:
-    """What rank 0 finds of what `train` does; other ranks return nothing."""
+    """Return the findings of rank 0 about `train`. Other ranks return an empty list."""
     from windlass.engine.initialize_observer import install_observer
     from windlass.verify.verification_job import VerificationJob
     from windlass.verify.verification_session import VerificationFinished, VerificationSession
@@ -52,7 +52,7 @@ def watch(train: Callable[..., None], steps: int, fault: str | None, *args: Any)
 def verify_training(
     train: Callable[..., None], *args: Any, ranks: int = 2, steps: int = 3, fault: str | None = None, **more: Any
 ) -> list[dict[str, Any]]:
-    """The verdicts, one an engine, on what `train(*args)` does on each rank; `more` is for `run_ranks`."""
+    """Return the verdicts on `train(*args)`, one per engine; `more` is for `run_ranks`."""
     found: list[list[dict[str, Any]]] = run_ranks(watch, ranks, train, steps, fault, *args, **more)
     return found[0]
 
@@ -65,6 +65,6 @@ def verify(
     dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> dict[str, Any]:
-    """The verdict on a specimen."""
+    """Return the verdict on a specimen."""
     (verdict,) = verify_training(train_specimen, subject, config, dtype, steps, steps=steps, **more)
     return verdict

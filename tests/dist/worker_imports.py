@@ -1,6 +1,6 @@
-"""What every rank of the pool has imported before it begins; servers from which ranks are forked import it once.
+"""Modules that every rank of the pool imports at its start; fork servers import them once.
 
-Nothing here may start a thread: a fork takes none along.
+Nothing here may start a thread, because a fork copies no threads.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 
-gc.disable()  # a fifth of what imports take would go into looking for garbage among them
+gc.disable()  # looking for garbage would take a fifth of the time of the imports
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  (as every optimizer does)
@@ -16,7 +16,7 @@ import torch.distributed  # noqa: E402, F401
 
 import windlass  # noqa: E402
 
-with contextlib.suppress(ImportError):  # tests that need it say so
+with contextlib.suppress(ImportError):  # tests that need transformers skip without it
     import transformers.models.llama.modeling_llama  # noqa: F401
 windlass.initialize  # noqa: B018  (imported when it is asked for)
 gc.freeze()

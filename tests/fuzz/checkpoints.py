@@ -1,4 +1,4 @@
-"""Small checkpoints of both kinds, their readers, and what readers may give."""
+"""Small checkpoints in both formats, their readers, and the allowed results of readers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {"up.weight": (4, 6), "up.bias": (4,), "head": (3, 2, 2), "scale": (), 
 
 
 def net() -> torch.nn.Module:
-    """A plain model whose parameters have those shapes."""
+    """Return a plain model with parameters of these shapes."""
     model = torch.nn.Module()
     model.up = torch.nn.Linear(6, 4)
     for name in ("head", "scale", "none"):
@@ -36,7 +36,7 @@ def net() -> torch.nn.Module:
 
 
 def save_windlass(directory: Path) -> None:
-    """A checkpoint with all that an engine says, and one tensor in boxes that are no flat ranges."""
+    """Save a checkpoint with everything that an engine stores, and one tensor in boxes that are not flat ranges."""
     torch.manual_seed(0)
     values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     shards = [FlatShard(f"param/{name}", shape, 0, values[name].view(-1)) for name, shape in SHAPES.items()]
@@ -71,7 +71,7 @@ def save_windlass(directory: Path) -> None:
 
 
 def _in_columns(path: Path, name: str, value: torch.Tensor) -> None:
-    """Store one tensor in a file of its own, as two boxes of columns."""
+    """Store one tensor in its own file as two boxes of columns."""
     from windlass.checkpoint.safetensors_file import TensorEntry
 
     half = value.shape[1] // 2
@@ -96,7 +96,7 @@ def _in_columns(path: Path, name: str, value: torch.Tensor) -> None:
 
 
 def index_text(fields: Any) -> bytes:
-    """The text of an index, with the checksum that belongs to it."""
+    """Return the text of an index with a correct checksum."""
     if not isinstance(fields, dict):
         return as_text(fields).encode()
     body = as_text({key: value for key, value in fields.items() if key != "crc32"})[:-1]
@@ -104,7 +104,7 @@ def index_text(fields: Any) -> bytes:
 
 
 def trained() -> Trained:
-    """The state of a run of DeepSpeed's."""
+    """Return the state of a DeepSpeed run."""
     torch.manual_seed(0)
     masters = {"up.weight": torch.randn(4, 6), "up.bias": torch.randn(4), "head": torch.randn(3, 2, 2)}
     module = {name: value.bfloat16() for name, value in masters.items()}
@@ -125,7 +125,7 @@ def trained() -> Trained:
 
 
 def readers(directory: Path, out: Path) -> dict[str, Reader]:
-    """All that read a checkpoint in one process, by name; each gives tensors by name, or nothing."""
+    """Return all readers of a checkpoint in one process, by name. Each returns tensors by name, or an empty dict."""
 
     def exported() -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
@@ -174,7 +174,7 @@ def readers(directory: Path, out: Path) -> dict[str, Reader]:
 
 
 def seeds_of(readers: dict[str, Reader]) -> dict[str, list[torch.Tensor]]:
-    """Results of each reader on unchanged files."""
+    """Return the results of each reader on unchanged files."""
     found = {}
     for name, read in readers.items():
         try:
@@ -185,9 +185,9 @@ def seeds_of(readers: dict[str, Reader]) -> dict[str, list[torch.Tensor]]:
 
 
 def one_of(seeds: dict[str, list[torch.Tensor]]) -> Callable[[str, Any], str]:
-    """Vouch for values that were in the seed, under whatever name: bytes that were never written are an error.
+    """Return a check that accepts only values of the seed, under any name. Bytes that were never written are an error.
 
-    The index says to which dtype a tensor is cast, so values of any reader count, cast to the dtype that is given.
+    The index chooses the dtype of a tensor, so values of any reader are accepted after a cast to the returned dtype.
     """
     known = [one for values in seeds.values() for one in values]
 

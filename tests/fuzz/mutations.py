@@ -1,9 +1,9 @@
-"""Mutations of files, and the law that every reader keeps on what they make.
+"""Mutations of files, and the law for every reader of mutated files.
 
-The law: a reader gives what it gave for the seed, or another value that it can vouch for, or raises a WindlassError.
-It raises nothing else, does not hang, and takes no more memory than four times the file and a floor.
-`WINDLASS_FUZZ_SECONDS` says how long all fuzzers of one run go on together, those of small texts (`texts`) too: each
-has a share of it. `WINDLASS_FUZZ_SEED` says where their draws begin: at random in a run whose length was set.
+The law: a reader returns the result of the seed or another valid value, or raises a WindlassError. It raises nothing
+else, does not hang, and takes no more memory than four times the file and a floor. `WINDLASS_FUZZ_SECONDS` is the total
+time of all fuzzers of a run, those of small texts (`texts`) included: each has a fraction of it. `WINDLASS_FUZZ_SEED`
+seeds the draws; by default the seed is random if the time is set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SECONDS = float(os.environ.get("WINDLASS_FUZZ_SECONDS", "20"))
 # A short run has the same cases each time: findings of a long run must not fail an unrelated change.
 _SHORT = random.SystemRandom().randrange(1, 1 << 31) if LONG else 20261123
 SEED = int(os.environ.get("WINDLASS_FUZZ_SEED", "0")) or _SHORT
-_OF_CHECKPOINTS = 0.66  # of the time of all; the rest is that of texts
+_OF_CHECKPOINTS = 0.66  # of the total time; the rest is for texts
 FLOOR = 64 << 20  # bytes beyond four times the file
 PATIENCE = 20  # seconds for one case on a loaded machine
 
@@ -94,13 +94,13 @@ def flipped_bits(draw: random.Random, data: bytes) -> bytes:
 
 
 def cut_short(draw: random.Random, data: bytes) -> bytes:
-    """Leave out the end, the beginning, or a part in between."""
+    """Remove the end, the beginning, or a part in between."""
     first, last = sorted((draw.randrange(len(data) + 1), draw.randrange(len(data) + 1)))
     return draw.choice((data[:first], data[last:], data[:first] + data[last:]))
 
 
 def repeated(draw: random.Random, data: bytes) -> bytes:
-    """Put a part of the file in once more, somewhere."""
+    """Insert a copy of a part of the file somewhere."""
     first = draw.randrange(len(data))
     part = data[first : first + draw.randint(1, 200)]
     at = draw.randrange(len(data))
@@ -108,7 +108,7 @@ def repeated(draw: random.Random, data: bytes) -> bytes:
 
 
 def edged_number(draw: random.Random, data: bytes) -> bytes:
-    """Write a number at the edge of its range over 1, 2, 4 or 8 bytes."""
+    """Overwrite 1, 2, 4 or 8 bytes with a number at the edge of its range."""
     width = draw.choice((1, 2, 4, 8))
     at = draw.randrange(max(1, len(data) - width))
     number = draw.choice(_NUMBERS) & ((1 << 8 * width) - 1)
@@ -116,7 +116,7 @@ def edged_number(draw: random.Random, data: bytes) -> bytes:
 
 
 def random_bytes(draw: random.Random, data: bytes) -> bytes:
-    """Write other bytes over a part."""
+    """Overwrite a part with random bytes."""
     at = draw.randrange(len(data))
     return data[:at] + draw.randbytes(draw.randint(1, 40)) + data[at + draw.randint(0, 40) :]
 
@@ -125,16 +125,16 @@ BYTES: tuple[Mutation, ...] = (flipped_bits, cut_short, repeated, edged_number, 
 
 
 def as_text(value: Any) -> str:
-    """The JSON text of a value; a mark in it becomes as deep as no encoder writes."""
+    """Return the JSON text of a value. Marks in it become deeper nesting, or longer numbers, than encoders write."""
     try:
         text = json.dumps(value)
-    except RecursionError:  # mutations of mutations are nested as deep
+    except RecursionError:  # repeated mutations can nest that deep
         text = '"deep"'
     return text.replace('"deep"', "[" * 50_000 + "]" * 50_000).replace('"long"', "9" * 5_000)
 
 
 def other_values(draw: random.Random, value: Any) -> Any:
-    """A JSON value in which a few places hold something else."""
+    """Return a JSON value with a few places changed."""
     changed = json.loads(json.dumps(value))
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         changed = _other_value(draw, changed)
@@ -181,12 +181,12 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class Hang(BaseException):
-    """A case that took too long; no handler of a reader catches it."""
+    """Timeout of a case, which no exception handler of a reader catches."""
 
 
 @contextmanager
 def time_limit(seconds: int = PATIENCE, what: object = "a case") -> Iterator[None]:
-    """Raise Hang where the block takes longer."""
+    """Raise Hang if the block takes longer."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise Hang(f"more than {seconds} s for {what}")
@@ -202,7 +202,7 @@ def time_limit(seconds: int = PATIENCE, what: object = "a case") -> Iterator[Non
 
 @contextmanager
 def memory_limit(nbytes: int) -> Iterator[None]:
-    """Refuse memory beyond what the process has and so much more, also to native code, whose memory is not traced."""
+    """Limit the process to `nbytes` more than its current memory, also for native code, whose memory is not traced."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else None
     if pages is not None:
@@ -214,11 +214,11 @@ def memory_limit(nbytes: int) -> Iterator[None]:
 
 
 def keeps_the_law(read: Reader, nbytes: int, vouched: Callable[[Any], str], *, floor: int = FLOOR) -> str:
-    """Describe the forbidden effect of a reader; empty if there is none.
+    """Return the violation of the law by a reader, or an empty text.
 
     Args:
-        nbytes: of all files that it reads.
-        vouched: what is wrong with a value that it gave; empty for nothing.
+        nbytes: size of all files that it reads.
+        vouched: returns the fault of a returned value, or an empty text.
     """
     tracemalloc.start()
     try:
@@ -245,14 +245,13 @@ def fuzz(
     vouched: Callable[[str, Any], str],
     found: Path,
 ) -> None:
-    """Hold the law for `share` of the time of all fuzzers of checkpoints, and fail with the first case that breaks it,
-    which is kept.
+    """Fuzz for `share` of the time of all checkpoint fuzzers. Fail with the first violation, whose case is kept.
 
     Args:
-        make: puts a new case in place; its size, and what reproduces it.
+        make: writes a new case; returns its size and how to reproduce it.
         readers: all are given each case.
-        vouched: what is wrong with a value of a reader.
-        found: where a case that breaks the law is kept.
+        vouched: returns the fault of a reader's value, or an empty text.
+        found: where a violating case is kept.
     """
     draw = random.Random(SEED)
     end, cases = time.monotonic() + SECONDS * _OF_CHECKPOINTS * share, 0

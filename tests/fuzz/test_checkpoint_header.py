@@ -1,4 +1,4 @@
-"""Forged and damaged safetensors files: of windlass' checkpoints, and of a hub's model."""
+"""Fuzz tests of safetensors files, of windlass checkpoints and of a hub's models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.zero.sharded_init.weight_files import header
 
 
 def _changed(draw: random.Random, good: bytes) -> bytes:
-    """A file whose header says something else, or whose bytes are others."""
+    """Return a file with another header or with other bytes."""
     length = 8 + int.from_bytes(good[:8], "little")
     if draw.randrange(3):
         text = as_text(other_values(draw, json.loads(good[8:length]))).encode()
@@ -42,7 +42,8 @@ def test_every_reader_of_a_data_file(tmp_path: Path) -> None:
         number = draw.randrange(len(files))
         case = _changed(draw, goods[number])
         files[number].write_bytes(case)
-        sizes = {path.name: path.stat().st_size for path in files}  # as a forger who knows the format would
+        # correct sizes, as an attacker who knows the format would write
+        sizes = {path.name: path.stat().st_size for path in files}
         index.write_bytes(index_text({**fields, "files": sizes}))
         return len(case) + rest, case
 
@@ -51,7 +52,7 @@ def test_every_reader_of_a_data_file(tmp_path: Path) -> None:
 
 
 def test_the_reader_of_a_hubs_files(tmp_path: Path) -> None:
-    """These have no checksums: what is held is that each tensor lies in the file with the bytes of its shape."""
+    """Hub files have no checksums: each tensor must lie in the file with the bytes of its shape."""
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.zeros(0, 2)}, path, {"format": "pt"})
     good = path.read_bytes()

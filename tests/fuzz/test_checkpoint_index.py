@@ -1,4 +1,4 @@
-"""Forged and damaged indexes of windlass' checkpoints, for every reader."""
+"""Fuzz tests of the index of windlass checkpoints, for every reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forged and damaged `.pt` files of DeepSpeed's checkpoints, for every reader; the pickles of some know all opcodes."""
+"""Fuzz tests of the `.pt` files of DeepSpeed checkpoints, for every reader. Some pickles use any opcode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _text(text: str) -> bytes:
     return b"X" + struct.pack("<I", len(text)) + text.encode()
 
 
-# Pieces of pickles: opcodes alone, and what was found to be dangerous in a reader that executes them.
+# Parts of pickles: single opcodes, and sequences that are dangerous in a reader that executes them.
 OPCODES = [bytes([code]) for code in range(256)]
 PIECES = [
     b"r\xff\xff\xff\x7f",
@@ -56,7 +56,7 @@ PIECES = [
 
 
 def repacked(good: bytes, pickled: bytes, *, method: int = zipfile.ZIP_STORED) -> bytes:
-    """A file with another pickle, whose checksums are right."""
+    """Return the file with another pickle and correct checksums."""
     made = BytesIO()
     with zipfile.ZipFile(BytesIO(good)) as old, zipfile.ZipFile(made, "w", method) as new:
         for info in old.infolist():
@@ -65,7 +65,7 @@ def repacked(good: bytes, pickled: bytes, *, method: int = zipfile.ZIP_STORED) -
 
 
 def pickle_of(good: bytes) -> bytes:
-    """The pickle in a file."""
+    """Return the pickle in a file."""
     with zipfile.ZipFile(BytesIO(good)) as archive:
         return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
 
@@ -87,9 +87,9 @@ def _fuzz(tmp_path: Path, stage: int, share: float, *, forged: bool) -> None:
     pickles = [pickle_of(good) for good in goods]
     rest = sum(map(len, goods))
     all_readers = readers(directory, tmp_path / "out")
-    del all_readers["plain"]  # of another model
+    del all_readers["plain"]  # for another model
     if not stage:
-        del all_readers["zero_to_fp32"]  # which is not for stage 0
+        del all_readers["zero_to_fp32"]  # not for stage 0
     seeds = seeds_of(all_readers)
 
     def make(draw: random.Random) -> tuple[int, bytes]:

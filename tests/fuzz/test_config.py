@@ -1,4 +1,4 @@
-"""`windlass check` and `load` on damaged and hostile configurations."""
+"""Fuzz tests of `windlass check` and `load` on damaged and hostile configurations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_mutations_of_a_file(tmp_path: Path) -> None:
             assert isinstance(loaded, WindlassError) or "not strict JSON" in printed, data
             continue
         if not isinstance(loaded, WindlassError):
-            assert loaded.raw == strict or _unequal_to_itself(strict), data  # nothing was read differently
+            # the relaxed parser reads strict JSON as the strict parser does
+            assert loaded.raw == strict or _unequal_to_itself(strict), data
             assert not isinstance(outcome(load_config, base64.urlsafe_b64encode(data).decode()), WindlassError), data
 
 
@@ -93,7 +94,7 @@ inner_names = st.sampled_from(sorted({step for row in config_keys() for step in 
 def test_any_dictionary(config: dict[str, Any]) -> None:
     before = repr(config)
     outcome(lambda given: load_config(given).refusals(), config)
-    assert repr(config) == before  # the caller's own dict is as it was
+    assert repr(config) == before  # the caller's own dict is unchanged
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_texts_that_cost_much(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("section", [None, "zero_optimization", "optimizer"])
 def test_5000_unknown_keys_are_one_short_message(section: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nearest names are looked for, which takes milliseconds each, of the first few keys alone."""
+    """Nearest names are searched for the first few keys only, since each search takes milliseconds."""
     searched = 0
 
     def counted(name: str, known: Iterable[str]) -> str | None:

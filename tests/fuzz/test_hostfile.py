@@ -1,4 +1,4 @@
-"""Hostfiles, filters, lists of hosts and messages of other hosts, damaged and hostile."""
+"""Fuzz tests of hostfiles, filters, host lists and messages of other hosts."""
 
 from __future__ import annotations
 

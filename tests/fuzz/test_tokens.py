@@ -1,4 +1,4 @@
-"""Token files, tokenizers, corpora and the JSON of a run, damaged and hostile."""
+"""Fuzz tests of token files, tokenizers, corpora and the JSON of a run."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_mutations_of_a_token_file(tokens: Path, tmp_path: Path) -> None:
     true = open_tokens(tokens, verify=True)
     path = tmp_path / "tokens.bin"
     used = len(whole[:4096].rstrip())
-    seeds = [whole, whole[:used] + whole[4096:]]  # the second has no padding: all its mutations hit something
+    seeds = [whole, whole[:used] + whole[4096:]]  # the second has no padding, so every mutation changes content
     for data in mutants(seeds, 600):
         if len(data) < 4096 + 500 and b"seal" in data:
             data = data[:used].ljust(4096) + data[used:]
         path.write_bytes(data)
         found = outcome(open_tokens, path, True)
         if not isinstance(found, WindlassError):
-            assert found.header == true.header, data[:used]  # nothing silently wrong
+            assert found.header == true.header, data[:used]  # no silent error
             assert np.array_equal(found.train, true.train) and np.array_equal(found.held_out, true.held_out)
 
 
@@ -120,7 +120,7 @@ def test_mutations_of_a_corpus(name: str, tmp_path: Path) -> None:
     def use(path: Path) -> None:
         document_formats.is_text(path)
         document_formats.has_records(path)
-        with contextlib.suppress(*document_formats.READ_ERRORS):  # told of by the corpus, with the file's name
+        with contextlib.suppress(*document_formats.READ_ERRORS):  # the corpus reports them with the file's name
             for text in read(path):
                 text.encode()
 

@@ -1,8 +1,8 @@
-"""Mutations of small text files, and the law that every reader of them has to keep under each.
+"""Mutations of small text files, and the law for every reader of them.
 
-Law: a reader returns, or raises a `WindlassError` with printable text; within seconds, and without much more memory
-than the file takes. In a run whose length is set (`mutations.SECONDS`) each test has a share of it; else a fixed number
-of mutations.
+Law: a reader returns, or raises a `WindlassError` with printable text, within seconds and without much more memory than
+the file takes. If the time of a run is set (`mutations.SECONDS`), each test has a fraction of it; otherwise it has a
+fixed number of mutations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from windlass.base.text import escape_unprintable
 
 MOST_TEXT = 20_000
 SHARE = 0.02
-"""Of the time of all fuzzers of a run, what each loop over mutations of a text has."""
+"""Fraction of the total fuzzing time for each loop over mutations of a text."""
 
 ODD = (
     *(
@@ -40,7 +40,7 @@ ODD = (
 
 
 def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
-    """The seeds themselves, then mutations of them: `count`, or for a share of a run whose length is set."""
+    """Yield the seeds, then `count` mutations of them, or as many as fit into the share of a timed run."""
     yield from seeds
     draw = random.Random(SEED)
     end = time.monotonic() + SECONDS * SHARE
@@ -54,7 +54,7 @@ def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
 
 
 def examples(count: int, per_second: int) -> int:
-    """Number of examples of a hypothesis test: `count`, or as many as take that share of the run."""
+    """Return the number of examples of a hypothesis test: `count`, or as many as fit into the share of a timed run."""
     return max(count, int(SECONDS * SHARE * per_second)) if LONG else count
 
 
@@ -82,9 +82,9 @@ def _mutate(data: bytearray, draw: random.Random, seeds: Sequence[bytes]) -> Non
 
 
 def outcome(read: Callable[..., Any], *given: Any) -> Any:
-    """Return the result of `read(*given)`, or its WindlassError, after a check that its text is printable and short.
+    """Return the result of `read(*given)` or its WindlassError, and check that its text is printable and short.
 
-    Any other exception is the test's failure, with the input (of a path, the file's bytes) in its notes.
+    Any other exception fails the test, with the input (for a path, the file's bytes) in its notes.
     """
     try:
         with time_limit(what=repr(given)[:200]):
@@ -101,7 +101,7 @@ def outcome(read: Callable[..., Any], *given: Any) -> Any:
 
 
 def peak_memory(read: Callable[..., Any], *given: Any) -> int:
-    """Bytes that Python allocated at most in `outcome(read, *given)`."""
+    """Return the peak of Python's memory in bytes during `outcome(read, *given)`."""
     tracemalloc.start()
     try:
         outcome(read, *given)

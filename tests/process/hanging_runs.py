@@ -1,7 +1,7 @@
-"""Runs of two ranks in which one does something that no run should survive; see `test_hangs`.
+"""Runs of two ranks in which one rank has a fault that the run must not survive; see `test_hangs`.
 
-`python -m tests.process.hanging_runs FOLDER FAULT:TRANSPORT:RANK...` runs them all at once; each rank's output is in
-FOLDER/FAULT:TRANSPORT:RANK/rankN.out, its exit code and the seconds it took beside that.
+`python -m tests.process.hanging_runs FOLDER FAULT:TRANSPORT:RANK...` starts all runs at once. FOLDER has one folder
+FAULT:TRANSPORT:RANK per run, with each rank's output in rankN.out, its exit code and its run time in seconds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RANKS = 2
 REPORT_AFTER_S = 3.0
 TIMEOUT_S = {"stop": 5.0, "pause": 5.0}
 SLOW_S = 5.0
-LEFT_S = 10.0  # so long after the others a rank may stay
+LEFT_S = 10.0  # seconds that a rank may outlive the others
 
 
 def train(engine: Any) -> None:
-    """Two steps."""
+    """Train two steps."""
     if hasattr(engine.module, "lm_head"):
         ids = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0))
         for _ in range(2):
@@ -50,7 +50,7 @@ def train(engine: Any) -> None:
 
 
 def main(fault: str, faulty: int) -> None:
-    """One rank of a run."""
+    """Run one rank."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -67,7 +67,7 @@ def main(fault: str, faulty: int) -> None:
     pids = [0] * RANKS
     dist.all_gather_object(pids, os.getpid())
     rank = dist.get_rank()
-    time.sleep(2 * REPORT_AFTER_S / 10)  # a beat, so that the others know where it was
+    time.sleep(2 * REPORT_AFTER_S / 10)  # one heartbeat, so that the others have this rank's position
     if rank == faulty or fault == "alike":
         go_wrong(fault, engine, pids)
     elif fault in ("eval", "gather"):
@@ -90,7 +90,7 @@ def _once(module: torch.nn.Module, given: Any) -> None:
 
 
 def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
-    """What the faulty rank does while the others go on."""
+    """Run the fault of the faulty rank while the others continue."""
     if fault == "save":
         engine.save_checkpoint(tempfile.gettempdir() + "/never")
     elif fault == "eval":
@@ -103,10 +103,10 @@ def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
     elif fault == "return":
         sys.exit(0)
     elif fault in ("raise", "hook"):
-        if fault == "hook":  # as a library does that prints tracebacks in colour
+        if fault == "hook":  # as a library that prints coloured tracebacks does
             sys.excepthook = traceback.print_exception
         raise ValueError("one rank is unwell")
-    elif fault == "told":  # as a program does that catches all and ends at once
+    elif fault == "told":  # as a program that catches everything and ends at once
         try:
             raise ValueError("one rank is unwell")
         except ValueError as error:
@@ -118,7 +118,7 @@ def go_wrong(fault: str, engine: Any, pids: list[int]) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "slow":
         time.sleep(SLOW_S)
-    elif fault == "pause":  # the whole run is suspended for longer than a wait may take
+    elif fault == "pause":  # suspends the whole run for longer than a wait may take
         ranks = " ".join(map(str, pids))
         subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {ranks}; sleep 6; kill -CONT {ranks}"])
         time.sleep(1.5)
@@ -139,7 +139,7 @@ def _fork(folder: Path, run: str, rank: int, port: int) -> int:
         "WINDLASS_TRANSPORT": transport,
     }
     log.set_log_level("WARNING", "the test")
-    # as a script ends: through the hook of exceptions, and through what was left for the end
+    # end as a script does: through the exception hook and the exit handlers
     code = 0
     try:
         main(fault, int(faulty))
@@ -158,11 +158,11 @@ def _fork(folder: Path, run: str, rank: int, port: int) -> int:
 
 
 def run_all(base: Path, runs: list[str]) -> None:
-    """All runs at once. A stopped rank that stays when the others have ended is killed."""
+    """Start all runs at once. A stopped rank that outlives the others is killed."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     windlass.initialize  # noqa: B018  (imported here, once, not in every rank)
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()  # what torch imports late
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()  # load modules that torch imports late
     begin, children = time.monotonic(), {}
     for run in runs:
         (base / run).mkdir()

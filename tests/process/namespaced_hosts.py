@@ -1,6 +1,6 @@
-"""Several hosts on one: network namespaces with addresses of their own, each with an SSH server.
+"""Several hosts on one machine: network namespaces with their own addresses, each with an SSH server.
 
-Nothing of this machine's own network is touched: the launcher too has a namespace, which forwards between the others.
+The machine's own network is not changed. The launcher has a namespace too, which forwards between the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _count = itertools.count()
 
 
 def why_not() -> str | None:
-    """Why there can be no such hosts here; None if they can be."""
+    """Return the reason why such hosts can't be made here, or None."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     for program in ("ip", "ssh", "ssh-keygen"):
@@ -38,7 +38,7 @@ def why_not() -> str | None:
 
 
 def sh(text: str) -> str:
-    """Run a shell's text and bring back what it printed."""
+    """Run shell commands and return their output."""
     return subprocess.run(["sh", "-ec", text], check=True, capture_output=True, text=True).stdout
 
 
@@ -64,19 +64,19 @@ class Machines:
             raise
 
     def address(self, node: int) -> str:
-        """Of a host."""
+        """Return the address of a host."""
         return f"10.77.{node}.2"
 
     def inside(self, where: int | str) -> list[str]:
-        """The words before a command that is to run on a host, or on the launcher's (`"hub"`)."""
+        """Return the prefix of a command that runs on a host, or on the launcher's (`"hub"`)."""
         return ["ip", "netns", "exec", f"{self.prefix}{where}"]
 
     def cut(self, node: int) -> None:
-        """Take a host off the network, as if it had lost power."""
+        """Disconnect a host from the network, as a power loss would."""
         sh(f"ip -n {self.prefix}hub link set v{node} down")
 
     def close(self) -> None:
-        """Leave nothing."""
+        """Stop the servers and remove the namespaces."""
         for server in self._servers:
             server.kill()
             server.wait()
@@ -125,7 +125,7 @@ class Machines:
         if sshd is None:
             server = Path(__file__).with_name("ssh_server.py")
             return [sys.executable, str(server), self.address(node), str(PORT), str(self.folder)]
-        os.makedirs("/run/sshd", exist_ok=True)  # where it separates its privileges
+        os.makedirs("/run/sshd", exist_ok=True)  # directory for sshd's privilege separation
         settings = {
             "ListenAddress": f"{self.address(node)}:{PORT}",
             "HostKey": f"{self.folder}/host_key",

@@ -1,4 +1,7 @@
-"""Run with the stand-in on PYTHONPATH: takes lines of `name kind`, writes JSON of what each name turned out to be."""
+"""Program that resolves DeepSpeed names with the compat layer on PYTHONPATH.
+
+Reads lines of `name kind` and writes JSON with the result for each name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from windlass.compat.not_built import NotBuiltError, _RefusedType
 
 
 def found(name: str) -> dict[str, Any]:
-    """How `from module import name` ends for a dotted name, and what came of it."""
+    """Return the result of `from module import name` for a dotted name."""
     module, _, own = name.rpartition(".")
     try:
         value = _import(module, own) if module else importlib.import_module(name)
@@ -28,7 +31,7 @@ def found(name: str) -> dict[str, Any]:
 
 
 def _import(module: str, own: str) -> Any:
-    """`from module import own`; where `module` is a class or a logger, what it has."""
+    """Return `own` of a module, or of a class or logger named `module`."""
     outer, _, inner = module.rpartition(".")
     try:
         home = importlib.import_module(module)
@@ -51,7 +54,7 @@ def _called(value: Any) -> str:
 
 
 def kinds(value: Any) -> set[str]:
-    """The kinds of the list of symbols that a value is of."""
+    """Return the kinds, as in the list of symbols, that a value is of."""
     tests = {
         "module": isinstance(value, ModuleType),
         "class": inspect.isclass(value),
@@ -68,7 +71,7 @@ def kinds(value: Any) -> set[str]:
 
 
 def habits() -> dict[str, bool]:
-    """What scripts do with the modules themselves."""
+    """Return which operations of scripts on the modules themselves work."""
     import deepspeed
     import torch
     from deepspeed.utils import groups, z3_leaf_module

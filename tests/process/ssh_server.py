@@ -1,7 +1,7 @@
-"""An SSH server for tests where no sshd is installed: `python ssh_server.py ADDRESS PORT FOLDER`.
+"""SSH server for tests on machines without sshd: `python ssh_server.py ADDRESS PORT FOLDER`.
 
-It runs what it is told through `sh -c`, as sshd does without a terminal, and leaves processes alone when their
-connection ends: it only closes their pipes. FOLDER holds its key and the keys of who may come.
+It runs commands through `sh -c`, as sshd does without a terminal. When a connection ends, it only closes the pipes of
+its processes and does not kill them. FOLDER holds its key and the keys of the accepted clients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import asyncssh
 
 
 async def serve(process: asyncssh.SSHServerProcess[bytes]) -> None:
-    """One command of one client."""
+    """Run one command of one client."""
     client, server = process.get_extra_info("peername"), process.get_extra_info("sockname")
     names = ("HOME", "PATH", "USER", "LANG")
     environment = {name: os.environ[name] for name in names if name in os.environ}

@@ -1,4 +1,4 @@
-"""`windlass bench transport`, run as small as can be."""
+"""Tests of a minimal run of `windlass bench transport`."""
 
 from __future__ import annotations
 

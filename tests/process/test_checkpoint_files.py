@@ -1,4 +1,4 @@
-"""Files of checkpoints and processes beside this one: a script that runs alone, a writer that lives, a memory peak."""
+"""Tests of checkpoint files with other processes: a standalone script, a live writer, peak memory."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
     assert done.returncode == 0
     written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert torch.equal(written["up.weight"], weights["up.weight"])
-    bare = [sys.executable, "-S", "-E", *command[1:]]  # without what is installed
+    bare = [sys.executable, "-S", "-E", *command[1:]]  # without installed packages
     missing = subprocess.run(bare, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert missing.returncode == 1 and "is not installed here; pip install windlass" in missing.stderr
 
 
-# The kernel's own peak of this process (that of getrusage also counts what it was forked from).
+# The kernel's own peak of this process: getrusage's includes that of its parent before the fork.
 _RISE = """
 import sys, torch
 from pathlib import Path
@@ -82,7 +82,7 @@ print(peak() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the kernel's peak of memory")
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
-    """192 MB in three tensors: far less than the largest of them comes to memory at once."""
+    """Peak memory stays far below one tensor for 192 MB in three tensors."""
     big = torch.arange(16_000_000, dtype=torch.float32)
     save(tmp_path / "run", "t", SavedState(tensors={f"param/{n}": big for n in "abc"}))
     save(tmp_path / "small", "t", SavedState(tensors={"param/a": big[:100_000].clone()}))
@@ -91,7 +91,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)},  # what is freed is given back to the kernel
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)},  # freed memory is returned to the kernel
     )
     assert int(done.stdout) < 24 << 20
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["c"], big.bfloat16())

@@ -1,4 +1,4 @@
-"""The folder that makes `import deepspeed` windlass: by PYTHONPATH, here, for metadata, beside a real one."""
+"""Tests of the folder that makes `import deepspeed` windlass, by PYTHONPATH or by import, and of its metadata."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(json.dumps({{
 
 
 def _run(text: str, *, path: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    ours = ("WINDLASS_STANDS_IN", "WINDLASS_LOG_LEVEL", "RANK")  # another rank than 0 says nothing
+    ours = ("WINDLASS_STANDS_IN", "WINDLASS_LOG_LEVEL", "RANK")  # ranks other than 0 log nothing
     inherited = {key: value for key, value in os.environ.items() if key not in ours}
     variables = {**inherited, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)]), **env}
     return subprocess.run([sys.executable, "-c", text], env=variables, capture_output=True, text=True, timeout=120)
@@ -39,7 +39,7 @@ def _run(text: str, *, path: list[str], **env: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("way", ["path", "import"])
 def test_deepspeed_is_windlass_in_children_too(way: str) -> None:
-    """Law: import, `find_spec` and package metadata answer, by PYTHONPATH alone or by one import, and in children."""
+    """Import, `find_spec` and package metadata work by PYTHONPATH alone or by one import, also in child processes."""
     first = "" if way == "path" else "import windlass.compat.deepspeed"
     done = _run(_ASK.format(first=first), path=[str(STAND_IN_FOLDER)] if way == "path" else [])
     assert done.returncode == 0, done.stderr
@@ -63,7 +63,7 @@ def test_the_command_prints_the_folder() -> None:
 
 
 def test_the_metadata_travels_with_a_wheel() -> None:
-    """What builds wheels leaves out any folder named `*.dist-info`; the other form is read as well."""
+    """Metadata uses `*.egg-info`, since wheel builders leave out folders named `*.dist-info`. Both are read."""
     assert not list(STAND_IN_FOLDER.glob("*.dist-info"))
     (folder,) = STAND_IN_FOLDER.glob("*.egg-info")
     assert folder.name == f"deepspeed-{VERSION}.egg-info"
@@ -129,6 +129,6 @@ assert not names.is_configured() and not names.PROFILE_TIME
 
 
 def test_options_of_activations_have_the_names_of_deepspeeds_globals() -> None:
-    """See [Note: live names]: what is read is what is configured, and setting configures."""
+    """See [Note: live names]: reading an option returns the configured value, and setting it configures."""
     done = _run(_LIVE_NAMES, path=[])
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every name that DeepSpeed's clients import is there, of its kind, or refuses in one sentence when it is used."""
+"""Tests that each name that DeepSpeed's clients import exists with its kind, or raises one sentence at its use."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SYMBOLS: dict[str, str] = dict(
 )
 
 PENDING: dict[str, str] = {}
-"""Areas that are being built: a name below may be absent."""
+"""Areas under construction, whose names may be absent."""
 
 
 @pytest.fixture(scope="module")
 def said() -> list[Any]:
-    """Run `resolve_names.py` in a process of its own, so that no other test imports a `deepspeed`."""
+    """Run `resolve_names.py` in its own process, so that no other test imports `deepspeed`."""
     text = "\n".join([*SYMBOLS, *STAND_IN_NAMES])
     paths = os.pathsep.join([str(STAND_IN_FOLDER), str(ROOT)])
     done = subprocess.run(
@@ -45,7 +45,7 @@ def said() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def walked(said: list[Any]) -> dict[str, dict[str, Any]]:
-    """What each name is."""
+    """Result for each name."""
     names: dict[str, dict[str, Any]] = said[1]
     return names
 
@@ -55,7 +55,7 @@ def pending(name: str) -> bool:
 
 
 def is_sentence(name: str, text: str) -> bool:
-    """`deepspeed.x: why; what to do`, on one line."""
+    """Return True if the text has the form `deepspeed.x: why; what to do`, on one line."""
     return text.startswith("deepspeed") and ": " in text and "\n" not in text and len(text.split()) >= 6
 
 

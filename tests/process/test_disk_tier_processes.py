@@ -1,4 +1,4 @@
-"""Processes that hold a disk tier: however they end, they leave no bytes, and the next one tidies up."""
+"""Tests of processes with a disk tier: however they end, they leave no files, and the next one removes leftovers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from windlass.storage.io_engine import ENGINES
 
 __all__ = ["engine"]
 
-# Importing torch costs seconds: one process does, and each case runs in a fork of it. Python's way to its end is long
-# too, with torch in it: where that way is not the point, only the part that runs anybody's code is gone.
+# Importing torch takes seconds: one process imports it, and each case runs in a fork of it. The exit of Python with
+# torch is slow too, so cases that do not test it run only the exit handlers.
 _FORKS = """
 import atexit, json, os, signal, sys, threading, torch, traceback
 from windlass.base.errors import StorageError
@@ -71,7 +71,7 @@ back = torch.zeros(1 << 20)
 tier.read(extent, 0, back).wait()
 sys.exit(10 * refused + bool((back == 1).all()) + len(os.listdir(folder)))
 """
-_ENDS = {  # how it ends, and the exit code
+_ENDS = {  # the end, and its exit code
     "end": ("", 0),
     "exception": ("raise RuntimeError('odd')", 1),
     "exit": ("sys.exit(3)", 3),
@@ -82,7 +82,7 @@ _ENDS = {  # how it ends, and the exit code
 
 
 class Ended(NamedTuple):
-    """A process that made a tier and ended."""
+    """Process that made a tier and ended."""
 
     code: int
     said: str
@@ -91,7 +91,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """By engine and way of ending."""
+    """Ended processes, by engine and kind of end."""
     root = tmp_path_factory.mktemp("ended")
     engines = [name for name in ENGINES if refusal(name) is None]
     cases = {f"{engine} {end}": (_BEGIN + code, engine) for engine in engines for end, (code, _) in _ENDS.items()}

@@ -1,4 +1,4 @@
-"""A run that loses a rank comes back on those that remain, where its last checkpoint was, and leaves nothing behind."""
+"""Tests that a run that loses a rank restarts on the remaining ones at its last checkpoint, and leaves no leftovers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 def test_a_rank_that_a_signal_ended_is_not_started_again(tmp_path: Path, script: Callable[[str], list[str]]) -> None:
-    """First one of three is lost; then one fails by an exit code, and as many come back."""
+    """One of three ranks is killed and not replaced. Then one fails with an exit code, and all of them restart."""
     assert start_elastic(script(LOSES_ONE), 3, max_restarts=2).exit_code == 0
     found = started(tmp_path)
     assert {"start0.1of3", "start1.0of2", "start2.0of2", "start2.1of2"} <= set(found), found
@@ -74,7 +74,7 @@ def test_with_too_few_or_too_often_the_failure_comes_back(
         start_elastic(script(LOSES_ONE), 2, max_restarts=1, min_nproc=3)
 
 
-# Batches are a function of the step alone, so that every layout sees the same samples.
+# Batches depend on the step alone, so every layout sees the same samples.
 TRAINS = """
 import json, os, signal, sys
 from pathlib import Path
@@ -127,7 +127,10 @@ def run(source: Path, folder: Path, nproc: int, stage: int, *words: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_losses_go_on_as_those_of_a_run_resumed_by_hand(tmp_path: Path, stage: int) -> None:
-    """Three ranks, of which one is killed two steps after a checkpoint; two go on. 12 samples a step on either."""
+    """Losses continue as in a run resumed by hand.
+
+    One of three ranks is killed two steps after a checkpoint, and two continue with 12 samples per step as before.
+    """
     source = tmp_path / "train.py"
     source.write_text(TRAINS)
     shared = set(os.listdir("/dev/shm"))
@@ -143,7 +146,8 @@ def test_losses_go_on_as_those_of_a_run_resumed_by_hand(tmp_path: Path, stage: i
             time.sleep(0.1)
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still served"
-        names = set(os.listdir("/dev/shm")) - shared  # others use this machine too: by the number of the process
+        # other processes use this machine too, so names are filtered by the process id
+        names = set(os.listdir("/dev/shm")) - shared
         assert not [name for name in names if "windlass" in name or str(pid) in name or str(port) in name]
 
     by_hand = tmp_path / "by hand"

@@ -1,4 +1,4 @@
-"""The pictures of the guides: those that are there are those that can be drawn."""
+"""Tests that the pictures of the guides are exactly those that the script draws."""
 
 from __future__ import annotations
 

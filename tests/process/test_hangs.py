@@ -1,4 +1,4 @@
-"""Every way in which one rank may keep the others waiting is told by its cause, and ends as it should."""
+"""Tests that each fault with which one rank blocks the others is reported by its cause and ends the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINE = r"tests/process/hanging_runs\.py:\d+ in \w+: "
 
 @dataclass(frozen=True)
 class Rank:
-    """How a rank ended, and what it printed."""
+    """Exit code, run time and output of a rank."""
 
     code: int
     seconds: float
@@ -28,7 +28,7 @@ class Rank:
 
 
 def run(folder: Path, faults: list[str], transport: str, faulty: int) -> dict[str, list[Rank]]:
-    """All of `faults` at once, each in a run of its own; the ranks of each."""
+    """Run all `faults` at once, each in its own run. Return the ranks of each."""
     names = [f"{fault}:{transport}:{faulty}" for fault in faults]
     command = [sys.executable, "-m", "tests.process.hanging_runs", str(folder), *names]
     subprocess.run(command, check=True, timeout=280)
@@ -41,20 +41,20 @@ def _rank(folder: Path, rank: int) -> Rank:
 
 
 def rows(text: str) -> dict[str, str]:
-    """The rows of the last table in `text`, by rank."""
+    """Return the rows of the last table in `text`, by rank."""
     table = text.rpartition("hang report:")[2].splitlines()[2:]
     return {match[1]: match[2] for line in table if (match := re.match(r"  (\d+) +(.*)", line))}
 
 
 def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
-    """The text and the end of one run whose rank `faulty` did `fault`."""
+    """Check the output and the exit codes of a run whose rank `faulty` had the fault `fault`."""
     well = 1 - faulty
     if fault == "pause":
         assert [rank.code for rank in ranks] == [0, 0], ranks
         assert all("finished" in rank.text and "hang report:" not in rank.text for rank in ranks), ranks
         return
     told = next((rank for rank in ranks if "hang report:" in rank.text), ranks[0])
-    if fault == "stop":  # once it was continued, it may report that the other is gone
+    if fault == "stop":  # after it is continued, it may report the other as dead
         told = ranks[well]
     assert "hang report:" in told.text, (fault, ranks)
     table = rows(told.text)
@@ -109,7 +109,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
 
 
 def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:
-    """All of them in one go, which takes as long as the longest."""
+    """All faults run at once, which takes as long as the longest."""
     faults = ["save", "eval", "gather", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, "gloo", 1).items():
         check(fault, ranks, "gloo", 1)
@@ -117,7 +117,10 @@ def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_that_is_caught_inside_what_ranks_compute_together(tmp_path: Path) -> None:
-    """On one rank of two along tp it ends the run, and does not shift collectives; on both they go on."""
+    """An error caught on one of two ranks along tp ends the run; an error caught on both does not.
+
+    Collectives are never matched with others.
+    """
     found = run(tmp_path, ["caught", "alike"], "gloo", 1)
     check("caught", found["caught"], "gloo", 1)
     for rank in found["alike"]:
@@ -127,7 +130,7 @@ def test_an_error_that_is_caught_inside_what_ranks_compute_together(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "faulty"), [("shm", 1), ("shm", 0), ("gloo", 0)])
 def test_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Path) -> None:
-    """Rank 0 keeps the store in which the others read each other."""
+    """The faults are reported for either transport and rank. Rank 0 hosts the store with all heartbeats."""
     faults = ["save", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, transport, faulty).items():
         check(fault, ranks, transport, faulty)
@@ -135,8 +138,10 @@ def test_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Pat
 
 @pytest.mark.slow
 def test_other_ends_and_a_run_that_is_suspended(tmp_path: Path) -> None:
-    """A rank killed at once is known; one that tells its own error, or whose hook of exceptions is another's, is no
-    riddle; and all ranks stopped for longer than
-    `timeout_s`, as by Ctrl-Z, have waited for nobody."""
+    """Other ends are reported by their cause, and a suspended run continues.
+
+    A rank may be killed at once, report its own error, or have another exception hook. Ranks that are all stopped for
+    longer than `timeout_s`, as by Ctrl-Z, do not count that time as waiting.
+    """
     for fault, ranks in run(tmp_path, ["early", "pause", "told", "hook"], "gloo", 1).items():
         check(fault, ranks, "gloo", 1)

@@ -1,4 +1,4 @@
-"""The native kernels' threads beside Python's own, and after a fork."""
+"""Tests of the native kernels' threads beside Python's, and after a fork."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed or ended in the middle of a save: there is always a whole checkpoint, and nothing is lost but steps."""
+"""Tests of processes killed during a save: a complete checkpoint always exists, and only steps are lost."""
 
 from __future__ import annotations
 

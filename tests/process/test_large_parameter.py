@@ -1,4 +1,4 @@
-"""A parameter of 2^31 + 1 elements: no count, offset or length is kept in 32 bits. Run alone: it takes 5 GB."""
+"""Tests of a parameter of 2^31 + 1 elements: no count, offset or length has 32 bits. Run it alone: it needs 5 GB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`windlass run` and the `deepspeed` command as programs: output, cores, hosts that start by themselves, MPI."""
+"""Tests of `windlass run` and `deepspeed` as programs: output, cores, hosts that start by themselves, MPI."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_table_on_a_terminal(tmp_path: Path) -> None:
     done = subprocess.Popen(words, stdout=theirs, stderr=theirs, env=env)
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # so the end of a terminal is told
+    with contextlib.suppress(OSError):  # raised at the end of a terminal
         while data := os.read(ours, 1 << 16):
             shown += data
     os.close(ours)
@@ -140,7 +140,7 @@ def test_a_program_and_a_path(program: Callable[..., subprocess.CompletedProcess
 def test_inside_another_launcher_nothing_is_started(
     program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """By srun, by mpirun, by torchrun; with a flag that says where ranks are, they are started all the same."""
+    """Under srun, mpirun and torchrun no ranks are started, unless a flag names their hosts."""
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     slurm |= {"SLURM_JOB_ID": "5", "SLURM_STEP_NODELIST": "n[7-8]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     assert program(*RUN, "script.py", environ=slurm).stdout == "said by 1\n"
@@ -165,7 +165,7 @@ print(os.environ["RANK"], os.environ["LOCAL_RANK"], ranks.item())
 
 
 def _both(tmp_path: Path, *flags: str) -> list[str]:
-    """Two nodes of two ranks that start by themselves on this machine; the lines that they print."""
+    """Start two nodes of two ranks by themselves on this machine. Return the printed lines."""
     (tmp_path / "meets.py").write_text(MEETS)
     env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
     words = [*RUN, "--nnodes", "2", "--nproc-per-node", "2", *flags]
@@ -192,7 +192,7 @@ def test_nodes_that_start_by_themselves_meet(tmp_path: Path) -> None:
     assert _both(tmp_path, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "x") == expected
 
 
-# What Slurm tells the tasks of a step on one host.
+# the environment of Slurm for the tasks of a step on one host
 SRUN = """#!{python}
 import os, subprocess, sys
 words = sys.argv[1:]
@@ -209,7 +209,7 @@ sys.exit(max(task.wait() for task in tasks))
 
 @pytest.mark.slow
 def test_slurm_starts_ranks(program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    """With an srun of our own, which knows what it has to: one task too, and jobs that meet at ports of their own."""
+    """A fake srun starts the ranks, also for a single task, and each job uses its own port."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "srun").write_text(SRUN.format(python=sys.executable))

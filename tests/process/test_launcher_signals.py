@@ -1,4 +1,4 @@
-"""However the launcher ends, all ranks have ended; and after Ctrl-C ranks have time to save."""
+"""Tests that all ranks end with the launcher, however it ends, and have time to save after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ signal.signal(signal.SIGINT, save)
 mine.with_suffix(".pid").write_text(str(os.getpid()))
 time.sleep(600)
 """
-# It ignores Ctrl-C, and has started something in a session of its own.
+# Ignores Ctrl-C, and has started a child in a session of its own.
 STUBBORN = SAVER.replace(
     "signal.signal(signal.SIGINT, save)",
     """signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,7 +40,7 @@ RANKS = 2
 
 
 class Launched:
-    """`windlass run` in a process of its own; `folder` is where its ranks leave their process ids."""
+    """`windlass run` in a process of its own. Its ranks write their process ids to `folder`."""
 
     def __init__(self, folder: Path, source: str, *options: str) -> None:
         folder.mkdir()
@@ -59,7 +59,7 @@ class Launched:
         return [int(text) for path in self.folder.glob("rank*.pid") if (text := path.read_text())]
 
     def status(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal, or None while it runs."""
         path = self.folder / "status"
         return int(text) if path.exists() and (text := path.read_text()) else None
 
@@ -67,7 +67,7 @@ class Launched:
         return len(list(self.folder.glob("*.saved")))
 
 
-# Importing is nearly all that a launcher costs, so one process does it and becomes as many as are asked for.
+# Imports take most of a launcher's time, so one process imports and forks all launchers.
 FORKS = """
 import json, os, sys
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_no_way_to_end_leaves_a_rank(tmp_path: Path) -> None:
     ignored = Launched(tmp_path / "ignored", STUBBORN, "--grace", "1")
     everyone = (killed, asked, ignored)
     jobs = json.dumps([(str(launched.folder), launched.arguments) for launched in everyone])
-    # What a killed launcher cannot tidy away stays in this test's folder.
+    # Files that a killed launcher cannot remove stay in this test's folder.
     parent = subprocess.Popen([sys.executable, "-c", FORKS, jobs], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         until(lambda: all(launched.is_up() for launched in everyone), "ranks start")

@@ -1,4 +1,4 @@
-"""Ranks are started with what they need, and how they end comes back."""
+"""Tests that ranks start with the right environment, and that their exit codes are returned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reports(folder: Path) -> list[dict[str, str]]:
 def test_ranks_find_their_place(tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))  # other tests launch ranks meanwhile
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))  # other tests launch ranks at the same time
     before = dict(os.environ), signal.getsignal(signal.SIGINT)
     arguments = ["--flag", "two words", "$$ ${local_rank}", ""]
     assert launch([script(REPORT), *arguments], 3, env={"COLOUR": "blue"}) == 0
@@ -79,7 +79,7 @@ def test_a_module_runs_too(tmp_path: Path, script: Callable[[str], str], monkeyp
 
 def test_the_worst_exit_code_comes_back(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     outcome = start_ranks([script("import os, sys; sys.exit([4, 9, 2][int(os.environ['RANK'])])")], 3)
-    # Which of them the launcher sees before it tells the others to stop is a matter of luck; what it saw counts.
+    # It is random which failures the launcher sees before it stops the others; those it saw count.
     assert outcome.exit_code == max(failure.status for failure in outcome.failures)
     assert outcome.exit_code in (2, 4, 9)
     assert "Traceback" not in capfd.readouterr().err, "torch told its own version of the failure"
@@ -118,7 +118,7 @@ def test_a_busy_default_port_is_no_obstacle(script: Callable[[str], str], tmp_pa
             squatter.bind(("127.0.0.1", 29500))
             squatter.listen()
         except OSError:
-            pass  # somebody else sits there already: as good
+            pass  # another process uses the port already, which is as good
         with pytest.raises(LaunchError, match="port 29500 is in use"):
             start_ranks([script(source)], 2, master_port=29500)
         assert start_ranks([script(source)], 2) == LaunchExitStatus(0)
@@ -144,13 +144,13 @@ windlass.initialize(model=torch.nn.Linear(2, 2), config=config)
 def test_who_does_not_come_to_initialize_is_named(
     script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It tokenises, say; nobody has a watchdog yet."""
+    """Ranks that have not reached `initialize`, e.g. because they tokenize, are named before any watchdog runs."""
     assert launch([script(LATE)], 3) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if "has waited in initialize" in line]
     assert "windlass: rank 0 has waited in initialize for 4 s; missing ranks: 1 (of 3)" in said
 
 
-# The launcher is to have started all when it hears of it: rank 0 waits for a word from rank 1.
+# All ranks must have started when the launcher gets the signal: rank 0 waits for a message of rank 1.
 HANG_UP = """
 import os, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ranks of one host listen at its loopback interface alone, whoever starts them."""
+"""Tests that ranks of one host listen only on its loopback interface, for every launcher."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ dist.destroy_process_group()
 
 
 def listening(pid: int) -> list[str]:
-    """Addresses of TCP sockets at which a process listens, from /proc."""
+    """Return the addresses of a process's listening TCP sockets, from /proc."""
     inodes = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         try:
             inodes.add(os.readlink(entry.path))
-        except FileNotFoundError:  # the descriptor with which the folder was read
+        except FileNotFoundError:  # the descriptor that read the folder
             continue
     found = []
     for table in ("tcp", "tcp6"):
@@ -58,13 +58,16 @@ def listening(pid: int) -> list[str]:
 
 
 def outward() -> list[str]:
-    """What starts a program on a host whose own name is an address that others reach, as most hosts' names are."""
+    """Return a command prefix that runs a program on a host whose name resolves to an external address.
+
+    Most hosts' names do.
+    """
     named = subprocess.run(["hostname", "-I"], capture_output=True, text=True)
     address = next(iter(named.stdout.split()), None)
     spaces = ["unshare", "--user", "--map-root-user", "--uts"]
     tried = shutil.which("unshare") and subprocess.run([*spaces, "hostname", address or ""], capture_output=True)
     if not address or not tried or tried.returncode:
-        return []  # the host's name as it is
+        return []  # keep the host's name
     return [*spaces, "sh", "-c", f'hostname {address}; exec "$@"', "sh"]
 
 

@@ -1,4 +1,4 @@
-"""A run that writes its quantities, and is interrupted."""
+"""Tests that an interrupted run has written its monitor values."""
 
 from __future__ import annotations
 

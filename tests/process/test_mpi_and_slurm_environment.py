@@ -1,4 +1,4 @@
-"""Processes that have nothing but MPI's or Slurm's variables meet."""
+"""Tests that processes with only MPI's or Slurm's variables form a process group."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def slurm(rank: int) -> dict[str, str]:
 
 
 def pods(rank: int) -> dict[str, str]:
-    """Nobody says the local rank: it is found out when all have met."""
+    """Return an environment without local rank, which is computed after all ranks have met."""
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.mark.parametrize("variables", [open_mpi, slurm, pods])
 def test_two_processes_meet(variables: Callable[[int], dict[str, str]]) -> None:
-    port = free_port() if variables is not slurm else 29500  # Slurm's is reckoned from the job
+    port = free_port() if variables is not slurm else 29500  # Slurm's port is computed from the job id
     plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     ranks = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Ranks on several real hosts over ssh: they train, and however a run ends, nothing is left on any of them."""
+"""Tests of ranks on several hosts over ssh: they train, and no process remains on any host however a run ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 
 class Launched:
-    """`windlass run` on some hosts, started on the hub; `folder` is where ranks and launcher work."""
+    """`windlass run` on some hosts, started on the hub. `folder` is the working directory of ranks and launcher."""
 
     def __init__(
         self, machines: Machines, folder: Path, source: str, *words: str, options: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Launched:
             raise
 
     def pids(self, kind: str) -> dict[int, int]:
-        """Of ranks, of their agents, and of what ranks started."""
+        """Return the process ids of ranks, of their agents, or of the ranks' children."""
         found = self.folder.glob(f"{kind}.[0-9]")
         return {int(path.suffix[1:]): int(text) for path in found if (text := path.read_text())}
 
@@ -89,7 +89,7 @@ time.sleep(600)
 
 @dataclass
 class Way:
-    """One way in which a run ends: what is done to it, its exit code and what is said."""
+    """End of a run: the action that causes it, its exit code and its message."""
 
     act: Callable[[Launched, Machines], None]
     code: int
@@ -128,7 +128,7 @@ WAYS = {
 
 
 def test_no_way_to_end_leaves_anything_on_any_host(machines: Machines, tmp_path: Path) -> None:
-    """All ways at once: most of them wait."""
+    """All kinds of ends run at once, since most of them wait."""
     runs = {
         name: Launched(machines, tmp_path / name, SLEEPS, *way.words, options=way.options) for name, way in WAYS.items()
     }
@@ -308,7 +308,7 @@ def test_a_suspended_launcher_ends_nothing(machines: Machines, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
 def test_the_same_over_pdsh(machines: Machines, tmp_path: Path) -> None:
-    """Words arrive; a rank that fails ends those of the other host; Ctrl-C and a kill end all."""
+    """pdsh passes arguments, a failed rank ends those of the other host, and Ctrl-C and a kill end all."""
     options = ("--launcher", "pdsh", "--include", "node-0@node-1")
     tells = Launched(machines, tmp_path / "tells", TELLS, *HOSTILE, options=options)
     assert tells.wait() == 0, tells.err.read_text()

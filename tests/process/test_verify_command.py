@@ -1,4 +1,4 @@
-"""`windlass verify` as a program: a script that it was given, unchanged, or a model that it was told the name of."""
+"""Tests of `windlass verify` as a program, for an unchanged script and for a model given by name."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_fault_is_told_to_people_and_to_programs(folder: Path, capfd: pytest.C
 def test_a_script_that_ends_before_the_steps_that_were_asked_for(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As `sys.exit(main())` does, whose code is 0."""
+    """A script may end early with `SystemExit(0)`, as `sys.exit(main())` does."""
     source = SCRIPT.replace(
         "    engine.step()\n", "    engine.step()\n    if engine.global_steps == 2: raise SystemExit(0)\n"
     )
@@ -175,7 +175,10 @@ def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_a_plain_run_that_takes_its_time_is_no_hang(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 does all ranks' forwards again, one after the other, while the others wait."""
+    """A slow plain run is not reported as a hang.
+
+    Rank 0 repeats the forwards of all ranks one after the other while the others wait.
+    """
     patience = {"report_after_s": 4, "timeout_s": 4}
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}
     (folder / "patience.json").write_text(

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do."""
+"""Functions that wait for other processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    """Wait until `condition()`; `what` is said where that takes longer than `seconds`."""
+    """Wait until `condition()` is true. After `seconds`, fail with `what` in the message."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not after {seconds} s"
@@ -16,7 +16,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
+    """Return True if a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

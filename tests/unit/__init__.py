@@ -1,1 +1,4 @@
-"""Tests in one process, laid out as the package is; what has to start another with torch in it is in `process`."""
+"""Tests that run in one process, in the folder layout of the package.
+
+Tests that start another process that imports torch are in `tests/process`.
+"""

@@ -1,4 +1,4 @@
-"""What CI installs and runs is named by hash."""
+"""Tests that the tools and packages of CI are pinned by hash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_actions_are_pinned_by_commit_and_can_only_read() -> None:
 
 
 def test_every_constraint_is_locked_with_hashes() -> None:
-    """`make lock` was run after the last change of constraints.txt."""
+    """requirements.lock holds every pin of constraints.txt, each with a hash: `make lock` ran after the last change."""
     lock = (ROOT / "requirements.lock").read_text()
     assert "file:" not in lock and " @ " not in lock
     entries = re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)[^\n]* \\\n    --hash=sha256:[0-9a-f]{64}", lock, re.M)
@@ -34,5 +34,5 @@ def test_every_constraint_is_locked_with_hashes() -> None:
 
 
 def plain(name: str) -> str:
-    """A package's name as the index spells it."""
+    """Normalize a package name as the package index does."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,4 +1,4 @@
-"""A snapshot of the public names: a name can only be added, or deprecated first (CONTRIBUTING.md), on purpose."""
+"""Snapshot of the public names. A name may be added, or deprecated before its removal (CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PUBLIC = {
         "set_local_state",
     ],
 }
-# Callers write these by name, so names and order are as public as the function's own.
+# Callers pass these arguments by keyword or position, so their names and order are public too.
 INITIALIZE = [
     "args",
     "model",

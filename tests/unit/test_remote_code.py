@@ -1,4 +1,4 @@
-"""Python files inside a model's directory run only where the user asked for that."""
+"""Tests that Python files inside a model directory run only if the user allows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNNERS = {"get_class_from_dynamic_module", "custom_object_save", "load_custom_g
 
 
 def loose_calls(source: str) -> list[int]:
-    """Lines of `source` that read a Hugging Face directory without saying whether its code may run."""
+    """Return the lines of `source` that load a Hugging Face directory without passing `trust_remote_code`."""
     tree = ast.parse(source)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
@@ -44,7 +44,7 @@ def loose_calls(source: str) -> list[int]:
 
 
 def says_so(call: ast.Call) -> bool:
-    """Whether `trust_remote_code` is passed: False, or what the user said under that name."""
+    """Return True if the call passes `trust_remote_code` as False or as the user's option of that name."""
     for keyword in call.keywords:
         if keyword.arg == "trust_remote_code":
             value = keyword.value
@@ -95,7 +95,7 @@ class StrangeTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-    """A complete model directory of a class that is its own; and the file that its code makes. Stdin says yes."""
+    """Model directory with a custom model class, and the marker file that its code creates. Stdin answers yes."""
     dynamic_modules = pytest.importorskip("transformers.dynamic_module_utils")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -138,7 +138,7 @@ def trained(folder: Path, **trust: bool) -> Any:
 
 
 def initialised(folder: Path, **trust: bool) -> Any:
-    """As `trained`, from config.json alone."""
+    """Train as `trained` does, from config.json alone."""
     (folder / "model.safetensors").unlink()
     return trained(folder, **trust)
 
@@ -156,7 +156,7 @@ def called(folder: Path, **trust: bool) -> Any:
 
 
 def called_by_class(folder: Path, **trust: bool) -> Any:
-    """A class of transformers itself: only the directory's `generate` is code."""
+    """Load the directory with a class of transformers: only the directory's `generate` is custom code."""
     from transformers import LlamaForCausalLM
 
     return windlass.from_pretrained(LlamaForCausalLM, folder, **trust)
@@ -183,7 +183,7 @@ def test_code_in_a_directory_is_refused_whatever_stdin_says(
         read(folder)
     assert str(folder) in str(refusal.value)
     assert not mark.exists()
-    assert sys.stdin.read().count("y") == 20  # nobody asked
+    assert sys.stdin.read().count("y") == 20  # no prompt consumed the answers on stdin
 
 
 def test_a_generate_of_its_own_is_left_out(strange: tuple[Path, Path], alone: None) -> None:

@@ -1,6 +1,6 @@
-"""Trains small models by accelerate over DeepSpeed, in the ways that its guides show, and tells losses and weights.
+"""Script that trains small models with accelerate over DeepSpeed, as its guides show, and writes losses and weights.
 
-accelerated.py OUT CASES       CASES: JSON, a list of {"name", "config", ...}; see `Case`
+accelerate_training.py OUT CASES       CASES: JSON, a list of {"name", "config", ...}; see `Case`
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WIDTH, WORLD_BATCH, STEPS, CLIP = 12, 8, 6, 0.1
 
 @dataclass
 class Case:
-    """One run.
+    """Run of one model.
 
     Args:
-        resume: save the state after half of the steps, go on, load it, and go on from there again.
+        resume: save the state after half of the steps, continue, load it, and continue from there again.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Case:
 
 
 def model(seed: int = 0) -> nn.Module:
-    """A small network, with a frozen layer and a buffer."""
+    """Return a small network with a frozen layer and a buffer."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     net[2].weight.requires_grad_(False)
@@ -50,14 +50,14 @@ def model(seed: int = 0) -> nn.Module:
 
 
 def batches() -> TensorDataset:
-    """Inputs and targets of all steps."""
+    """Return inputs and targets of all steps."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(WORLD_BATCH * STEPS, WIDTH, generator=generator)
     return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
 def run(case: Case, out: Path) -> dict[str, Any]:
-    """One model, as the guides' training loop."""
+    """Train one model with the guides' training loop."""
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(case.config)))
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=case.accumulation)
@@ -118,8 +118,11 @@ def run(case: Case, out: Path) -> dict[str, Any]:
 
 
 def run_two(case: Case, out: Path) -> dict[str, Any]:
-    """A student that learns from a teacher, each under a configuration of its own, in one Accelerator; then a
-    generator and its critic, each trained by an Accelerator of its own, which share one state."""
+    """Train two pairs of models.
+
+    A student learns from a teacher in one Accelerator, each with its own configuration. Then a generator and its critic
+    are trained by two Accelerators, which share one state.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     teachers = {key: value for key, value in case.config.items() if key not in ("optimizer", "scheduler")}
     teachers = json.loads(json.dumps(teachers))
@@ -164,7 +167,7 @@ def run_two(case: Case, out: Path) -> dict[str, Any]:
 
 
 def main(out: Path, cases: list[dict[str, Any]]) -> None:
-    """Run all; rank 0 writes what they told."""
+    """Run all cases. Rank 0 writes the results."""
     told = {}
     for given in cases:
         gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long

@@ -1,9 +1,9 @@
-"""Trains a small net by lightning's Trainer, plainly or by its DeepSpeed strategy, and tells losses and files.
+"""Script that trains a small net with lightning, plain or with its DeepSpeed strategy, and writes losses and files.
 
-lightning_strategy.py OUT CASES       CASES: JSON, a list of {"name", "stage" or null, ...}; see `Case`
+    lightning_training.py OUT CASES       CASES: JSON, a list of {"name", "stage" or null, ...}; see `Case`
 
-lightning takes its DeepSpeed strategy to CUDA alone. `OnCPU` leaves out two checks of it, and nothing else: that the
-accelerator is CUDA's, and that devices are numbered as local ranks are (devices "cpu" have no numbers).
+lightning's DeepSpeed strategy requires CUDA. `OnCPU` omits only two of its checks: that the accelerator is CUDA, and
+that devices are numbered like local ranks (CPU devices have no numbers).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ WIDTH = 16
 
 @dataclass
 class Case:
-    """One run.
+    """Run of one Trainer.
 
     Args:
         stage: None: lightning's own strategy.
-        config: of DeepSpeed; None: what lightning makes up.
-        options: of the strategy.
-        sharded: the net is built in `configure_model`, so at stage 3 under `zero.Init`.
-        resume: stop after half of the steps, save, and go on in a new Trainer.
+        config: DeepSpeed configuration; None: lightning's default.
+        options: options of the strategy.
+        sharded: the net is built in `configure_model`, and so at stage 3 under `zero.Init`.
+        resume: stop after half of the steps, save, and continue in a new Trainer.
     """
 
     name: str
@@ -57,7 +57,7 @@ class OnCPU(DeepSpeedStrategy):
     """lightning's strategy without its two checks for CUDA."""
 
     def setup_environment(self) -> None:
-        DDPStrategy.setup_environment(self)  # what the one left out calls
+        DDPStrategy.setup_environment(self)  # the parent of the omitted method calls this
 
     def setup_distributed(self) -> None:
         reset_seed()
@@ -66,7 +66,7 @@ class OnCPU(DeepSpeedStrategy):
 
 
 class Net(pl.LightningModule):
-    """Two layers; remembers losses."""
+    """Two layers, with a record of the losses."""
 
     def __init__(self, sharded: bool, scheduled: bool, own_optimizer: bool = True) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Net(pl.LightningModule):
 
 
 def loader(case: Case) -> DataLoader[Any]:
-    """This rank's samples, in order."""
+    """Return the loader of this rank's samples, in order."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(64, 4, generator=generator), torch.randn(64, 1, generator=generator))
     mine = DistributedSampler(data, case.ranks, int(os.environ.get("RANK", "0")), shuffle=False)
@@ -112,7 +112,7 @@ def loader(case: Case) -> DataLoader[Any]:
 
 
 def trainer_of(case: Case, steps: int, folder: Path) -> pl.Trainer:
-    """As a user writes it, but for `OnCPU`."""
+    """Return the Trainer as a user writes it, but for `OnCPU`."""
     strategy: Any = "auto"
     if case.stage is not None:
         config = json.loads(json.dumps(case.config)) if case.config is not None else None
@@ -159,14 +159,15 @@ def train(case: Case, out: Path) -> dict[str, Any]:
 
 
 def main(out: Path, cases: list[Case]) -> None:
-    """Run all cases; rank 0 writes what they told."""
+    """Run all cases. Rank 0 writes the results."""
     told = {}
     for case in cases:
         gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
         told[case.name] = train(case, out)
         folder = out / f"{case.name}-{case.ranks}"
         if case.config is not None and case.config.get("checkpoint") and os.environ.get("RANK", "0") == "0":
-            convert_zero_checkpoint_to_fp32_state_dict(folder / "half.ckpt", folder / "whole.ckpt")  # lightning's own
+            # lightning's own function
+            convert_zero_checkpoint_to_fp32_state_dict(folder / "half.ckpt", folder / "whole.ckpt")
     if os.environ.get("RANK", "0") == "0":
         (out / f"told-{cases[0].ranks}{'-plain' if cases[0].stage is None else ''}.json").write_text(json.dumps(told))
 

@@ -1,6 +1,6 @@
-"""Trains LoRA adapters of peft on tiny Llamas, plain or under DeepSpeed, saves them, and tells losses and logits.
+"""Script that trains LoRA adapters of peft on tiny Llamas, plain or under DeepSpeed, and writes losses and logits.
 
-adapters.py OUT CASES       CASES: JSON, a list of {"name", "variant", "route", "config" or null, ...}; see `Case`
+peft_training.py OUT CASES       CASES: JSON, a list of {"name", "variant", "route", "config" or null, ...}; see `Case`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 3
 RATE = 5e-3
 GROWN = 52
 _LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-# what is trained, whether the head is the embedding, whether there are new tokens
+# trained modules, tied head or not, new tokens or not
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {}, "tied": True},
     "modules": {"lora": {"modules_to_save": ["embed_tokens", "lm_head"]}, "grown": True},
@@ -39,13 +39,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Case:
-    """One adapter.
+    """Training of one adapter.
 
     Args:
         variant: key of `VARIANTS`.
-        route: "trainer", or "engine": `deepspeed.initialize` by hand.
-        config: of DeepSpeed; None: plainly.
-        born: at stage 3, the base is built when the configuration is known, so under `zero.Init`.
+        route: "trainer", or "engine": a direct call of `deepspeed.initialize`.
+        config: DeepSpeed configuration; None: without DeepSpeed.
+        born: at stage 3, construct the base after the configuration is known, and so under `zero.Init`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Case:
 
 
 def base(out: Path, variant: str) -> LlamaForCausalLM:
-    """The pretrained model, with its new tokens."""
+    """Return the pretrained model with its new tokens."""
     which = VARIANTS[variant]
     model = LlamaForCausalLM.from_pretrained(out / ("tied" if which.get("tied") else "untied"), dtype=torch.float32)
     if which.get("grown"):
@@ -67,26 +67,26 @@ def base(out: Path, variant: str) -> LlamaForCausalLM:
 
 
 def adapted(out: Path, variant: str) -> PeftModel:
-    """With adapters, of which some start at random too."""
+    """Return the model with adapters, initialized with random values on both sides."""
     model = base(out, variant)
     set_seed(5)
     return get_peft_model(model, LoraConfig(**_LORA, init_lora_weights="gaussian", **VARIANTS[variant]["lora"]))
 
 
 def probe() -> torch.Tensor:
-    """Tokens, new ones among them where there are some."""
+    """Return token ids, which include new tokens if there are any."""
     return torch.arange(2, 50).view(2, 24) % 48
 
 
 def logits(model: Any, grown: bool) -> torch.Tensor:
-    """Of the probe."""
+    """Return the logits of the probe."""
     model.eval()
     with torch.no_grad():
         return model(input_ids=(probe() + 4 if grown else probe()).to(model.device)).logits.cpu()
 
 
 def by_trainer(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.Tensor]:
-    """Train with transformers' Trainer; losses, and logits afterwards."""
+    """Train with transformers' Trainer. Return losses and final logits."""
     model = None if case.born else adapted(out, case.variant)
     losses = Losses()
     args = TrainingArguments(
@@ -115,7 +115,7 @@ def by_trainer(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.
 
 
 def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.Tensor]:
-    """Train by hand; the adapter is saved by rank 0 while parameters are whole, as DeepSpeed's users do."""
+    """Train with an engine. Rank 0 saves the adapter while parameters are gathered, as DeepSpeed's users do."""
     known = HfDeepSpeedConfig(case.config) if case.born else None
     model = adapted(out, case.variant)
     del known
@@ -155,29 +155,29 @@ def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.T
 
 
 def grown(case: Case) -> bool:
-    """Whether there are new tokens."""
+    """Return True if the variant has new tokens."""
     return bool(VARIANTS[case.variant].get("grown"))
 
 
 def limit(case: Case) -> int:
-    """The data use the new tokens, if there are some."""
+    """Return the number of tokens in the data, which uses the new tokens if there are any."""
     return GROWN if grown(case) else 48
 
 
 def mean(value: torch.Tensor, ranks: int) -> float:
-    """Over the ranks."""
+    """Return the mean over the ranks."""
     if ranks > 1:
         torch.distributed.all_reduce(value)
     return value.item() / ranks
 
 
 def reloaded(out: Path, variant: str, saved: Path) -> torch.Tensor:
-    """Logits of a saved adapter on a plain base, which no engine knows."""
+    """Return the logits of a saved adapter on a plain base without engine."""
     return logits(PeftModel.from_pretrained(base(out, variant), saved), "grown" in VARIANTS[variant])
 
 
 def main(out: Path, cases: list[Case]) -> None:
-    """Run all cases; rank 0 writes what they told, and what the saved adapters are."""
+    """Run all cases. Rank 0 writes the results and compares the saved adapters."""
     told: dict[str, dict[str, Any]] = {}
     for case in cases:
         gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long

@@ -1,6 +1,6 @@
-"""Trains a tiny loaded Llama by transformers' Trainer for three steps, and writes the losses of each run.
+"""Script that trains a tiny loaded Llama with transformers' Trainer for three steps, and writes the losses of each run.
 
-versions.py FOLDER plain|sharded        plain first: it saves the model
+short_training.py FOLDER plain|sharded        plain first: it saves the model
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 
 def save(folder: Path) -> None:
-    """Write a model without its last layer's norm, which loading initialises to ones."""
+    """Save a model without its last layer's norm, which loading initializes to ones."""
     set_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=48, max_position_embeddings=32, **sizes))
@@ -42,7 +42,7 @@ def save(folder: Path) -> None:
 
 
 def configuration(stage: int) -> dict[str, Any]:
-    """A DeepSpeed configuration for the Trainer."""
+    """Return a DeepSpeed configuration for the Trainer."""
     return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -54,7 +54,7 @@ def configuration(stage: int) -> dict[str, Any]:
 
 
 def train(folder: Path, stage: int | None, dtype: str) -> list[float]:
-    """Losses of three steps over the same batches, whatever the number of ranks."""
+    """Return the losses of three steps over the same batches, for any number of ranks."""
     given: dict[str, Any] = {"deepspeed": configuration(stage)} if stage is not None else {}
     arguments = TrainingArguments(
         output_dir=str(folder / "out"),

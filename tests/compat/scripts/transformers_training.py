@@ -1,6 +1,6 @@
-"""Trains tiny Llamas by transformers' Trainer, plain or under a DeepSpeed configuration, and tells the losses.
+"""Script that trains tiny Llamas with transformers' Trainer, plain or under DeepSpeed, and writes the losses.
 
-trainer.py OUT CASES       CASES: JSON, a list of {"name", "config" or null, ...}; see `Case`
+transformers_training.py OUT CASES       CASES: JSON, a list of {"name", "config" or null, ...}; see `Case`
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ VOCABULARY = 48
 
 @dataclass
 class Case:
-    """One run of the Trainer.
+    """Run of one Trainer.
 
     Args:
-        config: of DeepSpeed; None: the plain Trainer.
-        ranks: of the run.
-        readers: over how many of them a step's samples are spread; 0: all.
-        sequences: over how many each sequence is cut, by accelerate's configuration.
-        resume: train half of the steps, and go on from the checkpoint in a new Trainer.
-        resize: rows of the embeddings, which are resized to that; 0: as they are.
+        config: DeepSpeed configuration; None: the plain Trainer.
+        ranks: number of ranks of the run.
+        readers: number of data-loading ranks over which a step's samples are spread; 0: all.
+        sequences: sequence-parallel degree, in accelerate's configuration.
+        resume: train half of the steps, and continue from the checkpoint in a new Trainer.
+        resize: new number of rows of the embeddings; 0: unchanged.
     """
 
     name: str
@@ -60,8 +60,8 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, count: int = 64, vocabulary: int = VOCABULARY) -> None:
         self.ids = torch.randint(2, vocabulary, (count, LENGTH), generator=torch.Generator().manual_seed(1))
-        # No token comes before the first. Older transformers (5.8) count its label in the number of tokens by which a
-        # loss is divided, but not where sequences are cut over ranks.
+        # No token precedes the first one. Older transformers (5.8) count its label in the number of tokens that divides
+        # a loss, but not with sequence parallelism.
         self.labels = self.ids.clone()
         self.labels[:, 0] = -100
 
@@ -73,7 +73,7 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 
 class Losses(TrainerCallback):
-    """Remembers what the Trainer logs."""
+    """Callback that records the Trainer's logs."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []
@@ -83,7 +83,7 @@ class Losses(TrainerCallback):
 
 
 def model_config() -> LlamaConfig:
-    """A Llama of two layers."""
+    """Return the configuration of a Llama of two layers."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -98,7 +98,7 @@ def model_config() -> LlamaConfig:
 
 
 def arguments(case: Case, out: Path, steps: int) -> TrainingArguments:
-    """Of one run."""
+    """Return the training arguments of a case."""
     optimizer = {} if case.config and "optimizer" in case.config else {"optim": "adamw_torch"}
     share = WORLD_BATCH // (case.readers or case.ranks)
     cut: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def arguments(case: Case, out: Path, steps: int) -> TrainingArguments:
 
 
 def train(case: Case, out: Path, start: Path) -> dict[str, Any]:
-    """Run a case; losses by step, and what else it asks for."""
+    """Run a case. Return the losses by step, and the other requested results."""
     gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long
     AcceleratorState._reset_state(reset_partial_state=True)
     set_seed(3)
@@ -170,12 +170,12 @@ def train(case: Case, out: Path, start: Path) -> dict[str, Any]:
     return told
 
 
-# transformers takes bf16 without a GPU only where the CPU was chosen, and then leaves DeepSpeed out
+# transformers accepts bf16 without a GPU only if the CPU is selected, and then disables DeepSpeed
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 
 def main(out: Path, cases: list[Case]) -> None:
-    """Run all cases on the same start; rank 0 writes what they told."""
+    """Run all cases from the same initial model. Rank 0 writes the results."""
     told = {case.name: train(case, out, out / "start") for case in cases}
     if os.environ.get("RANK", "0") == "0":
         name = f"told-{cases[0].ranks}{'-plain' if cases[0].config is None else ''}.json"

@@ -1,6 +1,6 @@
-"""Trains tiny Llamas by the trainers of trl, plain or under a DeepSpeed configuration, and tells the losses.
+"""Script that trains tiny Llamas with the trainers of trl, plain or under DeepSpeed, and writes the losses.
 
-preferences.py OUT CASES       CASES: JSON, a list of {"name", "kind", "config" or null, ...}; see `Case`
+trl_training.py OUT CASES       CASES: JSON, a list of {"name", "kind", "config" or null, ...}; see `Case`
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PAIRS = "pairs.json"
 
 @dataclass
 class Case:
-    """One run.
+    """Run of one trainer.
 
     Args:
         kind: "sft", "dpo" or "grpo".
-        config: of DeepSpeed; None: without.
+        config: DeepSpeed configuration; None: without DeepSpeed.
         lora: train adapters.
-        born: the trainer loads the model, so at stage 3 under `zero.Init`; else it is built before the configuration
-            is known.
+        born: the trainer loads the model, and so at stage 3 under `zero.Init`. Otherwise the model is built before the
+            configuration is known.
         options: of the trainer's arguments.
     """
 
@@ -53,7 +53,7 @@ class Case:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words `w0` to `w45`, and two special ones."""
+    """Return a tokenizer of the words `w0` to `w45` and two special tokens."""
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i + 2 for i in range(VOCABULARY - 2)}}
     plain = Tokenizer(WordLevel(words, unk_token="w0"))
     plain.pre_tokenizer = WhitespaceSplit()
@@ -61,19 +61,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def words(count: int, length: int, seed: int) -> list[str]:
-    """Fixed random texts."""
+    """Return fixed random texts."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, VOCABULARY - 2, (count, length), generator=generator).tolist()
     return [" ".join(f"w{word}" for word in row) for row in rows]
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of even tokens."""
+    """Return the fraction of even tokens."""
     return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 def trainer_of(case: Case, out: Path, folder: Path, losses: Losses) -> Any:
-    """The trainer of a case."""
+    """Return the trainer of a case."""
     start = out / "start"
     known = None if case.born else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
     reference = LlamaForCausalLM.from_pretrained(out / "reference") if case.options.get("reference") else None
@@ -112,7 +112,10 @@ def trainer_of(case: Case, out: Path, folder: Path, losses: Losses) -> Any:
 
 
 def write(out: Path) -> None:
-    """The models that cases start from, and pairs in a file: what trl adds to them, ranks share by its cache."""
+    """Write the initial models of the cases and a file of preference pairs.
+
+    The ranks share trl's additions to the pairs through its cache.
+    """
     config = model_config()
     config.tie_word_embeddings = False
     for name in ("start", "reference"):
@@ -146,7 +149,7 @@ def train(case: Case, out: Path) -> dict[str, Any]:
 
 
 def main(out: Path, cases: list[Case]) -> None:
-    """Run all cases; rank 0 writes what they told."""
+    """Run all cases. Rank 0 writes the results."""
     told = {}
     for case in cases:
         gc.freeze()  # accelerate collects garbage often, and walking through all imports takes long

@@ -1,4 +1,4 @@
-"""Active backends: nesting, exceptions, threads, recomputation, and the registry of names."""
+"""Tests of the active attention backend: nesting, exceptions, threads, recomputation and the registry of names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from windlass.base.errors import ConfigError, ModelError
 
 
 class Doubling(EagerBackend):
-    """Returns twice the attention."""
+    """Backend that returns twice the attention."""
 
     name = "doubling"
 
@@ -41,7 +41,7 @@ class Doubling(EagerBackend):
 
 @pytest.fixture
 def names() -> Iterator[None]:
-    """The registry as it was before."""
+    """Restore the backend registry after the test."""
     before = dict(registry._factories)
     yield
     registry._factories.clear()

@@ -1,4 +1,4 @@
-"""The backend of docs/attention.md runs as it is written."""
+"""Tests that the backend of docs/attention.md runs as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of transformers' masks have the pattern of the mask function and its dense values."""
+"""Tests of recognizing transformers' masks: each description has the mask function's pattern and dense values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCKS = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, 1, 1, -1, -1]]).expand(SAMPLES,
 
 
 class Describing(AttentionBackend):
-    """Keeps the description as the mask."""
+    """Backend that uses the mask description as the mask."""
 
     name = "describing"
 
@@ -48,7 +48,7 @@ def config(name: str = ATTENTION_NAME) -> Any:
 
 
 def masks() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Every function of transformers that makes masks, with arguments of every kind, and the pattern it should have."""
+    """Yield each mask function of transformers, the expected pattern, and arguments of every kind."""
     window = MaskBand(0, 3)
     for kind, wanted in (("causal", CAUSAL), ("sliding_window_causal", window), ("chunked_causal", ChunkedMask)):
         yield kind, wanted, {}

@@ -1,4 +1,4 @@
-"""Models of transformers through the registered attention are the models with transformers' eager attention."""
+"""Tests that transformers models with the registered attention equal those with transformers' eager attention."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def batch(kind: str) -> dict[str, Tensor]:
 
 
 def logits_and_gradients(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
-    """Logits of the tokens that are no padding, and the gradient of every parameter."""
+    """Return the logits of the tokens that are not padding, and the gradient of every parameter."""
     logits = model.eval()(**given, use_cache=False)[0]
     kept = logits[given["attention_mask"] != 0] if "attention_mask" in given else logits
     weights = torch.linspace(-1, 1, kept.numel()).view_as(kept)
@@ -71,7 +71,8 @@ def logits_and_gradients(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
 
 def check(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert len(found) == len(wanted)
-    floor = max(float(one.abs().max()) for one in wanted) / 100  # some gradients are 0 but for rounding: key biases
+    # the gradients of some parameters, e.g. key biases, are 0 but for rounding
+    floor = max(float(one.abs().max()) for one in wanted) / 100
     for one, other in zip(found, wanted, strict=True):
         assert float((one - other).abs().max() / other.abs().max().clamp(min=floor)) < BOUND
 
@@ -81,7 +82,8 @@ CASES = [
     for backend in (None, "sdpa", "eager")
     for name in ("llama", "mistral", "gemma2", "gpt2", "bert")
     for kind in ("plain", "left", "packed")
-    if (name, kind) != ("bert", "packed") and (backend, name) != ("sdpa", "gemma2")  # torch's kernels have no soft cap
+    # torch's SDPA kernels have no soft cap
+    if (name, kind) != ("bert", "packed") and (backend, name) != ("sdpa", "gemma2")
 ]
 
 
@@ -107,7 +109,7 @@ def test_generation_with_a_cache(backend: str | None, name: str) -> None:
 
 
 class Counting(SdpaBackend):
-    """Counts its calls."""
+    """Backend that counts its calls."""
 
     name = "counting"
 
@@ -150,7 +152,7 @@ def test_a_recomputed_layer_uses_the_backend_of_its_forward(reentrant: bool) -> 
 
 
 class Refusing(AttentionBackend):
-    """Computes nothing."""
+    """Backend that refuses every model."""
 
     name = "refusing"
 
@@ -205,7 +207,7 @@ def test_arguments_of_layers_that_a_backend_does_not_support_are_named(monkeypat
 @pytest.mark.slow  # imports torch._dynamo
 @torch.no_grad()
 def test_compiled_models_follow_the_context() -> None:
-    """Compiled code looks up the backend when it runs, not when it is traced."""
+    """Compiled code looks up the backend at run time, not while tracing."""
     model, backend = build("llama").eval(), Counting()
     install_attention(model)
     compiled: Any = torch.compile(model, backend="eager")

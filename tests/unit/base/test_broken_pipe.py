@@ -1,4 +1,4 @@
-"""A command whose reader leaves ends without a word."""
+"""Tests that a command ends silently when the reader of its output closes the pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("lines", [1, 100_000])  # left in the buffer until the end, and written before
+# 1: the line stays in the buffer until exit; 100,000: lines are written before exit
+@pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_command_that_nobody_reads_ends_without_a_word(lines: int) -> None:
     text = f"""
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe

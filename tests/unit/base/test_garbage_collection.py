@@ -1,4 +1,4 @@
-"""The collector is off while anybody wants it off, and then as it was."""
+"""Tests that the garbage collector stays off while any caller needs it off, and is restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who says what at which level, and what a level that does not exist is answered."""
+"""Tests of logging: which ranks log at which level, and the error for an unknown level."""
 
 from __future__ import annotations
 

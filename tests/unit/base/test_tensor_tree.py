@@ -1,4 +1,4 @@
-"""Tensors are found wherever a module may put them."""
+"""Tests that tensors are found in every kind of container that a module may return."""
 
 from __future__ import annotations
 

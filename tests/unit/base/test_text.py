@@ -1,4 +1,4 @@
-"""What reaches a terminal is printable, counts have their plurals, and the nearest name is found in bounded time."""
+"""Tests of text helpers: printable terminal output, plurals of counts, and a nearest-name search of bounded time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The benchmarks' own logic; never their figures."""
+"""Tests of the benchmarks' logic, not of their figures."""

@@ -1,4 +1,4 @@
-"""Makes the scripts' own modules importable, as they are for the scripts."""
+"""Path set-up that makes the modules of the benchmark scripts importable."""
 
 from __future__ import annotations
 

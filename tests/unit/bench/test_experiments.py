@@ -1,4 +1,4 @@
-"""`windlass bench`: verdicts, engine names, models; the real runs are marked slow."""
+"""Tests of `windlass bench`: verdicts, engine names and models. Real runs are marked slow."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_language_model_sees_no_future() -> None:
     model = LanguageModel(vocabulary=50, hidden=64, layers=2, length=16)
     tokens = torch.randint(0, 50, (2, 16))
     grads = []
-    for last in (3, 7):  # the last token is only predicted, so its own embedding can't matter
+    for last in (3, 7):  # the last token is a target only, so its own embedding has no influence
         changed = tokens.clone()
         changed[:, -1] = last
         grads.append([h for h in _hidden(model, changed)])

@@ -1,4 +1,4 @@
-"""What the benchmark of parallelism computes: formulas and scalars of a mesh, ratios, limits, the longest that fits."""
+"""Tests of the parallelism benchmark's arithmetic: communication formulas, ratios, limits, and the longest sequence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_operation_is_equal_when_formula_and_scalars_are_what_moved() -> None
 
     case = Case(2, {"sp": 2}, stage=1)
     moved = formulas(case)
-    moved["sp"]["all_reduce"] = 2 * 2 * 8  # two micro-batches, forward and backward, a sum and a count
+    moved["sp"]["all_reduce"] = 2 * 2 * 8  # two micro-batches, forward and backward, a sum and a count each
     lines = compare(case, 0, moved)
     assert unequal(lines) == [] and {line.operation for line in lines} == {
         "gather",
@@ -58,7 +58,7 @@ def test_an_operation_is_equal_when_formula_and_scalars_are_what_moved() -> None
     moved["tp"] = {"all_reduce": 5}
     differ = unequal(compare(case, 0, moved))
     assert [(line.axis, line.operation) for line in differ] == [("sp", "all_to_all"), ("tp", "all_reduce")]
-    del moved["data"]["reduce"]  # what a formula has and nobody moved is a line too
+    del moved["data"]["reduce"]  # a collective that a formula predicts and no rank ran is reported too
     assert ("data", "reduce") in [(line.axis, line.operation) for line in unequal(compare(case, 0, moved))]
 
 
@@ -120,7 +120,7 @@ def test_losses_that_differ_are_found_wherever_they_are() -> None:
         found.outcomes[name].losses = [loss]
     found.outcomes["torch tp, loss cut"].failure = "does not run"
     compare(found)
-    assert found.unequal == ["tp"]  # `none` trains by itself
+    assert found.unequal == ["tp"]  # `none` runs on one rank, with other losses
 
 
 def test_a_step_is_its_slowest_ranks_and_its_loss_is_the_mean_of_those_who_have_one() -> None:
@@ -148,7 +148,7 @@ def test_the_limit_counts_the_bubble_the_update_and_the_bytes() -> None:
     assert at("tp", "dp", adam=28.0) == pytest.approx(100 + elements)
     assert at("tp", "tp", adam=28.0) == pytest.approx(100 + sum(count_local_parameters(DENSE.shape(), MeshShape(tp=2))))
     assert at("tp", "none", memory=1.0) == pytest.approx(100)
-    assert at("tp", "dp", memory=1.0) == pytest.approx(100 + 4 * elements)  # half of gradients, half of parameters
+    assert at("tp", "dp", memory=1.0) == pytest.approx(100 + 4 * elements)  # half for gradients, half for parameters
     hidden = 4 * 256 * DENSE.hidden * 4
     passed = at("pp", "pp gpipe", memory=4.0) - 125
     assert passed == pytest.approx(hidden)
@@ -162,7 +162,8 @@ def test_a_slow_link_is_a_limit_of_its_own() -> None:
 
     load, roofs = Load(4, 256, link=1), Roofs(1e30, 1e30)
     dp, pp = (floor(FIELDS["link"][name], DENSE, load, 100.0, roofs) for name in ("dp", "pp"))
-    assert dp == 4 * DENSE.shape().numel and pp == 4 * 256 * DENSE.hidden * 4  # the longer of it and of the work
+    # communication takes longer than computation
+    assert dp == 4 * DENSE.shape().numel and pp == 4 * 256 * DENSE.hidden * 4
     wide = Load(4, 256, link=1 << 60)
     assert floor(FIELDS["link"]["pp"], DENSE, wide, 100.0, roofs) == pytest.approx(125)
 
@@ -175,7 +176,8 @@ def test_a_model_of_another_size_is_timed_and_not_compared() -> None:
     assert dense is not None and dense.experts == 0
     per_token = EXPERTS.shape().numel - dense.shape().numel
     idle = (EXPERTS.experts - EXPERTS.chosen) * 3 * EXPERTS.hidden * EXPERTS.intermediate
-    assert per_token == EXPERTS.layers * (idle + EXPERTS.experts * EXPERTS.hidden)  # experts not chosen, and routers
+    # experts that are not chosen, and routers
+    assert per_token == EXPERTS.layers * (idle + EXPERTS.experts * EXPERTS.hidden)
     found = Race("ep", Load(4, 256), {name: Outcome(name, losses=[8.0]) for name in FIELDS["ep"]})
     found.outcomes["dense"].losses = [9.0]
     compare(found)
@@ -270,7 +272,8 @@ def test_each_trick_is_once_alone_and_once_left_out() -> None:
     assert plain == Tricks() and all(getattr(everything, name) != getattr(plain, name) for name in names)
     alone = {name for row in ROWS.values() for name in _other(row, plain)[:1] if len(_other(row, plain)) == 1}
     without = {_other(row, everything)[0] for row in ROWS.values() if len(_other(row, everything)) == 1}
-    assert alone == {*names} - {"inputs"} and without == {*names} - {"recompute"}  # there are no inputs without it
+    # "inputs" works only together with "recompute"
+    assert alone == {*names} - {"inputs"} and without == {*names} - {"recompute"}
     assert _other(ROWS["all but recompute"], everything) == ["recompute", "inputs"]
 
 

@@ -1,4 +1,4 @@
-"""Grouping, turns, floors and comparisons of the training benchmark."""
+"""Tests of the training benchmark's harness: grouping, turns, floors and comparisons."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_turns_alternate() -> None:
 def test_floor_counts_what_each_stage_must_do() -> None:
     from rig.floor import Roofs, floor
 
-    roofs = Roofs(memory=4.0, adam=28.0)  # an element a second each
+    roofs = Roofs(memory=4.0, adam=28.0)  # one element a second each
 
     def at(engine: str, ranks: int = 2) -> float | None:
         return floor(engine, 100, ranks, 1000.0, roofs)
@@ -93,7 +93,7 @@ def _measured(**seconds: float) -> Any:
 
 def test_ratios_are_of_the_same_round() -> None:
     measured = _measured(none=1.0, ddp=1.25)
-    assert measured.results["ddp"].ratios == [1.25, 1.25]  # though the second round was twice as slow
+    assert measured.results["ddp"].ratios == [1.25, 1.25]  # although everything was twice as slow in the second round
     assert measured.results["ddp"].share_of_floor == 0.5 / 1.25
     assert measured.results["ddp"].bytes_per_parameter == 14.0
 
@@ -104,7 +104,7 @@ def test_a_loss_that_differs_is_found_wherever_it_is(apart: float) -> None:
     from rig.show import equality_line
 
     measured = _measured(none=1.0, ddp=1.25, windlass_2_shm=1.0)
-    measured.results["none"].first_losses = [9.0, 9.0]  # trains alone: nothing to compare
+    measured.results["none"].first_losses = [9.0, 9.0]  # runs on one rank: its losses are compared with no other run
     measured.results["windlass-2-shm"].losses = [1.0 + apart]
     measured.results["ddp"].losses = [1.0]
     _compare(measured)

@@ -1,4 +1,4 @@
-"""`windlass bench transport`: which settings it runs, and what it says of them."""
+"""Tests of `windlass bench transport`: the settings that it runs, and its verdicts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_without_gpus_shared_memory_and_gloo_are_run() -> None:
 
 
 class Ranks:
-    """Stands for `measure`: ranks that answer at once, and fail or lose their way where they are told to."""
+    """Fake of `measure` whose ranks answer at once; the settings `fails` and `off` fail or return other values."""
 
     def __init__(self, fails: str = "", off: dict[str, float] | None = None) -> None:
         self.fails, self.off, self.calls = fails, off or {}, list[tuple[str, dict[str, str]]]()
@@ -105,7 +105,7 @@ def test_a_setting_that_leaves_no_way_is_told_and_the_others_go_on(
     ranks = Ranks(fails="nccl without IB, SHM, P2P")
     equal, written = run(monkeypatch, ranks, tmp_path, transport_bench.available_settings(2, cpu=False))
     assert equal and len(written["rows"]) == 7
-    assert len(ranks.calls) == 15  # what failed is not tried again
+    assert len(ranks.calls) == 15  # a setting that failed is not run again
     assert written["verdicts"][-1].startswith("nccl without IB, SHM, P2P: absent, a rank of this experiment ended")
 
 

@@ -1,4 +1,4 @@
-"""States for the checkpoint tests: whole tensors of awkward shapes, and cuts of them over any number of ranks."""
+"""States for the checkpoint tests: tensors of awkward shapes, sharded over any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def whole(name: str, offset: int = 0) -> torch.Tensor:
-    """The tensor of that name: values that no other name or position shares (bf16 holds integers to 256)."""
+    """Return the full tensor of that name, with values that no other name or position has (bf16 is exact to 256)."""
     shape = SHAPES[name]
     begin = 36 * (list(SHAPES).index(name) % 7) + offset
     return (torch.arange(math.prod(shape)).view(shape) + begin).to(dtype_of(name))
 
 
 def cut(numel: int, rank: int, world: int) -> tuple[int, int]:
-    """Rank's range where the elements are dealt in equal runs, the last ones shorter or empty."""
+    """Return the rank's range when the elements are split into equal runs, the last ones shorter or empty."""
     run = -(-numel // world)
     return min(rank * run, numel), min((rank + 1) * run, numel)
 
 
 def shards(rank: int, world: int, *, fill: bool, offset: int = 0) -> list[FlatShard]:
-    """This rank's range of every tensor, with its values or (fill=False) with memory to load into."""
+    """Return this rank's range of every tensor, with its values or (fill=False) with memory to load into."""
     found = []
     for name, shape in SHAPES.items():
         start, stop = cut(math.prod(shape), rank, world)
@@ -48,7 +48,7 @@ def shards(rank: int, world: int, *, fill: bool, offset: int = 0) -> list[FlatSh
 
 
 def state(rank: int, world: int, *, offset: int = 0) -> SavedState:
-    """One rank's share of the whole state, with plain data."""
+    """Return one rank's part of the state, with plain data."""
     return SavedState(
         shards=shards(rank, world, fill=True, offset=offset),
         tensors={"buffer/running_mean": torch.arange(4.0), "buffer/count": torch.tensor(3)},
@@ -58,7 +58,7 @@ def state(rank: int, world: int, *, offset: int = 0) -> SavedState:
 
 
 def empty(rank: int = 0, world: int = 1) -> SavedState:
-    """Memory for the same names."""
+    """Return memory to load the same names into."""
     return SavedState(
         shards=shards(rank, world, fill=False),
         tensors={"buffer/running_mean": torch.zeros(4), "buffer/count": torch.tensor(0)},
@@ -66,7 +66,7 @@ def empty(rank: int = 0, world: int = 1) -> SavedState:
 
 
 def assert_loaded(into: SavedState, *, offset: int = 0) -> None:
-    """Every tensor of `into` holds what `state` saved."""
+    """Assert that every tensor of `into` holds the values that `state` saved."""
     for shard in into.shards:
         expected = whole(shard.name, offset).reshape(-1)[shard.start : shard.stop]
         assert torch.equal(shard.tensor, expected), shard.name

@@ -1,4 +1,4 @@
-"""A save beside training: what it takes, and what it leaves alone."""
+"""Tests of asynchronous saves: the memory they take, and the tensors they leave unchanged."""
 
 from __future__ import annotations
 

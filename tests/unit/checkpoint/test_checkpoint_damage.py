@@ -1,4 +1,7 @@
-"""Damage, malice and full disks: each is told, none executes anything, none is taken for a whole checkpoint."""
+"""Tests of damaged and malicious checkpoints and full disks.
+
+Each is reported, no content is executed, and no incomplete checkpoint is accepted as complete.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def change_index(root: Path, change: Callable[[dict[str, object]], None]) -> None:
-    """Edits the index as one who knows the format would: its checksum is right."""
+    """Edit the index as an attacker who knows the format would: with a correct checksum."""
     path = root / INDEX
     fields = json.loads(path.read_text())
     del fields["crc32"]
@@ -46,7 +49,7 @@ def load_all(root: Path, tag: str | None = None) -> None:
 
 
 class Planted:
-    """A pickle of this makes a file where it is unpickled."""
+    """Object whose pickle creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -247,7 +250,7 @@ def test_a_disk_that_fails_at_any_fsync_leaves_the_former_checkpoint(
 
 
 class Killed(BaseException):
-    """Stands for kill -9: no handler of the code under test may tidy up after it."""
+    """Stand-in for kill -9: no exception handler of the code under test can clean up after it."""
 
 
 @pytest.mark.parametrize("tag", ["t", "u"])
@@ -301,7 +304,7 @@ def test_a_writer_killed_twice_leaves_the_former_checkpoint(saved: Path, monkeyp
 
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(saved: Path) -> None:
     (saved / "notes").mkdir()
-    save(saved, "notes", SavedState(tensors={"x": torch.zeros(1)}))  # empty: taken
+    save(saved, "notes", SavedState(tensors={"x": torch.zeros(1)}))  # an empty folder is accepted
     (saved / "mine").mkdir()
     (saved / "mine" / "file.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="mine exists and is not a windlass checkpoint"):

@@ -1,4 +1,4 @@
-"""What `windlass checkpoints` says of a directory, and which checkpoints `keep_last` removes."""
+"""Tests of the listing of `windlass checkpoints`, and of the checkpoints that `keep_last` removes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state(step: int) -> SavedState:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two checkpoints of a run and a folder that is none."""
+    """Directory with two checkpoints of a run and one folder that is not a checkpoint."""
     found = tmp_path / "run"
     for number, tag in enumerate(("global_step1", "best")):
         save(found, tag, state(number + 1))
@@ -111,7 +111,7 @@ def test_an_absent_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """Saved in this order, `latest` the last."""
+    """Directory with several checkpoints saved in this order; `latest` names the last one."""
     found = tmp_path / "run"
     for number, tag in enumerate(("best", "global_step9", "mine", "global_step10", "global_step11", "global_stepx")):
         save(found, tag, SavedState())

@@ -1,4 +1,4 @@
-"""crc32 is zlib's, whatever computes it: files are to be checked by anybody."""
+"""Tests that every crc32 implementation here equals zlib's, so that other tools can verify the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zero_to_fp32` and its like, on windlass' own files and on DeepSpeed's: what they write, and what they refuse."""
+"""Tests of `zero_to_fp32` and similar commands on windlass and DeepSpeed checkpoints: output and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from windlass.checkpoint.to_windlass import main as ds_to_universal
 
 
 def made(path: Path, stage: int = 2, own: bool = False) -> dict[str, torch.Tensor]:
-    """A directory with one checkpoint of DeepSpeed's, or of windlass'; its weights."""
+    """Write a directory with one checkpoint of DeepSpeed, or of windlass if `own`. Return its weights."""
     state = trained()
     tag = write(path, "global_step4", state, stage=stage, ranks=2)
     if own:
@@ -155,7 +155,7 @@ def test_universal_is_what_windlass_has_anyway(tmp_path: Path, capsys: pytest.Ca
     assert ds_to_universal([*where, *options, "--inject_missing_state"]) == 0
     assert "in any layout" in capsys.readouterr().out
     assert (tmp_path / "latest_universal").read_text() == "uni"
-    shutil.rmtree(target)  # and from a script, with the options as an object
+    shutil.rmtree(target)  # and from a script, which passes the options as an object
     assert ds_to_universal(argparse.Namespace(input_folder=str(source), output_folder=str(target), strict=True)) == 0
     with pytest.raises(CheckpointError, match="is not the directory of a checkpoint"):
         ds_to_universal(argparse.Namespace(input_folder=str(tmp_path), output_folder=str(tmp_path / "other")))

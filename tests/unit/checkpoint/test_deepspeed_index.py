@@ -1,4 +1,4 @@
-"""DeepSpeed's directories: what is read, what is refused by name, and that nothing in them is ever executed."""
+"""Tests of reading DeepSpeed directories: supported content, content refused by name, and no execution of content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL, OPTIM = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_st
 
 
 def trained(**client: Any) -> Trained:
-    """Two trained parameters in bf16, a frozen and a tied one, a buffer."""
+    """Return a state of two trained bf16 parameters, a frozen and a tied one, and a buffer."""
     torch.manual_seed(0)
     masters = {"up.weight": torch.randn(5, 3), "up.bias": torch.randn(5)}
     module = {name: value.bfloat16() for name, value in masters.items()}
@@ -99,11 +99,11 @@ def test_a_dynamic_loss_scale_goes_on(tmp_path: Path) -> None:
     assert StoredCheckpoint(tmp_path).plain["loss_scale"] == {"scale": 512.0, "good_steps": 3, "hysteresis_left": 2}
 
 
-# what must never run
+# tests of content that must never be executed
 
 
 class Planted:
-    """A pickle of this makes a file where it is unpickled."""
+    """Object whose pickle creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class Planted:
 
 
 def repacked(path: Path, pickled: bytes) -> None:
-    """Put another pickle into a file of torch.save."""
+    """Replace the pickle in a file of `torch.save`."""
     with zipfile.ZipFile(path) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -280,7 +280,7 @@ def test_files_that_do_not_fit_are_told(tmp_path: Path) -> None:
 
 
 def test_the_names_of_files_are_those_of_the_directory(tmp_path: Path) -> None:
-    """`latest` cannot lead out of the directory, whoever wrote it."""
+    """`latest` cannot point outside the directory, whatever it contains."""
     write(tmp_path / "run", "t", trained(), stage=0, ranks=1)
     os.rename(tmp_path / "run" / "t", tmp_path / "outside")
     (tmp_path / "run" / "latest").write_text("../outside")
@@ -304,7 +304,7 @@ def test_the_names_of_files_are_those_of_the_directory(tmp_path: Path) -> None:
     ],
 )
 def test_an_array_that_does_not_fit_its_bytes_is_refused(saved: Any) -> None:
-    """Nothing is allocated, and nothing else raised, for what a stranger's file says of an array."""
+    """An array whose metadata does not fit its bytes raises CheckpointError before memory is allocated."""
     pytest.importorskip("numpy")
     array = NumpyArrayStandIn()
     array.set_state(saved)

@@ -1,4 +1,4 @@
-"""Files that somebody planted or forged: each is refused before memory is taken or anything is overwritten."""
+"""Tests of planted and forged files: each is refused before memory is allocated or a tensor is overwritten."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from windlass.checkpoint.to_windlass import convert_to_windlass
 from windlass.checkpoint.torch_file import read_torch_file
 from windlass.zero.sharded_init.weight_files import deferred_from_files
 
-assert saved  # a fixture
+assert saved  # used as a fixture
 
 Reader = Callable[[Path, Path], object]
 READERS: dict[str, Reader] = {
@@ -50,7 +50,7 @@ READERS: dict[str, Reader] = {
 }
 
 
-# every byte of a DeepSpeed file is compared with its record's checksum
+# every byte of a DeepSpeed file is covered by the checksum of its zip record
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -69,7 +69,7 @@ def test_a_flipped_bit_of_deepspeeds_files_is_noticed(stage: int, reader: str, t
     else:
         at = read_torch_file(file)["module"]["up.weight"].begin
     good = bytearray(file.read_bytes())
-    if stage < 3:  # of stage 3, rank 1 has the last elements
+    if stage < 3:  # in stage 3, rank 1 holds the last elements
         read(root, tmp_path / "good")
     good[at + 1] ^= 1
     file.write_bytes(bytes(good))
@@ -102,11 +102,11 @@ def test_conversion_to_deepspeeds_files_checks_what_it_reads(saved: Path, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-# forged indexes
+# tests of forged indexes
 
 
 def _one_tensor(root: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]]], dtype: str = "F32") -> None:
-    """A checkpoint of one 4 x 4 tensor, stored as these boxes."""
+    """Write a checkpoint of one 4 x 4 tensor, stored as these boxes."""
     save(root, "t", SavedState(tensors={"x": torch.zeros(4, 4)}))
     names = [entry_name("x", (4, 4), box) for box in boxes]
     entries = {names[n]: torch.full(sizes, float(n)) for n, (_, sizes) in enumerate(boxes)}
@@ -127,7 +127,7 @@ def _one_tensor(root: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]]]
 @pytest.mark.parametrize(
     "boxes",
     [
-        [((0, 0), (4, 2)), ((0, 1), (4, 2))],  # a column twice, another never
+        [((0, 0), (4, 2)), ((0, 1), (4, 2))],  # one column twice, another missing
         [((0, 0), (2, 2)), ((1, 1), (2, 2)), ((2, 2), (2, 2)), ((0, 2), (2, 2))],
         [((0, 0), (4, 2)), ((0, 0), (4, 2))],
     ],
@@ -139,7 +139,7 @@ def test_boxes_that_overlap_are_refused(boxes: Any, tmp_path: Path) -> None:
 
 
 def test_boxes_that_tile_are_read_whatever_their_order(tmp_path: Path) -> None:
-    """Also where no straight cut tells them apart: a pinwheel."""
+    """Boxes in any order are accepted, even a pinwheel, which no straight line separates."""
     _one_tensor(
         tmp_path,
         [((0, 0), (1, 3)), ((0, 3), (3, 1)), ((3, 1), (1, 3)), ((1, 0), (3, 1)), ((1, 1), (2, 2))],
@@ -257,7 +257,7 @@ def test_one_tensor_is_not_read_many_times_over(saved: Path) -> None:
         read_plain(saved)
 
 
-# names
+# tests of tensor names
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
@@ -276,14 +276,14 @@ def test_a_parameter_with_the_headers_own_name_is_not_exported_to_an_unreadable_
     save(tmp_path / "run", "t", SavedState(tensors={"param/__metadata__": torch.ones(2)}, plain=plain))
     with pytest.raises(CheckpointError, match="'__metadata__' cannot name a tensor"):
         export_safetensors(tmp_path / "run", tmp_path / "out")
-    assert zero_to_fp32([str(tmp_path / "run"), str(tmp_path / "out")]) == 0  # a file of torch's can hold it
+    assert zero_to_fp32([str(tmp_path / "run"), str(tmp_path / "out")]) == 0  # a file of torch.save can hold this name
     assert torch.load(tmp_path / "out" / "pytorch_model.bin")["__metadata__"].tolist() == [1, 1]
     with pytest.raises(CheckpointError, match="'format' is a key"):
         save(tmp_path / "tied", "t", SavedState(tensors={"param/w": torch.ones(2)}, plain={"tied": {"format": "w"}}))
         export_safetensors(tmp_path / "tied", tmp_path / "tied-out")
 
 
-# pickles: what they point at, and the memory that they ask for
+# tests of pickles: the objects they reference, and the memory they request
 
 
 def _archive(path: Path, pickled: bytes, **more: Any) -> None:
@@ -300,7 +300,10 @@ STORAGE = b"(" + _text("storage") + b"ctorch\nFloatStorage\n" + _text("0") + _te
 
 
 def test_state_is_given_to_stand_ins_alone(tmp_path: Path) -> None:
-    """BUILD once wrote the attributes of a storage, which then lay in any file."""
+    """Setting the state of any object but a stand-in is refused.
+
+    Once a BUILD opcode could set the attributes of a storage, which a forged file could exploit.
+    """
     path = tmp_path / "a.pt"
     forged = b"}" + _text("path") + _text("/etc/passwd") + b"sb."
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE + b"K\x00K\x01\x85K\x01\x85\x89}tR"
@@ -353,7 +356,7 @@ def test_compressed_records_are_not_read(method: int, tmp_path: Path) -> None:
 
 
 def _bounded(path: Path) -> None:
-    """Read a file that is refused, or is harmless, and see what it takes."""
+    """Read a file that is refused or harmless, with a bound on time and memory."""
     tracemalloc.start()
     try:
         with time_limit(120):
@@ -372,7 +375,7 @@ def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         first, second = (archive.getinfo(f"a/data/{n}").header_offset for n in (0, 1))
-    at = data.rindex(b"a/data/1") - 4  # where the directory says that its header begins
+    at = data.rindex(b"a/data/1") - 4  # offset of the header in the zip directory
     assert struct.unpack_from("<L", data, at)[0] == second
     data[at : at + 4] = struct.pack("<L", first)
     path.write_bytes(bytes(data))
@@ -383,12 +386,13 @@ def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
 def test_a_large_file_of_small_tensors_is_within_the_bound(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({f"module.layers.{n}.weight": torch.zeros(4) for n in range(6_000)}, path)
-    read_torch_file(path)  # what is made once per process is none of the file's
+    read_torch_file(path)  # exclude objects that are created once per process from the measurement
     tracemalloc.start()
     found = read_torch_file(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(found) == 6_000 and peak <= 5 * path.stat().st_size  # 4.0 to 4.2, by Python's lists of free objects
+    # 4.0 to 4.2, depending on Python's lists of free objects
+    assert len(found) == 6_000 and peak <= 5 * path.stat().st_size
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -408,7 +412,7 @@ def test_an_array_of_the_other_byte_order_is_not_misread(tmp_path: Path, caplog:
     assert set(client) == {"small"} and "'big' of the client state is left out" in caplog.text
 
 
-# links, pipes and devices
+# tests of links, pipes and devices in a checkpoint
 
 
 def test_no_link_out_of_a_checkpoint_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -496,7 +500,7 @@ def test_what_has_no_checksum_says_so_once(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("carry no checksums") == 1
 
 
-# `latest`, and two jobs in one directory
+# tests of `latest`, and of two jobs in one directory
 
 
 def _save_often(root: Path, name: str) -> None:
@@ -542,7 +546,7 @@ def test_the_other_job_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture
     finally:
         other.kill()
         other.join()
-    save(tmp_path, "t", SavedState(tensors={"x": torch.ones(4)}))  # whose holder is dead
+    save(tmp_path, "t", SavedState(tensors={"x": torch.ones(4)}))  # the process that held the lock is dead
     assert dict(read_full(tmp_path))["x"].all()
 
 

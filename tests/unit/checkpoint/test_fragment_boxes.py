@@ -1,4 +1,4 @@
-"""Laws of the arithmetic that cuts a flat range of a row-major tensor into boxes."""
+"""Laws of the arithmetic that splits a flat range of a row-major tensor into boxes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ranges(draw: st.DrawFn) -> Range:
 
 
 def elements(shape: tuple[int, ...], box: FlatBox) -> list[int]:
-    """The flat positions of a box's elements in row-major order, counted out one by one."""
+    """Return the flat positions of a box's elements in row-major order, by enumeration."""
     spans = [range(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)]
     return [
         sum(at * math.prod(shape[dim + 1 :]) for dim, at in enumerate(index)) for index in itertools.product(*spans)

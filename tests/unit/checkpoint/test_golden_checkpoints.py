@@ -1,4 +1,4 @@
-"""The checkpoints that earlier releases wrote stay loadable, and today's format is still theirs."""
+"""Tests that checkpoints of earlier releases stay loadable, and that their format is still the current one."""
 
 from __future__ import annotations
 

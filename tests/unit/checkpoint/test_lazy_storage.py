@@ -1,4 +1,4 @@
-"""Ranges that rest elsewhere: each drawer is opened once, alone, and every stored byte is read once."""
+"""Tests of lazy storage handles: each is opened once, one at a time, and every stored byte is read once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _open: list[Any] = []
 
 @dataclass
 class Shelf:
-    """A drawer with tensors by name; they are away unless it is open."""
+    """Lazy storage handle with tensors by name, which are in memory only while it is open."""
 
     away: dict[str, torch.Tensor]
     here: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -57,7 +57,7 @@ NAMES = {"param/x": torch.int32, "state/x/mean": torch.int32, "state/x/code": to
 
 
 def shelves(shape: tuple[int, ...], points: list[int], *, fill: bool) -> tuple[list[Shelf], list[FlatShard]]:
-    """Each range of a parameter and its states rests in a drawer of its own."""
+    """Return one handle for each range of a parameter and its states, and the shards that refer to it."""
     numel, drawers, shards = math.prod(shape), [], []
     for start, stop in ranges(numel, points):
         values = torch.arange(start, stop)
@@ -117,7 +117,7 @@ def test_a_box_that_is_read_in_parts_is_checked_whole(tmp_path: Path, wanted: li
         shards = [resting(Shelf({"x": torch.zeros(stop - start)}), "x", (12,), start) for start, stop in wanted]
         with pytest.raises(CheckpointError, match="entry 'x' has crc32"):
             load(tmp_path, "t", SavedState(shards=shards))
-        _open.clear()  # what was open when it was noticed
+        _open.clear()  # handles that were open when the error was noticed
 
 
 def test_a_place_that_does_not_have_what_was_said_is_told(tmp_path: Path) -> None:
@@ -188,7 +188,10 @@ def test_ranges_that_overlap_are_all_filled(tmp_path: Path) -> None:
 def test_only_what_goes_away_is_awaited_before_the_next(
     stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk is kept busy by what stays; memory that is used again must have been written."""
+    """A writer waits only for tensors that are freed before the next handle opens.
+
+    Tensors that stay in memory keep the disk busy; memory that is reused must have been written first.
+    """
     memory, awaited = torch.empty(3 << 18), 0
     real = TensorFileWriter.wait
 

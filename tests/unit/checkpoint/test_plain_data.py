@@ -1,4 +1,4 @@
-"""Plain data comes back as it went in, and nothing else goes in."""
+"""Tests that plain data survives a round trip, and that other data is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_plain_data_survives_strict_json(value: object) -> None:
     back = decode(json.loads(json.dumps(encoded, allow_nan=False)), {})
     assert not found
     assert back == value
-    assert repr(back) == repr(value)  # 1 and 1.0 and True, lists and tuples are told apart
+    assert repr(back) == repr(value)  # tells 1 from 1.0 and True, and lists from tuples
 
 
 def test_nan_survives() -> None:
@@ -73,7 +73,7 @@ def test_states_of_random_and_of_a_scheduler_survive() -> None:
 
 
 def test_what_scripts_put_into_their_client_state_survives() -> None:
-    """Options of argparse, states of numpy's generator, sets: a DeepSpeed script saves them, and so must this."""
+    """Values in the client state of DeepSpeed scripts survive: argparse options, numpy generator states, sets."""
     state: dict[str, Any] = {
         "args": argparse.Namespace(lr=1e-3, out=Path("a") / "b", dtype=torch.bfloat16, **{"$": 1}),
         "numpy": numpy.random.get_state(),

@@ -1,4 +1,4 @@
-"""Exports of checkpoints: the values and names that were saved, files that others load, in a bounded memory."""
+"""Tests of exports: saved values and names, files that other libraries load, and bounded memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A checkpoint of a master weight kept wider than it computes, one in fp32, states, and two buffers."""
+    """Checkpoint of a float32 master weight of a 16-bit parameter, an fp32 parameter, states and two buffers."""
     embed, norm = values((30, 7), 1), values((7,), 2)
     cut = [FlatShard("param/embed.weight", (30, 7), 0, embed.view(-1)[:100].clone())]
     cut.append(FlatShard("param/embed.weight", (30, 7), 100, embed.view(-1)[100:].clone()))
@@ -108,7 +108,7 @@ def test_overwriting_removes_no_checkpoint(saved: Path, tmp_path: Path, out: str
     with pytest.raises(CheckpointError, match="holds checkpoints, which would be removed"):
         export_safetensors(saved, tmp_path / out, overwrite=True)
     assert list_tags(saved) == ["t", "u"] and {path.name for path in tmp_path.iterdir()} == {"run"}
-    export_safetensors(saved, saved / "hf")  # beside them is fine
+    export_safetensors(saved, saved / "hf")  # a new folder beside the tags is accepted
 
 
 def test_a_file_in_the_place_of_the_directory_is_replaced(saved: Path, tmp_path: Path) -> None:

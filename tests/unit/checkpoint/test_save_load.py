@@ -1,4 +1,4 @@
-"""One process: what is saved is loaded, in any cut, and everything else is told by name."""
+"""Tests in one process: saved tensors load in any sharding, and every mismatch is reported by name."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_dtype_that_cannot_be_kept_is_refused_by_the_tensors_name(tmp_path: Pa
 
 @pytest.fixture
 def elsewhere() -> Iterator[None]:
-    """A script's own defaults for tensors that are made."""
+    """Set another default device and dtype, as a script may do."""
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     yield

@@ -1,4 +1,4 @@
-"""Drafts: what a dead run left is removed by the next save, what another run is writing never is."""
+"""Tests of staging checkpoints: the next save removes those of dead runs, and never those of running ones."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_where_there_are_no_locks_only_drafts_of_processes_that_died_here_are_re
 def test_what_was_replaced_by_a_run_that_died_is_removed_by_a_save_of_any_tag(tmp_path: Path) -> None:
     save(tmp_path, "t", STATE)
     shutil.copytree(tmp_path / "t", tmp_path / ".t.replaced")
-    shutil.copytree(tmp_path / "t", tmp_path / ".gone.replaced")  # all that there is of that tag
+    shutil.copytree(tmp_path / "t", tmp_path / ".gone.replaced")  # the only copy of that tag
     save(tmp_path, "u", STATE)
     assert sorted(os.listdir(tmp_path)) == [".gone.replaced", "latest", "t", "u"]
 

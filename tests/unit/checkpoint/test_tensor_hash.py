@@ -1,4 +1,4 @@
-"""The hash of named tensors: the same in any cut and order, another after any change."""
+"""Tests of the hash of named tensors: equal for any sharding and order, different after any change."""
 
 from __future__ import annotations
 

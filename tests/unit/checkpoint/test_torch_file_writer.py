@@ -1,4 +1,4 @@
-"""Files for `torch.load` that are written without `torch.save`: what is in them, and what can't be."""
+"""Tests of writing files for `torch.load` without `torch.save`: their content, and unsupported values."""
 
 from __future__ import annotations
 

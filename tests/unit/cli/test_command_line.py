@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands are there, and an error that was foreseen is one message."""
+"""Tests of the command line: its commands exist, and an expected error prints one message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def call(*arguments: str) -> int:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A command `fail` that raises what the test puts into `windlass_failing.error`."""
+    """Add a command `fail` that raises the exception that the test assigns to `windlass_failing.error`."""
     module = ModuleType("windlass_failing")
 
     def fail(code: Annotated[int, typer.Option()] = 0) -> None:

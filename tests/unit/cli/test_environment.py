@@ -1,4 +1,4 @@
-"""`windlass env` and `ds_report`: the schema of the JSON, what is missing, what hurts."""
+"""Tests of `windlass env` and `ds_report`: the JSON schema, missing parts, and warnings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCHEMA = {
     "variables": dict,
     "settings": list,
 }
-"""Whoever changes a key changes `FORMAT` too, and docs/environment.md."""
+"""Keys of the JSON report. A change of a key has to change `FORMAT` and docs/environment.md too."""
 
 
 def call(*arguments: str) -> int:
@@ -72,7 +72,7 @@ def test_json_and_lines_say_the_same(capsys: pytest.CaptureFixture[str]) -> None
     assert call("env") == 0
     printed = capsys.readouterr().out
     for line in format_facts(collect_facts()):
-        if "GiB free" not in line:  # it changes from one moment to the next
+        if "GiB free" not in line:  # free memory changes from one moment to the next
             assert line in printed.splitlines()
 
 
@@ -215,7 +215,7 @@ def test_ds_report_has_the_table_and_the_environment(capsys: pytest.CaptureFixtu
 def test_ds_report_hides_what_it_is_told_to(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "windlass.kernels._disk", None)  # as if it had not been built
+    monkeypatch.setitem(sys.modules, "windlass.kernels._disk", None)  # as if the extension had not been built
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     assert ds_report([]) == 0
     full = capsys.readouterr().out

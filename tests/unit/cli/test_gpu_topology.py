@@ -1,4 +1,4 @@
-"""What `nvidia-smi topo -m` prints on machines of several kinds, as the driver lays it out."""
+"""Tests of parsing `nvidia-smi topo -m` as the driver prints it on several kinds of machines."""
 
 from __future__ import annotations
 

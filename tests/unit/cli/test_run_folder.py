@@ -1,4 +1,4 @@
-"""Commands that are given OUT of `windlass train` find the run's checkpoints, configuration and tokenizer."""
+"""Tests that commands given the output folder of `windlass train` find its checkpoints, configuration and tokenizer."""
 
 from __future__ import annotations
 

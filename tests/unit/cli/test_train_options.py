@@ -1,4 +1,4 @@
-"""From options to a plan: defaults, "auto", an earlier run, and every way to ask for the impossible."""
+"""Tests of turning options into a training plan: defaults, "auto", earlier runs, and every impossible request."""
 
 from __future__ import annotations
 

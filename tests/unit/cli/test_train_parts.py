@@ -1,4 +1,4 @@
-"""What a run shows and leaves: metrics that survive a resume, lines, the picture, failures, the wish to stop."""
+"""Tests of the parts of a training run: metrics that survive a resume, log lines, the plot, failures, stop requests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_without_tensorboard_one_line_says_so(
 
 @pytest.fixture
 def logged() -> Any:
-    """The lines that the package's logger let through since the test began."""
+    """Return the messages that the package's logger emitted since the test began."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -184,7 +184,7 @@ def test_a_signal_is_a_wish_and_its_echo_is_not_a_second_one() -> None:
             signal.SIGINT,
             signal.SIGTERM,
             signal.SIGHUP,
-        ):  # the terminal's, and the launcher's copies
+        ):  # the terminal's signals, and the launcher's copies of them
             os.kill(os.getpid(), number)
         assert interrupt.stop_requested
     finally:
@@ -240,7 +240,7 @@ def plan_in(folder: Path) -> TrainingPlan:
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TrainingPlan, Path], Any]], int]:
-    """Runs the parent with ranks that do what the test says: give an exit code, or a whole outcome."""
+    """Run the parent process with fake ranks: a function that returns an exit code or a `LaunchExitStatus`."""
     from windlass.cli.training import train_options
 
     def launch_of(ranks: Callable[[TrainingPlan, Path], Any]) -> Callable[[TrainingPlan, Path], LaunchExitStatus]:
@@ -326,7 +326,7 @@ def test_a_result_of_an_earlier_run_cannot_pass_for_this_one(parent: Any) -> Non
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tiny model with tied embeddings, and a tokenizer directory."""
+    """Tiny model with tied embeddings, and its tokenizer directory."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = train_tokenizer(["def f(x): return x"] * 3, 270, folder)
@@ -396,7 +396,7 @@ def test_generating_from_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_signal_while_packing_unwinds(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.cli.training import train_options
 
-    inherited = signal.signal(number, signal.SIG_DFL)  # under nohup a hang-up is ignored, and stays so
+    inherited = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays ignored
     cleaned: list[bool] = []
 
     def packing(options: Any) -> TrainingPlan:
@@ -429,7 +429,10 @@ def test_a_killed_rank_is_told_and_not_what_followed_from_it(parent: Any) -> Non
 
 
 def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends past the hook of exceptions, and would pass for one that was killed."""
+    """A rank that fails reports the failure to the watchdog.
+
+    It exits without reaching the exception hook and would otherwise be taken for a killed rank.
+    """
     from windlass.cli.training import train_rank
 
     told: list[str] = []

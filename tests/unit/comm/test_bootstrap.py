@@ -1,4 +1,4 @@
-"""A process group is started from whole environments only, and every way to fail is told in our words."""
+"""Tests that a process group starts from complete environments only, and that every failure raises a clear error."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*NAMES, *OTHERS):
         monkeypatch.delenv(name, raising=False)
     yield
-    os.environ.clear()  # what a start sets stays set
+    os.environ.clear()  # `init` leaves its variables in the environment
     os.environ.update(before)
 
 
 @pytest.fixture
 def warned() -> Iterator[list[str]]:
-    """What the package's logger warned of."""
+    """Return the warnings of the package's logger."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -87,7 +87,7 @@ def test_mpi_tells_where_the_master_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommunicationError, match="rank 1 of 2 could not connect to the others at 127.0.0.1:1:"):
         init_distributed(timeout=timedelta(milliseconds=100), port=1)
     world.Get_size = lambda: 1
-    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"):  # as the start set them; monkeypatch would bring them back
+    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"):  # set by the start itself; monkeypatch would restore them
         del os.environ[name]
     with pytest.raises(CommunicationError, match="mpi4py reports 1 of 1: mpi4py was built for another MPI"):
         init_distributed(timeout=timedelta(milliseconds=100))

@@ -1,4 +1,4 @@
-"""Codecs and their registry: sizes and the flag `exact` are true, values equal the explicit computation in torch."""
+"""Tests of codecs and their registry: sizes and the flag `exact` are true, and values equal explicit torch code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def through(codec: Codec, tensor: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Encode and decode, in a buffer with guard bytes behind it that must stay."""
+    """Encode and decode in a buffer followed by guard bytes, which must not change."""
     size = codec.encoded_size(tensor.numel(), tensor.dtype)
     memory = torch.full((size + 8,), 77, dtype=torch.uint8)
     codec.encode(tensor, memory[:size])
@@ -83,7 +83,7 @@ def test_registry() -> None:
     assert list_codecs() == ["bf16", "identity"]
     mine = SignCodec()
     register_codec(mine)
-    register_codec(mine)  # again the same: nothing to complain of
+    register_codec(mine)  # registering the same codec again is not an error
     assert get_codec("toy-sign") is mine and "toy-sign" in list_codecs()
     with pytest.raises(CodecError, match="'toy-sign' is registered already"):
         register_codec(SignCodec())

@@ -1,4 +1,4 @@
-"""The grid of ranks: places, groups, and that they are right at 1,024 ranks."""
+"""Tests of the mesh shape: coordinates and groups, at up to 1,024 ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_groups_partition_the_world(grid: MeshShape, axes: tuple[str, ...]) -> N
 @settings(max_examples=30)
 @given(grids, subsets, subsets)
 def test_groups_of_other_axes_meet_in_one_rank(grid: MeshShape, some: tuple[str, ...], more: tuple[str, ...]) -> None:
-    """A rank is found by its place along some axes and along the others, so each pair of groups meets once."""
+    """A group along some axes and a group along the other axes share exactly one rank."""
     others = tuple(axis for axis in AXES if axis not in some)
     for first in grid.groups(*some)[:4]:
         for second in grid.groups(*others)[:4]:
@@ -70,7 +70,7 @@ def test_groups_at_1024_ranks(grid: MeshShape) -> None:
         assert len(groups) == 1024 // grid.size(*axes)
         assert sorted(rank for group in groups for rank in group) == list(range(1024))
     stride = 1
-    for axis in reversed(AXES):  # like digits, tp fastest
+    for axis in reversed(AXES):  # like digits, tp varies fastest
         assert {tuple(b - a for a, b in zip(group, group[1:], strict=False)) for group in grid.groups(axis)} == {
             (stride,) * (grid.size(axis) - 1)
         }

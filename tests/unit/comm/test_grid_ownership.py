@@ -1,4 +1,7 @@
-"""Every element of every parameter has one owner: placements along tp, ep and pp times ZeRO's cuts, at 1,024 ranks."""
+"""Tests that every element of every parameter has exactly one owner, at 1,024 ranks.
+
+Placements along tp, ep and pp are combined with ZeRO's shards.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.parallel.placement import Placement, Ranges, compute_shard_range, make_full_ranges, make_ranges_along
 from windlass.zero.core.unit_layout import layout_of
 
-HEADS, WIDTH, HIDDEN = 9, 4, 24  # heads that no number of ranks above 1 here divides
+HEADS, WIDTH, HIDDEN = 9, 4, 24  # no number of ranks above 1 here divides the heads
 FUSED = (3 * HEADS * WIDTH, HIDDEN)
 EXPERTS = (128, 12, 6)
 
 
 def fused(grid: MeshShape, place: dict[str, int]) -> tuple[Ranges, ...]:
-    """Rows of queries, keys and values of some heads, in whole heads: three ranges of one dimension."""
+    """Return the local rows of a fused query-key-value weight in whole heads: three ranges of one dimension."""
     rows = HEADS * WIDTH
     start, stop = compute_shard_range(rows, grid.tp, place["tp"], grain=WIDTH)
     return make_ranges_along(FUSED, 0, [(part * rows + start, part * rows + stop) for part in range(3)])
 
 
 def placement(kind: str, grid: MeshShape, place: dict[str, int]) -> Placement:
-    """What of a parameter of that kind lies at a place."""
+    """Return the placement of a parameter of that kind at these coordinates."""
     if kind == "norm":
         return Placement((HIDDEN,), make_full_ranges((HIDDEN,)))
     if kind == "column":
@@ -50,7 +53,7 @@ def placement(kind: str, grid: MeshShape, place: dict[str, int]) -> Placement:
 
 @cache
 def elements_of(part: Placement) -> np.ndarray:
-    """Which elements of the whole lie here, by local place, as the boxes say."""
+    """Return the global index of each local element, as the boxes give it."""
     whole = np.arange(math.prod(part.global_shape)).reshape(part.global_shape)
     local = np.full(part.local_shape, -1)
     for box in part.shard_boxes():
@@ -63,7 +66,7 @@ def elements_of(part: Placement) -> np.ndarray:
 
 
 def owners(kinds: list[str], grid: MeshShape, stage: int, replica: int) -> dict[str, np.ndarray]:
-    """How often each element of each parameter of a pipeline stage is owned within a replica."""
+    """Count how often each element of each parameter of a pipeline stage is owned within a replica."""
     counts: dict[str, np.ndarray] = {}
     for ranks in grid.groups("dp_shard", "ep", "sp", "tp"):
         here = grid.coordinates(ranks[0])
@@ -82,8 +85,10 @@ def owners(kinds: list[str], grid: MeshShape, stage: int, replica: int) -> dict[
 def _count(
     counts: dict[str, np.ndarray], grid: MeshShape, at: dict[str, int], unit: list[tuple[str, Placement]]
 ) -> None:
-    """Add what is owned at a place of a unit: parameters that are reduced over the same ranks, end to end, cut
-    evenly."""
+    """Count the elements of one unit that the rank at these coordinates owns.
+
+    A unit holds parameters that are reduced over the same ranks, concatenated and sharded evenly.
+    """
     axes = EXPERT_DATA_AXES if unit[0][1].is_expert else DATA_AXES
     index, cutters = 0, [axis for axis in axes if axis != "dp_replicate"]
     for axis in cutters:
@@ -99,7 +104,8 @@ def check(grid: MeshShape, stage: int, replica: int) -> None:
     kinds = ["column", "norm", "fused", "experts", "row"]
     counts = owners(kinds, grid, stage, replica)
     for kind in kinds:
-        often = grid.tp if kind == "norm" else 1  # what tp does not cut each of its ranks has, and one of them counts
+        # tp replicates norms: each rank of tp has one copy, and only one of them counts
+        often = grid.tp if kind == "norm" else 1
         assert set(counts[kind].tolist()) == {often}, (kind, grid)
 
 
@@ -120,7 +126,7 @@ def test_every_element_has_one_owner(pp: int, replicate: int, shard: int, ep: in
 
 
 def test_ranks_that_reduce_a_parameter_hold_the_same_part_of_it() -> None:
-    """Along the axes of a reduction placements are equal, and along those that cut it they differ."""
+    """Placements are equal along the axes of a reduction, and differ along the axes that shard the parameter."""
     grid = MeshShape(pp=2, dp_replicate=2, dp_shard=2, ep=4, sp=2, tp=2)
     for kind in ("column", "row", "fused", "experts"):
         for rank in range(0, grid.world, 7):

@@ -1,4 +1,4 @@
-"""Each launcher's environment gives one place, by pure reading."""
+"""Tests that each launcher's environment determines one rank placement, without side effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLURM = {
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 ONE_HOST = {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
 
-# What is in the environment -> source, rank, world, local rank, local world, master, port
+# Environment -> source, rank, world, local rank, local world, master, port
 PLACES: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
     "torchrun": (
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",

@@ -1,4 +1,4 @@
-"""When all ranks are known to be on one host, and what follows for gloo."""
+"""Tests of detecting that all ranks are on one host, and of gloo's interface in that case."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "1"}
     [
         ({**TWO, "MASTER_ADDR": HOST, "LOCAL_WORLD_SIZE": "2"}, True),  # torchrun
         ({**TWO, "MASTER_ADDR": HOST, "LOCAL_WORLD_SIZE": "1"}, False),
-        ({**TWO, "MASTER_ADDR": HOST}, False),  # by hand: the others may be elsewhere
-        ({**TWO, "MASTER_ADDR": "127.0.0.1"}, True),  # who reaches that is here
+        ({**TWO, "MASTER_ADDR": HOST}, False),  # started by hand: other ranks may be on other hosts
+        ({**TWO, "MASTER_ADDR": "127.0.0.1"}, True),  # a rank that reaches a loopback address is on this host
         ({**TWO, "MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "1"}, True),
         ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, True),
         ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "SLURM_JOB_NODELIST": "n[1-2]"}, False),

@@ -1,4 +1,4 @@
-"""A model-parallel unit's axes, read where the mesh has its order of ranks and refused where it hasn't."""
+"""Tests of reading the axes of a model-parallel unit (mpu), which must order ranks as the mesh does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEGATRON = {
 
 
 def unit(grid: MeshShape, rank: int, names: dict[str, str] = MEGATRON, **more: int) -> Any:
-    """What Megatron would say of a rank of this grid."""
+    """Return an mpu as Megatron would create it on this rank of the grid."""
     here = grid.coordinates(rank)
     said = {"data_parallel_world_size": grid.data_loading_size}
     said["data_parallel_rank"] = grid.along(rank, *DATA_LOADING_AXES).index(rank)
@@ -34,7 +34,7 @@ def unit(grid: MeshShape, rank: int, names: dict[str, str] = MEGATRON, **more: i
 
 
 def read_at(rank: int, mpu: Any, world: int) -> dict[str, int]:
-    """The sizes as `rank` reads them, without the others."""
+    """Return the sizes as `rank` reads them, without the other ranks."""
     sizes, problem = module._read(mpu, world, rank)
     if problem:
         raise ConfigError(problem)
@@ -81,7 +81,7 @@ def test_sizes_multiply_to_the_world() -> None:
 
 
 def test_another_order_of_ranks_is_refused_with_both_places() -> None:
-    grid = MeshShape(pp=2, dp_shard=2)  # pipe is slowest here; in the unit's order it is faster than data
+    grid = MeshShape(pp=2, dp_shard=2)  # pp is the slowest axis here, but faster than data in the mpu's order
     mpu = unit(grid, 1, pipeline_model_parallel_rank=1, data_parallel_rank=0)
     with pytest.raises(ConfigError) as caught:
         read_at(1, mpu, 4)

@@ -1,4 +1,4 @@
-"""The sum of the ranks' parts: exact order, aliasing, 16 bits, and the squares that come with it."""
+"""Tests of the sum of the ranks' parts: exact order, aliasing, 16-bit dtypes, and the sum of squares."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def test_sixteen_bit_parts_are_added_in_float32() -> None:
     parts = [torch.full((8,), 256.0, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)]
     out = torch.zeros(8)
     ordered_sum([*parts, parts[1]], out, add=False, factor=1.0, measure=False)
-    assert out.tolist() == [258.0] * 8  # bfloat16 would have rounded both ones away
+    assert out.tolist() == [258.0] * 8  # bfloat16 accumulation would round both ones away

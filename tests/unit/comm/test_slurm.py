@@ -1,4 +1,4 @@
-"""Slurm's lists of hosts and counts, and its ports."""
+"""Tests of parsing Slurm's host lists, counts and ports."""
 
 from __future__ import annotations
 

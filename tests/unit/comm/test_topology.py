@@ -1,4 +1,4 @@
-"""Topologies: ranks and places of any axes, as DeepSpeed's say them, and the same as the grid's."""
+"""Tests of topologies: ranks and coordinates along any axes, equal to DeepSpeed's and to the mesh's."""
 
 from __future__ import annotations
 

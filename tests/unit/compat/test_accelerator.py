@@ -1,4 +1,4 @@
-"""The device that scripts ask: the whole interface is there, and its figures are real."""
+"""Tests of the accelerator object for scripts: the interface is complete, and its figures are measured ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.compat.accelerator.cpu_accelerator import CPU_Accelerator
 from windlass.compat.accelerator.cuda_accelerator import CUDA_Accelerator
 from windlass.compat.not_built import NotBuiltError
 
-# of 0.19.8's abstract class
+# methods of the abstract class of DeepSpeed 0.19.8
 NAMES = """
 is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure device_name device
 set_device current_device current_device_name device_count synchronize random set_rng_state get_rng_state manual_seed
@@ -71,7 +71,7 @@ def test_memory_figures_are_the_processes_own() -> None:
     host = CPU_Accelerator()
     before = host.memory_allocated()
     assert 0 < before <= host.total_memory() and 0 < host.available_memory() <= host.total_memory()
-    held = mmap.mmap(-1, 32 << 20)  # pages of its own, not what malloc kept of others
+    held = mmap.mmap(-1, 32 << 20)  # fresh pages, not memory that malloc kept from earlier tests
     held.write(b"x" * (32 << 20))
     assert host.memory_allocated() - before >= 24 << 20
     held.close()

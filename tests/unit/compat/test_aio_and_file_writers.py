@@ -1,4 +1,4 @@
-"""`aio_handle` and the writers of `deepspeed.io`: what is written is what is read."""
+"""Tests of `aio_handle` and the writers of `deepspeed.io`: reads return the written bytes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_open_is_written_by_its_number(tmp_path: Path) -> None:
 
 
 def test_a_smaller_layout_takes_every_old_rank_once() -> None:
-    """Law: neighbours along an axis merge, and no old rank is lost or taken twice."""
+    """Neighbours along an axis merge, and each old rank is used exactly once."""
     old, new = (
         model_3d_desc(pp_degree=2, tp_degree=2, dp_degree=2),
         model_3d_desc(pp_degree=2, tp_degree=1, dp_degree=1),

@@ -1,4 +1,4 @@
-"""The page of DeepSpeed's names is what the tables say."""
+"""Tests that the page of DeepSpeed names equals the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's models of sections and its getters: names, defaults, what depends on what, and what is refused."""
+"""Tests of DeepSpeed's section models and getters: names, defaults, dependent values, and refused values."""
 
 from __future__ import annotations
 

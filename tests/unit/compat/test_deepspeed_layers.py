@@ -1,4 +1,4 @@
-"""Layers and functions that scripts take from DeepSpeed: each equals plain PyTorch."""
+"""Tests of layers and functions that scripts import from DeepSpeed: each equals plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.compat.zero_linear import LinearModuleForZeroStage3, zero3_linear_
 @pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (2, 3), (5, 1), (7, 11)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_tiles_equal_the_whole_layer(in_splits: int, out_splits: int, bias: bool) -> None:
-    """Law: same output, same gradients."""
+    """Tiles have the output and the gradients of the whole layer."""
     whole = nn.Linear(7, 11, bias=bias)
     tiled = TiledLinear(7, 11, bias=bias, in_splits=in_splits, out_splits=out_splits, init_linear=whole)
     x = torch.randn(3, 2, 7, requires_grad=True)
@@ -56,7 +56,7 @@ def test_tiles_that_do_not_fit(splits: int) -> None:
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_linear_of_stage_3(shape: tuple[int, ...], autocast: bool) -> None:
-    """Law: as torch's, gradients in the dtype of their operand, and under torch.func."""
+    """The function equals `F.linear`, with gradients in the dtype of their operand, also under torch.func."""
     found = []
     for function in (F.linear, zero3_linear_wrap):
         torch.manual_seed(0)
@@ -92,7 +92,7 @@ def _routes(k: int, logits: torch.Tensor, factor: float, **others: Any) -> Any:
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 def test_routes_as_masks(k: int, factor: float) -> None:
-    """Law: a place takes one token, a token goes to its best experts, and lists of routes say the same."""
+    """A capacity slot takes one token, a token goes to its best experts, and index lists of routes equal the masks."""
     torch.manual_seed(k)
     logits = torch.randn(12, 4)
     loss, weights, mask, counts = _routes(k, logits, factor)

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer classes: torch's steps, its arguments, and refusals of variants that are not computed."""
+"""Tests of DeepSpeed's optimizer classes: torch's updates, DeepSpeed's arguments, and refused variants."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_they_are_torch_optimizers(cls: type[torch.optim.Optimizer]) -> None:
     optimizer = cls([nn.Parameter(torch.zeros(2))])
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups[0]["lr"] == (1e-2 if cls is DeepSpeedCPUAdagrad else 1e-3)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # torch's schedulers take it
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # torch's schedulers accept it
 
 
 def test_arguments_by_place_are_deepspeeds() -> None:
@@ -124,7 +124,7 @@ def test_they_are_stepped_span_by_span_and_strangers_of_them_are_not() -> None:
 def test_hooks_run_once_a_step() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # whose class has a hooked step of its own
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # torch hooks the `step` of this class
     optimizer, calls = FusedAdam([parameter]), []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     optimizer.step()
@@ -133,7 +133,7 @@ def test_hooks_run_once_a_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_adagrad_takes_sparse_gradients_as_torchs() -> None:
-    """Law: over several steps, with rows that are touched now and then, the same values as torch's sparse Adagrad."""
+    """Over several steps with rows that are touched now and then, the values equal those of torch's sparse Adagrad."""
     from windlass.base.errors import ModelError
     from windlass.compat.optimizers.deepspeed_cpu_optimizers import DeepSpeedCPUAdagrad
 

@@ -1,4 +1,4 @@
-"""Names of experts, sequences and tensor parallelism, as far as one process tells; tests/dist has the rest."""
+"""Tests of expert, sequence and tensor-parallel names in one process; tests/dist has the rest."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_groups_of_experts_have_a_largest_size() -> None:
 
 
 def test_groups_without_experts_come_back() -> None:
-    """Scripts for models with and without experts ask of both."""
+    """Groups without experts are returned unchanged: scripts call these functions for any model."""
     net = torch.nn.Linear(2, 2)
     for given in ({"params": net.parameters(), "name": "all"}, [{"params": [net.weight]}, {"params": [net.bias]}]):
         found = expert_parameters.split_params_into_different_moe_groups_for_optimizer(given)

@@ -1,4 +1,4 @@
-"""The tools around training: messages, timers, leaves, groups, norms, nested tensors, parts, paths."""
+"""Tests of the tools around training: logging, timers, leaf modules, groups, norms, nested tensors, paths."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_norms_that_are_none() -> None:
 
 
 def test_parts() -> None:
-    # as DeepSpeed 0.19.8 cuts them
+    # values of DeepSpeed 0.19.8
     assert balanced_partition.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
     assert balanced_partition.partition_uniform(3, 5) == [0, 1, 2, 3, 3, 3]
     assert balanced_partition.partition_balanced([1, 2, 3, 4, 5, 6, 7, 8, 9, 100], 4) == [0, 5, 7, 9, 10]
@@ -372,7 +372,7 @@ def test_monitors_answer_by_the_words_of_their_sections(tmp_path: Path) -> None:
 
 
 def test_adamw_is_not_asked_to_be_adam(caplog: pytest.LogCaptureFixture) -> None:
-    """DeepSpeed's AdamW does not hear `adam_w_mode`, and so its configurations may have it."""
+    """AdamW accepts `adam_w_mode` false and ignores it, with a warning, because DeepSpeed's AdamW ignores it too."""
     from windlass.compat.tolerated_keys import resolve_tolerated_keys
 
     given = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "adam_w_mode": False}}}
@@ -393,7 +393,7 @@ def test_pinned_memory_is_summed_and_reported_as_it_doubles(caplog: pytest.LogCa
                 tracker.track(gigabytes * 2**30)
     finally:
         rank_logging.logger.removeHandler(caplog.handler)
-    reports = dict.fromkeys(record.getMessage() for record in caplog.records)  # pytest may listen a second time
+    reports = dict.fromkeys(record.getMessage() for record in caplog.records)  # pytest may capture each record twice
     assert [text.split(":")[0] for text in reports] == [
         f"pinned memory, checkpoint {size}.000 GB" for size in (32, 64, 128)
     ]

@@ -1,4 +1,4 @@
-"""Names below `deepspeed.runtime` that scripts and DeepSpeed's own tests use: sizes, models of sections, Muon."""
+"""Tests of names below `deepspeed.runtime` that scripts and DeepSpeed's tests use: sizes, section models, Muon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale
 
 
 def test_bytes_are_those_that_deepspeed_reckons(capsys: pytest.CaptureFixture[str]) -> None:
-    """Figures of DeepSpeed 0.19.8 for 1e9 parameters, 1e7 in the largest layer, 2 nodes of 8 GPUs."""
+    """Estimates equal DeepSpeed 0.19.8's for 1e9 parameters, 1e7 in the largest layer, 2 nodes of 8 GPUs."""
     sizes = (10**9, 10**7, 8, 2)
     assert estimate_zero3_model_states_mem_needs(*sizes) == (13_500_000_000, 40_000_000, 40_000_000)
     assert estimate_zero3_model_states_mem_needs(*sizes, True, False)[:2] == (12_000_000_000, 165_000_000)
@@ -77,7 +77,7 @@ def test_a_function_of_tensors_reaches_them_where_they_are() -> None:
 
 
 def test_muon_by_its_old_names() -> None:
-    """Groups say which kind they are, and what they leave out is as DeepSpeed has it."""
+    """Groups choose Muon or Adam by `use_muon`, and omitted settings have DeepSpeed's defaults."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 3)
     both = MuonWithAuxAdam(
@@ -143,7 +143,7 @@ def test_the_cast_of_a_module_to_given_dtypes() -> None:
 def test_the_dynamic_loss_scale_is_deepspeeds(
     window: int, hysteresis: int, consecutive: bool, scales: list[float]
 ) -> None:
-    """Scales of DeepSpeed 0.19.8 after each step; `o` is one that overflows."""
+    """Scales equal those of DeepSpeed 0.19.8 after each step; `o` is a step that overflows."""
     made = DynamicLossScale(4.0, window, hysteresis, consecutive, min_scale=1.0)
     for zero in (True, False):
         scale = scale_of(made, zero=zero)

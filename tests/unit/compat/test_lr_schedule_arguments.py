@@ -1,4 +1,4 @@
-"""Schedules by their names on a command line, and words of the configuration."""
+"""Tests of schedules by their command-line names, and of configuration words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.compat import lr_schedule_arguments, runtime_constants
 from windlass.compat.script_config import load_ds_config, set_optimizer_flags
 from windlass.optim.scheduler_factory import DEEPSPEED_SCHEDULES
 
-# of 0.19.8's command line
+# options of DeepSpeed 0.19.8's command line
 DEFAULTS = {
     "lr_schedule": None,
     "lr_range_test_min_lr": 0.001,
@@ -136,7 +136,7 @@ def test_muon_flags() -> None:
 
 
 def test_an_unknown_kind_of_warm_up_is_by_log() -> None:
-    """As in DeepSpeed; windlass's own schedules refuse it."""
+    """An unknown kind of warm-up is logarithmic, as in DeepSpeed; windlass's own schedules refuse it."""
     from windlass.compat.tolerated_keys import resolve_tolerated_keys
     from windlass.optim import lr_warmups
 

@@ -1,4 +1,4 @@
-"""Marked tensors that autograd saves wait in host memory; the host stands for the device here."""
+"""Tests that marked tensors that autograd saves are offloaded to host memory. The CPU is the device here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _trained(context: CheckpointHiddenStatesOffload | None, *, spoil: bool = Fal
 def test_gradients_are_the_same_and_the_newest_stay(keeps: int, streams: bool) -> None:
     wanted = _trained(None)
     context = CheckpointHiddenStatesOffload(use_streams=streams, min_offload_bytes=0, keep_last_count=keeps)
-    for _ in range(2):  # again, with counts at zero
+    for _ in range(2):  # the second time, all counts start at zero again
         with context:
             found = _trained(context)
         assert torch.equal(found[0], wanted[0]) and all(map(torch.equal, found[1], wanted[1]))

@@ -1,4 +1,4 @@
-"""Command lines of pdsh, MPI and Slurm that scripts make for themselves."""
+"""Tests of the pdsh, MPI and Slurm command lines that scripts build."""
 
 from __future__ import annotations
 

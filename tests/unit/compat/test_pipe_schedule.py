@@ -1,4 +1,4 @@
-"""The schedules that scripts inspect: stages that follow them in lockstep never wait for each other in vain."""
+"""Tests of the schedules that scripts inspect: stages that run them in lockstep do not deadlock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIZES = [(1, 1), (4, 1), (1, 3), (3, 2), (8, 3), (5, 4), (2, 5)]
 
 
 def _steps(kind: type[ps.PipeSchedule], micro_batches: int, stages: int) -> list[tuple[list[ps.PipeInstruction], ...]]:
-    """The instructions of all stages, step by step."""
+    """Return the instructions of all stages, step by step."""
     schedules = [kind(micro_batches, stages, stage) for stage in range(stages)]
     return list(zip(*schedules, strict=True))
 
@@ -22,7 +22,7 @@ def _count(instructions: list[ps.PipeInstruction], kind: type) -> int:
 @pytest.mark.parametrize(("micro_batches", "stages"), SIZES)
 @pytest.mark.parametrize("kind", [ps.TrainSchedule, ps.InferenceSchedule])
 def test_every_send_meets_a_receive(kind: type[ps.PipeSchedule], micro_batches: int, stages: int) -> None:
-    """Law: what a stage sends in a step its neighbour receives in the same step."""
+    """Each send of a stage has a receive of its neighbour in the same step."""
     for step in _steps(kind, micro_batches, stages):
         for stage in range(stages - 1):
             assert _count(step[stage], ps.SendActivation) == _count(step[stage + 1], ps.RecvActivation)
@@ -33,7 +33,7 @@ def test_every_send_meets_a_receive(kind: type[ps.PipeSchedule], micro_batches: 
 
 @pytest.mark.parametrize(("micro_batches", "stages"), SIZES)
 def test_training_runs_every_micro_batch_once_each_way(micro_batches: int, stages: int) -> None:
-    """Law: a buffer holds one micro-batch from its forward to its backward; the last step alone updates."""
+    """A buffer holds one micro-batch from its forward to its backward; only the last step updates the parameters."""
     for stage in range(stages):
         schedule = ps.TrainSchedule(micro_batches, stages, stage)
         held: list[int] = []
@@ -48,7 +48,7 @@ def test_training_runs_every_micro_batch_once_each_way(micro_batches: int, stage
                 held.append(instruction.buffer_id)
                 forwards += 1
             if isinstance(instruction, ps.BackwardPass):
-                assert instruction.buffer_id == held.pop(0)  # the oldest first
+                assert instruction.buffer_id == held.pop(0)  # the oldest micro-batch first
         assert (forwards, held) == (micro_batches, [])
         updates = [step for step in steps if _count(step, ps.OptimizerStep)]
         assert (

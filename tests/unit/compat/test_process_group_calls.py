@@ -1,4 +1,4 @@
-"""The process group as a script starts it and asks for it, alone in one process."""
+"""Tests of starting and querying the process group from a script, in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from windlass.base.errors import CommunicationError
 from windlass.compat import collectives as comm
 
-# The parameters that DeepSpeed 0.19 has, in its order.
+# Parameters of DeepSpeed 0.19, in its order.
 SIGNATURES = {
     "init_distributed": "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method "
     "dist_init_required config rank world_size",
@@ -57,7 +57,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL", "MASTER", "OMPI", "PMI", "SLURM", "M
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """No launcher and no process group, before and afterwards."""
+    """Ensure that there is no launcher and no process group, before and after the test."""
     if dist.is_initialized():
         pytest.skip("another test left its process group")
     before = dict(os.environ)
@@ -87,7 +87,7 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", "0")
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "29500")
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.get_global_rank()) == (0, 1, 0, 0)
-    comm.init_distributed(verbose=False, dist_init_required=False)  # it is there
+    comm.init_distributed(verbose=False, dist_init_required=False)  # the process group exists already
     assert comm.get_all_ranks_from_group() == [0] == comm.get_all_ranks_from_group(comm.new_group([0]))
     backend = comm.cdb
     assert backend.is_initialized() and backend.get_backend() == "gloo" and backend.world_size == 1
@@ -102,7 +102,8 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert not comm.is_initialized()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
-        comm.init_distributed(verbose=False)  # from what it set itself; nobody is to be met there
+        # from the environment that the first call set; no other process takes part
+        comm.init_distributed(verbose=False)
     assert comm.get_world_size() == 1
 
 

@@ -1,4 +1,4 @@
-"""The axes that a configuration asks for: every key that says a size, on worlds that fit and on those that don't."""
+"""Tests of the mesh axes that a configuration requests: every key that gives a size, on worlds that fit and do not."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ DEEPSPEED: list[tuple[dict[str, Any], Axes]] = [
     ({"tensor_parallel": {"autotp_size": 0}}, Axes(dp_shard=8)),
     ({"sequence_parallel_size": 2}, Axes(dp_shard=4, sp=2)),
     ({"sequence_parallel_size": 2, "data_parallel_size": 4}, Axes(dp_shard=4, sp=2)),
-    ({"data_parallel_size": 3}, Axes(dp_shard=8)),  # read only beside the other
+    ({"data_parallel_size": 3}, Axes(dp_shard=8)),  # read only together with `sequence_parallel_size`
     ({"pipeline": {"stages": 4}}, Axes(pp=4, dp_shard=2)),
     ({"pipeline": {"stages": "auto"}}, Axes(dp_shard=8)),
     ({"pipeline": {"stages": "auto"}, "parallel": {"pp": 2}}, Axes(pp=2, dp_shard=4)),
@@ -173,7 +173,7 @@ def test_one_table_from_both_spellings() -> None:
         config = load_config({"parallel": {"tensor_table": own}, "tensor_parallel": {"partition_config": partition}})
         assert config.refusals() == []
         lines = config.tensor_table(names, model_type)
-        assert list(lines)[-2:] == list(own)  # the last line that fits counts
+        assert list(lines)[-2:] == list(own)  # the last matching pattern wins
         found = {name: [cut for line, cut in lines.items() if re.fullmatch(line, name)] for name in names}
         return {name: cuts[-1] for name, cuts in found.items() if cuts}
 

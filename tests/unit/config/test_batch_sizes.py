@@ -1,4 +1,4 @@
-"""The batch triangle: all 27 combinations, no rounding, and failures that show every number and its origin."""
+"""Tests of the batch sizes: all 27 combinations, no rounding, and errors that show every number and its origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`windlass check` as a command: everything wrong at once, the resolved table, and the exit code."""
+"""Tests of the command `windlass check`: all errors at once, the resolved table, and the exit code."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_path_that_is_a_file_is_to_be_mended(tmp_path: Path) -> None:
 
 
 def test_a_path_that_may_not_be_written_to_is_to_be_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to any path
     code, text = run(write(tmp_path, _offloaded(tmp_path)))
     assert code == 1 and f"no disk tier at {tmp_path}: EACCES" in text and "may write to" in text
 

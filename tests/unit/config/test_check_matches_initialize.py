@@ -1,4 +1,4 @@
-"""`windlass check` and `initialize` agree: a configuration that one accepts the other does not refuse."""
+"""Tests that `initialize` accepts every configuration that `windlass check` accepts, and the reverse."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ odd = st.one_of(
 @pytest.fixture(autouse=True, scope="module")
 def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("agreement"))  # monitors write where they are told to
+    os.chdir(tmp_path_factory.mktemp("agreement"))  # monitors write to configured paths, which may be relative
     yield
     os.chdir(before)
     if dist.is_initialized():
@@ -137,7 +137,7 @@ KEYS = {
 
 
 def plausible(words: str) -> st.SearchStrategy[Any]:
-    """Values of the right type, by the words that name the type to people."""
+    """Return values of the right type, from the type's description for users."""
     found: list[Any] = [json.loads(one) for one in words.split(" or ") if one.startswith('"')]
     found += [True, False] if "true or false" in words else []
     found += [1, 2, 3, 0, 10**6, 10**18] if "whole number" in words else []

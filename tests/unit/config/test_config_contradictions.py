@@ -1,4 +1,4 @@
-"""Each cross-section rule fires on the pair it is about, and on nothing that is fine."""
+"""Tests that each cross-section rule fires on the pair of keys it is about, and on no valid configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated pages are what the schema says, and the editors' schema knows every spelling."""
+"""Tests that the generated pages equal the schema, and that the editors' schema has every spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed has a verdict here, and the verdict is what loading does."""
+"""Tests that every DeepSpeed key has a status, and that loading behaves as the status says."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_key_has_a_verdict_and_a_reason() -> None:
 
 
 def test_every_row_stands_for_a_key_or_says_why_it_is_there() -> None:
-    """No key is invented: what DeepSpeed does not have is marked native, holds keys, or is a spelling of torch's."""
+    """A row that DeepSpeed does not have is marked as native, holds keys, or is a spelling of torch's."""
     known = {row_of(key) for key in committed()}
     for row in set(config_keys()) - known:
         holds_keys = any(other.root == row.root and other.path.startswith(f"{row.path}.") for other in config_keys())
@@ -81,10 +81,11 @@ def test_the_committed_paths_and_spellings_are_deepspeeds() -> None:
 
 @pytest.mark.skipif(not FACTS.is_file(), reason="DeepSpeed's list of keys is not beside the project")
 def test_plain_defaults_are_deepspeeds() -> None:
-    """Where DeepSpeed's default is a plain value it is ours too, so that a key left out means the same."""
+    """A default of DeepSpeed that is a plain value is the default here too, so that an omitted key means the same."""
     differing = {
-        "compression_training.<technique>.different_groups.<g>.modules",  # a bare name, ours is a list of one
-        "aio.queue_depth",  # speed only: at a depth of 8 reads come at three quarters of the rate
+        # DeepSpeed's default is a bare name, ours a list of one
+        "compression_training.<technique>.different_groups.<g>.modules",
+        "aio.queue_depth",  # affects speed only: at a depth of 8, reads have three quarters of the rate
     }
     for fact in json.loads(FACTS.read_text("utf-8"))["keys"]:
         default = fact["default"]
@@ -115,7 +116,7 @@ def test_a_switch_that_is_on_is_refused_by_name_and_off_is_fine() -> None:
     assert len(switches) > 10
     for path in switches:
         if path == "weight_quantization.enabled":
-            continue  # on by default: it is the dictionaries beside it that ask for something
+            continue  # on by default: only the dictionaries beside it request a feature
         assert [refusal.path for refusal in load_config(at(path, True)).refusals()] == [path]
         assert load_config(at(path, False)).refusals() == []
 

@@ -1,4 +1,4 @@
-"""Reading strictly: everything that is wrong is reported at once, and what circulates is understood."""
+"""Tests of strict loading: all errors are reported at once, and common spellings are accepted."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_boolean_zero_is_stage_one_and_reads_the_old_bucket_size() -> None:
 
 @pytest.mark.parametrize(("written", "meant"), [(True, 1.0), (False, 0.0), ("auto", 1.0), (0.5, 0.5)])
 def test_a_boolean_clips_at_one_or_not_at_all(written: Any, meant: float) -> None:
-    """As DeepSpeed takes it; Ray Train's example for DeepSpeed writes `true`."""
+    """A boolean is accepted as in DeepSpeed. Ray Train's DeepSpeed example uses `true`."""
     assert load_config({"gradient_clipping": written}).gradient_clipping == meant
 
 

@@ -1,4 +1,4 @@
-"""Sources of a configuration: dict, path, base64; strict and relaxed JSON; what is unreadable says so."""
+"""Tests of configuration sources: dict, path, base64, strict and relaxed JSON, and errors for unreadable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch of a run whose number of ranks may change."""
+"""Tests of the batch size of an elastic run, whose number of ranks may change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_number_of_ranks_that_is_named_shares_the_batch_exactly(
     asked = section(micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, prefer_larger_batch=larger)
     try:
         found = find_elastic_batch(asked)
-    except ConfigError as error:  # only where it is impossible: the smallest micro-batch gives most ranks
+    except ConfigError as error:  # only if no batch exists: the smallest micro-batch allows the most ranks
         assert "no batch up to" in str(error) and bound // min(sizes) < 2 * least
         return
     assert found.train <= bound
@@ -40,7 +40,7 @@ def test_every_number_of_ranks_that_is_named_shares_the_batch_exactly(
 
 
 def many_divisors(bound: int) -> list[int]:
-    """The numbers up to `bound` that have more divisors than any smaller one, by counting."""
+    """Return the numbers up to `bound` that have more divisors than any smaller number, by counting."""
     found, most = [], 0
     for number in range(1, bound + 1):
         divisors = sum(number % n == 0 for n in range(1, number + 1))
@@ -53,8 +53,11 @@ MANY_DIVISORS = many_divisors(720)
 
 
 def by_the_rule(sizes: list[int], bound: int, least: int, most: int, larger: bool) -> tuple[int, list[int]]:
-    """The rule as it is documented, by trying all: a batch for each micro-batch size and their least common multiple,
-    the largest that has many divisors over it; and of these the one that most numbers of ranks can share."""
+    """Compute the documented rule by exhaustive search.
+
+    For each micro-batch size and for their least common multiple, take the largest multiple up to `bound` whose factor
+    has many divisors. Of these batches, choose the one that the most numbers of ranks can share.
+    """
     common = next(n for n in range(1, bound + 2) if n > bound or all(n % size == 0 for size in sizes))
     batches = [base * max(n for n in MANY_DIVISORS if base * n <= bound) for base in (*sizes, common) if base <= bound]
     best: tuple[int, list[int]] = (0, [])
@@ -92,7 +95,10 @@ def test_the_numbers_with_many_divisors_are_all_there() -> None:
 
 
 def test_it_comes_to_what_deepspeed_comes_to() -> None:
-    """10 000 samples in micro-batches of 8, 12, 16 or 17 on 32 to 1500 GPUs are 9792 there, on 23 numbers of them."""
+    """The result equals DeepSpeed's: 10 000 samples, micro-batches of 8, 12, 16 or 17, 32 to 1500 GPUs.
+
+    DeepSpeed chooses a batch of 9792, which 23 numbers of GPUs can share.
+    """
     asked = section(max_train_batch_size=10000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500)
     found = find_elastic_batch(asked)
     assert found.train == 9792

@@ -1,4 +1,4 @@
-"""The composition matrix: symmetric, complete, agreeing with the schema's refusals, and countable by tests."""
+"""Tests of the feature matrix: symmetric, complete, consistent with the schema's refusals, and checked by tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every spelling of a corpus finds its documents, and every way to get it wrong says so."""
+"""Tests that every spelling of a corpus finds its documents, and that every invalid one raises a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out text is chosen by content, predicted exactly once, and scored in bits per byte."""
+"""Tests of held-out text: chosen by content, predicted exactly once, scored in bits per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing keeps every byte, holds text out of training, and is done again exactly when something changed."""
+"""Tests of packing: it keeps every byte, excludes held-out text from training, and reruns only after a change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def packed(corpus: Path, tmp_path: Path, **options: object) -> PackedCorpus:
 
 
 def decode(result: PackedCorpus) -> tuple[list[str], list[str]]:
-    """Training and held-out documents, read back from the tokens."""
+    """Decode the training and held-out documents from the tokens."""
     tokens = open_tokens(result.tokens)
     parts = []
     for ids in (tokens.train, tokens.held_out):

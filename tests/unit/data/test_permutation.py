@@ -1,4 +1,4 @@
-"""A permutation is a bijection, depends on seed and epoch, and never changes between releases."""
+"""Tests that a permutation is a bijection, depends on seed and epoch, and never changes between releases."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_positions_of_a_huge_range_stay_apart_and_inside(length: int, positions:
 
 def test_seed_and_epoch_change_the_order() -> None:
     orders = [Permutation(500, seed, epoch)(np.arange(500)) for seed in (0, 1) for epoch in (0, 1)]
-    # Two random orders of 500 agree in about one place.
+    # Two random orders of 500 elements agree in about one place.
     assert all((a == b).sum() < 20 for i, a in enumerate(orders) for b in orders[:i])
 
 
 def test_the_order_is_frozen() -> None:
-    """Stored runs resume by it: if this test fails, they no longer do."""
+    """Stored runs resume by this order: if this test fails, they no longer do."""
     assert Permutation(10, 0, 0)(np.arange(10)).tolist() == [7, 5, 8, 1, 3, 0, 9, 6, 2, 4]
 
 

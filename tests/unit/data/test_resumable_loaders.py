@@ -1,4 +1,4 @@
-"""Loaders resume at the exact batch, refuse other data, and follow torch where torch has a rule."""
+"""Tests of loaders: they resume at the exact batch, refuse other data, and follow torch's rules."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_epoch_loader_goes_on_inside_its_epoch() -> None:
     fresh = make_loader(dataset(), 3, 1, 2, seed=4)
     fresh.load_state_dict(state)
     assert ids(fresh) == ids(iterator) != []
-    assert ids(fresh) == ids(loader)  # and both go on with the next epoch
+    assert ids(fresh) == ids(loader)  # both continue with the next epoch
 
 
 @pytest.mark.parametrize("options", [{"seed": 6}, {"shuffle": False}])

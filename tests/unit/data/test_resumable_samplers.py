@@ -1,4 +1,4 @@
-"""The laws of [Note: sample order]: each epoch complete, ranks disjoint, resume exact at any world size."""
+"""Laws of [Note: sample order]: each epoch is complete, ranks are disjoint, resume is exact at any world size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ micros = st.integers(1, 5)
 
 
 def drawn(length: int, seed: int, micro: int, world: int, steps: int, consumed: int = 0) -> list[int]:
-    """The global stream that `steps` micro-batches of all ranks make, in rank order."""
+    """Return the global stream of `steps` micro-batches of all ranks, in rank order."""
     samplers = [StreamSampler(length, seed, consumed) for _ in range(world)]
     return [
         int(sample)
@@ -84,4 +84,4 @@ def test_what_remains_of_an_epoch_is_exact_at_another_world_size(
     rest = np.array([list(sampler) for sampler in samplers]).T.flatten().tolist()
     remaining = order[consumed:]
     assert rest[: len(remaining)] == remaining
-    assert len(rest) - len(remaining) < new  # only what fills the last round is seen again
+    assert len(rest) - len(remaining) < new  # only the samples that fill the last round repeat

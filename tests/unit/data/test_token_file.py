@@ -1,4 +1,4 @@
-"""A token file gives back what was written, and notices every kind of damage."""
+"""Tests that a token file returns the written tokens and detects every kind of damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every update rule with values for its tests, and pieces of any formats to run it on."""
+"""Values to test every update rule, and pieces of any dtypes to run it on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def piece(
     lowered: torch.dtype | None = None,
     shift: int = 0,
 ) -> UpdateTensors:
-    """A piece with fresh states whose tensors each start `shift` elements into their memory."""
+    """Return a piece with fresh states whose tensors each start `shift` elements into their memory."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         memory = torch.empty(tensor.numel() + shift, dtype=tensor.dtype)
@@ -91,7 +91,7 @@ def tensors(piece: UpdateTensors) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(one: UpdateTensors, other: UpdateTensors) -> None:
-    """Every tensor of both holds the same bits; a NaN equals a NaN."""
+    """Assert that all tensors of both pieces hold the same bits. A NaN equals any NaN."""
     for (name, a), b in zip(tensors(one).items(), tensors(other).values(), strict=True):
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
         same = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())

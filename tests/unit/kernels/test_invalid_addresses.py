@@ -1,4 +1,7 @@
-"""Native code trusts addresses: whatever has no memory, or not its own, is refused by name before it is touched."""
+"""Tests that native code checks addresses.
+
+Memory that is missing or overlaps other memory is refused by name before it is accessed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from windlass.storage import DiskTier
 from windlass.storage.staging_memory import aligned_buffer
 
 native = pytest.mark.skipif(len(list_kernel_paths()) == 1, reason="no native module was built")
-WORD = 0x10000  # an address at which nothing is
+WORD = 0x10000  # an address that is not mapped
 
 
 def freed(numel: int, dtype: torch.dtype = torch.float32, left: int = 0) -> torch.Tensor:
@@ -72,7 +75,7 @@ def test_an_update_refuses_memory_that_is_written_twice() -> None:
     with pytest.raises(ModelError, match="piece 0 and the parameter of piece 1|piece 1 and the parameter of piece 0"):
         both = [UpdateTensors(**{**tensors(), "parameter": flat[at : at + 1000]}) for at in (0, 998)]
         apply_updates(RULES["adamw"](1), both)
-    shared = torch.ones(1000)  # a gradient is only read
+    shared = torch.ones(1000)  # gradients may be shared, because they are only read
     apply_updates(RULES["adamw"](1), [UpdateTensors(**{**tensors(), "gradient": shared}) for _ in range(2)])
 
 
@@ -128,7 +131,7 @@ def _hash(*arguments: int) -> Callable[[], object]:
 
 
 def _some(what: str) -> list[Any]:
-    """Calls of a native module that were crashes, or worse; made only where the module is."""
+    """Return calls of a native module that once crashed or corrupted memory, or none if the module was not built."""
     if len(list_kernel_paths()) == 1:
         return []
     memory = aligned_buffer(8192)[0]

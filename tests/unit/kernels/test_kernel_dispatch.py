@@ -1,4 +1,4 @@
-"""Which path runs is said and can be chosen; what does not fit together is refused before addresses are used."""
+"""Tests of kernel dispatch: the path is reported and can be chosen, and mismatched tensors are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of keyed words: the native code's are the reference's, and both are those that were written before."""
+"""Tests of sums of keyed words: native code equals the reference, and both equal the value of earlier releases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_words_that_do_not_lie_together_are_summed_too() -> None:
 
 
 def test_it_stays_what_it_is() -> None:
-    """Checkpoints have it written in them."""
+    """The value is constant, because checkpoints store it."""
     assert int(reference.keyed_sum(torch.arange(-3, 9000, dtype=torch.int32), 5, 7)) == GOLDEN
 
 

@@ -1,4 +1,4 @@
-"""Every native path computes, bit by bit, what the reference in PyTorch computes."""
+"""Tests that every native path equals the PyTorch reference bit by bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not NATIVE, reason="no native module was built")
 
 
 def values(count: int, seed: int, spread: float = 3.0) -> torch.Tensor:
-    """Normal numbers whose magnitudes differ by `spread` decades or so."""
+    """Return normal numbers whose magnitudes span about `spread` decades."""
     generator = torch.Generator().manual_seed(seed)
     scale = 10 ** (spread * (torch.rand(count, generator=generator) - 0.5))
     return torch.randn(count, generator=generator) * scale
@@ -56,7 +56,7 @@ def test_in_any_format_at_any_place(rule: str, path: str, data: st.DataObject) -
 @pytest.mark.parametrize("state", STATES, ids=str)
 @pytest.mark.parametrize("rule", ["adamw", "adam-amsgrad", "sgd-nesterov", "lamb"])
 def test_over_many_parts_of_work(rule: str, state: torch.dtype, path: str) -> None:
-    count = 300 * SCALE_BLOCK + 77  # more than two threads take at once
+    count = 300 * SCALE_BLOCK + 77  # more blocks than two threads take at once
     ours = piece(RULES[rule](1), values(count, 1), torch.zeros(count, dtype=torch.bfloat16), state, torch.bfloat16)
     run_both(rule, path, ours, 2, seed=2, threads=3)
 
@@ -83,14 +83,18 @@ def test_odd_values(rule: str, dtype: torch.dtype, path: str) -> None:
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("rule", RULES)
 def test_odd_values_in_coded_blocks(rule: str, path: str) -> None:
-    """One to a block of ordinary values, as gradient and as parameter: it must be lost alike, and alone."""
+    """One odd value in a block of ordinary values, as gradient and as parameter.
+
+    Every path must lose that value in the same way, and no other value of the block.
+    """
     bits = [0x7FFFFFFF, -1, 0x7FF00001, -0x100000 + 1]  # NaNs to which noise cannot be added
     odd = torch.cat([torch.tensor(ODD), torch.tensor(bits, dtype=torch.int32).view(torch.float32)])
     count = 2 * odd.numel() * SCALE_BLOCK
     parameter, gradient = values(count, 1), values(count, 2)
     parameter.view(-1, SCALE_BLOCK)[: odd.numel(), 7] = odd
     gradient.view(-1, SCALE_BLOCK)[odd.numel() :, 200] = odd
-    gradient.view(-1, SCALE_BLOCK)[::3, 9:100] = 0  # below the smallest code, once they were not
+    # values below the smallest code; an earlier version decoded them to other values than 0
+    gradient.view(-1, SCALE_BLOCK)[::3, 9:100] = 0
     ours = piece(RULES[rule](1), parameter, gradient, torch.uint8)
     theirs = copy_of(ours)
     for step in (1, 2):
@@ -103,7 +107,7 @@ def test_odd_values_in_coded_blocks(rule: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", NATIVE)
 def test_rounding_to_16_bits_is_torchs(path: str) -> None:
-    """Every bf16 and fp16 number, the middle between it and the next, and what stands just beside the middle."""
+    """Round every bf16 and fp16 number, the midpoint to the next one, and the fp32 neighbours of the midpoint."""
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
         exact = halves.view(dtype).float()

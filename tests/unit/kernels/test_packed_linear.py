@@ -1,4 +1,4 @@
-"""`PackedLinear` does what `nn.Linear` with the unpacked weight does, and its bytes change by nothing but `pack`."""
+"""Tests that `PackedLinear` equals `nn.Linear` with the unpacked weight, and that only `pack` changes its bytes."""
 
 from __future__ import annotations
 

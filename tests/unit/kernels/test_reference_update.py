@@ -1,4 +1,4 @@
-"""The reference itself: exact fused multiply-add, and laws of the narrow states."""
+"""Tests of the reference update: exact fused multiply-add, and laws of the narrow optimizer states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ single = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def rounded(exact: Fraction) -> float:
-    """The fp32 number nearest to `exact`, ties to even; found among the neighbours of a guess."""
+    """Return the fp32 number nearest to `exact`, ties to even, by trying the neighbours of a first guess."""
     guess = torch.tensor(float(exact), dtype=torch.float64).float()
     around = [guess.nextafter(torch.tensor(-math.inf)), guess, guess.nextafter(torch.tensor(math.inf))]
     finite = [value for value in around if value.isfinite()]
@@ -37,7 +37,7 @@ def rounded(exact: Fraction) -> float:
 
 
 @given(a=single, b=single, c=single)
-@example(a=1 + 2**-12, b=1 + 2**-12, c=2.0**-60)  # rounding to fp64 first would make a tie of it
+@example(a=1 + 2**-12, b=1 + 2**-12, c=2.0**-60)  # rounding to fp64 first would make this a tie
 @example(a=1.0000001192092896, b=2.0**-25, c=1.0)
 @example(a=0.0, b=-1.0, c=0.0)
 def test_fma_rounds_the_exact_result_once(a: float, b: float, c: float) -> None:
@@ -69,7 +69,7 @@ def test_a_coded_value_is_one_of_its_neighbours(signed: bool, count: int, bits: 
     codes, scales = quantize_blockwise(values, torch.full((count,), bits), signed)
     assert codes.dtype == torch.uint8 and scales.numel() == count_scales(count)
     error = (dequantize_blockwise(codes, scales, signed) - values).abs()
-    # A code spans an eighth of the value; below the smallest code lies a last step.
+    # Codes are an eighth of the value apart; the last step is the one below the smallest code.
     smallest = 1.125 * 2.0 ** (-15 if signed else -31) * scales.repeat_interleave(SCALE_BLOCK)[:count]
     step = torch.maximum(values.abs() / 8, smallest)
     assert (error <= step * (1 + 1e-5)).all()
@@ -86,7 +86,10 @@ def test_rounding_to_nearest_halves_the_error(signed: bool) -> None:
 @pytest.mark.parametrize("signed", [True, False])
 @given(count=st.integers(1, 3 * SCALE_BLOCK), decades=st.floats(0, 12), power=st.integers(-30, 30))
 def test_coding_what_was_decoded_changes_nothing(signed: bool, count: int, decades: float, power: int) -> None:
-    """Whatever the noise: checkpoints may decode, move and code again. Blocks that start elsewhere keep the values."""
+    """Quantizing decoded values again returns the same codes, for any noise.
+
+    So a checkpoint may decode, move and quantize states again. Blocks that start elsewhere keep the values.
+    """
     values = in_blocks(count, signed, decades) * 2.0**power
     values[::7] = 0
     generator = torch.Generator().manual_seed(count)
@@ -96,7 +99,8 @@ def test_coding_what_was_decoded_changes_nothing(signed: bool, count: int, decad
     codes_again, scales_again = quantize_blockwise(decoded, again, signed)
     assert torch.equal(codes_again, codes) and torch.equal(scales_again, scales)
     moved = torch.cat([torch.zeros(100), decoded])
-    inside = decoded.abs() >= decoded.abs().max() * 2.0 ** (-14 if signed else -30)  # of any block's scale
+    # large enough for the scale of any block
+    inside = decoded.abs() >= decoded.abs().max() * 2.0 ** (-14 if signed else -30)
     moved_again = dequantize_blockwise(
         *quantize_blockwise(moved, torch.cat([torch.zeros(100, dtype=torch.int64), again]), signed), signed
     )
@@ -114,7 +118,7 @@ def test_scales_are_powers_of_two_down_to_the_least(signed: bool) -> None:
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("value", [0.777, 0.013, 3.1e-5, 2.5e-5, 1.1e-5, 3.1e-6, 3.1e-7])
 def test_stochastic_rounding_is_right_on_average(signed: bool, value: float) -> None:
-    """The mean over all the noise there is equals the value: of normal codes, and of signed ones below the smallest."""
+    """The mean over all possible noise equals the value, for normal codes and for signed ones below the smallest."""
     noise = torch.arange(1 << 20).view(-1, SCALE_BLOCK).clone()
     block = torch.full(noise.shape, value)
     block[:, 0], noise[:, 0] = 1.0, 0
@@ -164,7 +168,7 @@ def test_a_block_with_an_infinity_or_nan_is_lost_and_no_other() -> None:
 
 @pytest.mark.parametrize("state", [torch.bfloat16, torch.uint8], ids=str)
 def test_slow_averages_move_in_narrow_states(state: torch.dtype) -> None:
-    """With beta2 = 0.999 rounding to nearest would keep the second moment where it once was."""
+    """Slow averages follow the gradients. With beta2 = 0.999, rounding to nearest would freeze the second moment."""
     count, steps = 4 * SCALE_BLOCK, 1500
     start = torch.randn(count, generator=torch.Generator().manual_seed(0))
     rule = RULES["adamw"]
@@ -181,7 +185,7 @@ def test_slow_averages_move_in_narrow_states(state: torch.dtype) -> None:
         if not narrow.scales
         else dequantize_blockwise(narrow.states[1], narrow.scales[1], False)
     )
-    assert exact.states[1].mean() < 0.3e-3  # from 1e-3
+    assert exact.states[1].mean() < 0.3e-3  # starts at 1e-3
     assert stored.mean().item() == pytest.approx(exact.states[1].mean().item(), rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Weight formats: the stated rounding of what is packed, and products as of the unpacked weight."""
+"""Tests of weight formats: the documented rounding of packed weights, and products equal to the unpacked weight's."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_int8_rounds_half_to_even_and_takes_rows_of_zeros() -> None:
 def gradients(
     call: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Output and gradients of input and bias, for an upstream gradient that is not constant."""
+    """Return the output and the gradients of input and bias, for an upstream gradient that is not constant."""
     leaves = [one.detach().clone().requires_grad_() for one in (x, bias) if one is not None]
     out = call(leaves[0], leaves[1] if bias is not None else None)
     out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
@@ -106,7 +106,7 @@ def test_linear_is_that_of_the_unpacked_weight(name: str, dtype: torch.dtype, wi
     assert len(found) == 2 + with_bias
     for have, want in zip(found, wanted, strict=True):
         assert torch.equal(have, want) and have.dtype == dtype
-    # several blocks of rows, the last one smaller: other sums in the gradient of the input
+    # Several row blocks, the last one smaller: the input's gradient is summed in another order.
     bound = 1e-2 if dtype.itemsize == 2 else 1e-5
     with mock.patch.object(packed_matmul, "BLOCK_NUMEL", 33 * 5):
         blocks = gradients(lambda x, b: form.linear(x, packed, b), x, bias)

@@ -1,1 +1,1 @@
-"""Tests of windlass.launch: real ranks, most of which do not import torch."""
+"""Tests of windlass.launch with real ranks, most of which do not import torch."""

@@ -1,4 +1,4 @@
-"""The writing end between launcher and nodes."""
+"""Tests of the write end of the channel between launcher and node agents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from windlass.launch.agent_channel import MESSAGE_PREFIX, AgentChannel
 
 
 def test_it_closes_its_descriptor_once() -> None:
-    """Its number is another file's a moment later."""
+    """The channel closes its descriptor only once, because another file may have its number by then."""
     reading, writing = os.pipe()
     channel = AgentChannel(writing)
     channel.send({"a": 1})

@@ -1,4 +1,4 @@
-"""A dry run: where ranks would sit and what axes would send, drawn; a golden picture, and what is wrong with others."""
+"""Tests of a dry run: rank placements and traffic of the axes as a diagram, a golden diagram, and invalid plans."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drawn(*words: str) -> str:
 
 
 def test_32_devices_on_4_nodes() -> None:
-    """pp 4 x tp 4 x dp 2: tp inside a node, data beside it, a stage a node."""
+    """pp 4 x tp 4 x dp 2: tp inside a node, data parallelism beside it, one pipeline stage per node."""
     text = drawn("--nnodes", "4", "--nproc", "8", "--pp", "4", "--tp", "4")
     assert text == GOLDEN.read_text("utf-8"), text
 

@@ -1,4 +1,4 @@
-"""Laws of the one exit code out of many."""
+"""Laws of combining the exit codes of many ranks into one."""
 
 from __future__ import annotations
 

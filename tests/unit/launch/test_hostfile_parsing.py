@@ -1,4 +1,4 @@
-"""The hostfile, the filters of --include and --exclude, and what a host may be called."""
+"""Tests of the hostfile, of the filters --include and --exclude, and of valid host names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every flag of torchrun and of the `deepspeed` command is known; what cannot be honoured is refused by name."""
+"""Tests that every flag of torchrun and `deepspeed` is known, and that an unsupported one is refused by name."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_deepspeeds_own_entry_raises_what_its_tests_expect(monkeypatch: pytest.M
 
 
 def test_the_launcher_of_one_host_is_told_by_its_caller() -> None:
-    """`python -m deepspeed.launcher.launch`, which schedulers call by themselves."""
+    """`python -m deepspeed.launcher.launch`, which schedulers call directly, takes the hosts from its caller."""
     told = encode_world_info({"a": [0, 1], "b": [0, 3]})
     words = [f"--world_info={told}", "--node_rank", "1", "--master_addr", "m", "--master_port=7", "s.py", "--node_rank"]
     plan = node_plan_from_args(parse_flags(build_node_parser(), words))
@@ -252,7 +252,7 @@ def test_the_launcher_of_one_host_is_told_by_its_caller() -> None:
 
 
 def test_a_busy_port_that_nobody_asked_for_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two `deepspeed` commands on one machine: DeepSpeed's default port serves only one of them."""
+    """A busy default port is replaced, so that two `deepspeed` commands can run on one machine."""
     plans: list[LaunchPlan] = []
     monkeypatch.setattr(launch_command, "is_port_free", lambda port: False)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The command lines of other launchers, word by word, and the rank that one of them started."""
+"""Tests of the exact command lines of other launchers, and of a rank that one of them started."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_command_line_of_pdsh(tmp_path: Path) -> None:
     )
     assert found.argv[:-1] == ["pdsh", "-S", "-b", "-f", "1024", "-w", "a,b", "-l", "me"]
     assert found.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-F c -p 2222"}
-    text = found.argv[-1].replace("%n", "1").replace("%%", "%")  # as pdsh does
+    text = found.argv[-1].replace("%n", "1").replace("%%", "%")  # pdsh replaces these
     inner = subprocess.run(["sh", "-c", f"{text.replace('exec sh -c', 'printf %s')}"], capture_output=True, text=True)
     agent = f"exec {sys.executable} -u -m windlass.launch.pdsh_agent 1 {encode_plan(PLAN)}"
     place = "cd '/some where' && "
@@ -132,7 +132,7 @@ SLURM = {
         (SLURM, ("Slurm", 4, 5, 1, 2)),
         ({**SLURM, "WORLD_SIZE": "9"}, ("Slurm", 4, 5, 1, 2)),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
-        ({name: value for name, value in SLURM.items() if "STEP" not in name}, None),  # a batch script
+        ({name: value for name, value in SLURM.items() if "STEP" not in name}, None),  # a batch script, outside a step
     ],
 )
 def test_the_place_that_others_give(environ: Mapping[str, str], expected: tuple[object, ...] | None) -> None:
@@ -156,7 +156,7 @@ def test_what_a_rank_of_slurm_lacks() -> None:
 
 
 def test_a_plan_of_one_rank_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of one task is a rank of its plan, though `windlass run` inside it would start ranks."""
+    """A Slurm step of one task is a rank of its plan, although `windlass run` inside it would start ranks."""
     plan = replace(PLAN, hosts=(Host("a", (0,)),), cwd=None)
     became: list[list[str]] = []
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI", "MV2_"))]:

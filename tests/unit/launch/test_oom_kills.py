@@ -1,4 +1,4 @@
-"""A rank that the kernel killed for lack of memory is told from one that somebody killed."""
+"""Tests that a rank killed by the kernel's OOM killer is distinguished from one killed by a signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.launch.oom_kills import OomKillCounter
 
 
 def machine(root: Path, membership: str, counter: str, kills: int) -> None:
-    """The files of a machine whose counter stands at `kills`."""
+    """Write the /proc and cgroup files of a machine whose OOM-kill counter is `kills`."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text(membership)
     path = root / counter

@@ -1,4 +1,4 @@
-"""How threads are shared out, and what is refused before any rank is started."""
+"""Tests of sharing threads between ranks, and of plans refused before any rank starts."""
 
 from __future__ import annotations
 

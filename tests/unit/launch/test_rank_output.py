@@ -1,4 +1,4 @@
-"""What ranks write: whole lines with labels, files, last lines; and what the table of `--watch` says."""
+"""Tests of rank output: whole labelled lines, files, last lines, and the table of `--watch`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_lost_host_is_one_failure_of_all_its_ranks() -> None:
 
 
 def test_a_closed_output_is_written_to_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`windlass run ... >&-`: Python has no standard output then."""
+    """Output to a closed stream is dropped: under `windlass run ... >&-` Python has no standard output."""
     monkeypatch.setattr(sys, "stdout", None)
     write_stream(OUT, b"lost\n")
 

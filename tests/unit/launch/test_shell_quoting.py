@@ -1,4 +1,4 @@
-"""What goes through a shell comes out as it went in: held by real shells."""
+"""Tests with real shells that quoted text survives a shell unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOSTILE = [
         "\x01",
     ),
 ]
-# A shell's words are bytes without NUL; Python gives those that are no UTF-8 as lone surrogates, which it passes on.
+# Words of a shell are bytes without NUL. Python represents non-UTF-8 bytes as lone surrogates and passes them on.
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20) | st.sampled_from(HOSTILE)
 _TELLS = ["sh", "-c", """printf '%s\\0' "$HOSTILE" "$(pwd)" "$@" """, "sh"]
 SHELLS = [shell for shell in ("sh", "bash", "dash", "zsh", "ksh") if shutil.which(shell)]
@@ -57,7 +57,7 @@ def through(shell: str, text: str) -> list[str]:
 def test_words_and_variables_survive_a_shell(words: list[str], value: str) -> None:
     text = shell_command([*_TELLS, *words], env={"HOSTILE": value}, cwd="/tmp")
     assert through("sh", text) == [value, "/tmp", *words]
-    # As ssh does it: the user's shell reads the text of another one.
+    # As with ssh: the user's shell parses text that starts another shell.
     assert through("sh", shell_command(["sh", "-c", text])) == [value, "/tmp", *words]
 
 
@@ -89,7 +89,10 @@ def test_the_command_of_ssh() -> None:
 
 
 def test_what_ssh_is_told_holds_no_secret_and_starts_the_agent(tmp_path: Path) -> None:
-    """The environment follows as a message. A script that is sourced first may have any name, and stop nothing."""
+    """The ssh command holds no secrets: the environment follows as a message.
+
+    The script that is sourced first may have any name, and does not stop the agent.
+    """
     script = tmp_path / "it's mine.sh"
     script.write_text("HOSTILE='by the script'; export HOSTILE\n")
     text = SshConnectionOptions(venv_script=str(script)).agent_shell_command(

@@ -1,4 +1,4 @@
-"""Exactly the devices that are given, cores that are shared out, and environments."""
+"""Tests that each rank gets exactly its devices, its share of the cores, and its environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from windlass.launch.rank_placement import Host, place_ranks
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, 0, []),
         ({"CUDA_VISIBLE_DEVICES": "6", "SLURM_STEP_GPUS": "2,3"}, 1, ["6"]),
         ({"SLURM_STEP_GPUS": "2,3", "SLURM_JOB_GPUS": "0-7"}, 8, ["2", "3"]),
-        ({"SLURM_STEP_GPUS": "2,3"}, 2, ["0", "1"]),  # the job sees no others, and counts them anew
+        ({"SLURM_STEP_GPUS": "2,3"}, 2, ["0", "1"]),  # the step sees only these devices, and numbers them from 0
         ({"SLURM_JOB_GPUS": "4-6"}, 8, ["4", "5", "6"]),
         ({"GPU_DEVICE_ORDINAL": "1", "SLURM_JOB_GPUS": "5"}, 8, ["1"]),
         ({"SLURM_JOB_GPUS": "4-6"}, 0, []),
@@ -61,7 +61,10 @@ def jobs(
 
 
 def test_ranks_of_a_rank_do_not_look_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`deepspeed` started by a rank of torchrun's: its own rank 0 keeps the store, and must know that."""
+    """Ranks started inside a rank do not use the outer store.
+
+    With `deepspeed` started by a rank of torchrun, rank 0 of the inner run hosts the store.
+    """
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     plan = LaunchPlan(Program(("s",)), (Host("a", (0, 1)),), use_agent_store=False)

@@ -1,4 +1,4 @@
-"""Memory figures follow what a process takes, and are absent where the system does not tell."""
+"""Tests that memory figures follow the process's use, and are absent if the system does not report them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def test_touched_memory_is_seen() -> None:
     )
     for measure in measures:
         seen = []
-        for _ in range(5):  # what earlier tests left may be freed in between
+        for _ in range(5):  # memory of earlier tests may be freed between two measurements
             before = measure()
-            with mmap.mmap(-1, SIZE) as block:  # not from malloc, which may hand out pages that are resident already
+            with mmap.mmap(-1, SIZE) as block:  # not from malloc, which may return pages that are resident already
                 block.write(b"1" * SIZE)
                 after = measure()
             assert before is not None and after is not None

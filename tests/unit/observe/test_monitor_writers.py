@@ -1,4 +1,4 @@
-"""Monitors write what they are told, once, on rank 0, and never stop a training."""
+"""Tests that monitors write each event once, on rank 0, and never stop the training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_one_csv_file_a_quantity_continued_by_the_next_run(tmp_path: Path) -> No
             assert monitor.enabled
             for step in steps:
                 monitor.write_events([("Train/loss", 0.1 * step, step), ("Train/lr rate", torch.tensor(0.5), step)])
-                assert rows(tmp_path / "job" / "Train_loss.csv")[-1] == [str(step), str(0.1 * step)]  # flushed
+                # each event is flushed at once
+                assert rows(tmp_path / "job" / "Train_loss.csv")[-1] == [str(step), str(0.1 * step)]
     assert rows(tmp_path / "job" / "Train_loss.csv") == [
         ["step", "loss"],
         ["1", "0.1"],
@@ -80,14 +81,14 @@ def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
     monitor = RunMonitor(sections(tmp_path, "tensorboard"), rank=0)
     monitor.write_events([("Train/loss", 2.5, 10), ("Train/loss", 1.5, 20)])
     events = reading.EventAccumulator(str(tmp_path / "job"))
-    events.Reload()  # before close: what was written is on disk
+    events.Reload()  # before close: the events are on disk already
     assert [(event.step, event.value) for event in events.Scalars("Train/loss")] == [(10, 2.5), (20, 1.5)]
     monitor.close()
     monitor.close()
 
 
 class FakeWandb(ModuleType):
-    """Remembers what the real one is told."""
+    """Fake of `wandb` that records its calls."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -118,7 +119,7 @@ def test_wandb_gets_one_call_a_step_in_order(tmp_path: Path, monkeypatch: pytest
 
 
 class FakeComet(ModuleType):
-    """Remembers what `comet_ml` is told."""
+    """Fake of `comet_ml` that records its calls."""
 
     def __init__(self) -> None:
         super().__init__("comet_ml")

@@ -1,4 +1,4 @@
-"""Timers add up what they saw, and cost nothing when off."""
+"""Tests that timers sum their intervals, and do nothing when disabled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.observe.phase_timers import Timers
 
 
 class Clock:
-    """A clock that the test moves, in place of the time module."""
+    """Clock that the test advances, in place of the time module."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""The optimizers for host memory: equal to torch's and windlass' own, in narrow states too, on every path."""
+"""Tests that the CPU optimizers equal torch's and windlass's other ones, also with narrow states, on every path."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parameters(sizes: tuple[int, ...] = (640, 96), dtype: torch.dtype = torch.fl
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 1, scale: float = 1.0) -> torch.Tensor:
-    """Weights after `steps` with random gradients, flat."""
+    """Return the flattened weights after `steps` updates with random gradients."""
     generator = torch.Generator().manual_seed(seed)
     own = [p for group in optimizer.param_groups for p in group["params"]]
     for _ in range(steps):
@@ -108,7 +108,10 @@ def test_infinities_and_nans_go_where_torch_sends_them(
 
 @pytest.mark.parametrize("cls", [O.AdamW, O.Adam, O.SGD, O.Adagrad])
 def test_odd_lengths_are_within_1e_6_of_torch(cls: Any) -> None:
-    """Torch rounds differently in what is left of a vector; here every element is computed alike."""
+    """Lengths that do not fill a vector are within 1e-6 of torch.
+
+    Torch rounds the tail of a vector differently; here every element is computed in the same way.
+    """
     ours = make_native_cpu_equivalent(cls(parameters((1, 7, 333)), lr=0.1))
     if ours is None:
         pytest.skip("the reference stands in for nobody")
@@ -159,7 +162,7 @@ def test_a_state_dict_passes_between_torch_and_here() -> None:
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
 def test_narrow_states_find_the_same_minimum(state_dtype: str) -> None:
-    """Least squares by AdamW: the loss that narrow states end at is close to that of fp32 states."""
+    """AdamW on least squares: the final loss with narrow states is close to that with fp32 states."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 64, generator=generator) * torch.logspace(-2, 1, 64)
     targets = inputs @ torch.randn(64, 8, generator=generator) + 0.1 * torch.randn(512, 8, generator=generator)
@@ -179,7 +182,7 @@ def test_narrow_states_find_the_same_minimum(state_dtype: str) -> None:
 
 @pytest.mark.parametrize(("cls", "options"), OWN)
 def test_scaled_16_bit_gradients_and_16_bit_copies(cls: Any, options: dict[str, Any]) -> None:
-    """One pass over what torch needs three for: casting the gradient up, the step, casting the parameter down."""
+    """One pass equals torch's three: casting the gradient up, the update, casting the parameter down."""
     plain, mixed = cls(parameters(), **options), cls(parameters(), **options)
     own, theirs = mixed.param_groups[0]["params"], plain.param_groups[0]["params"]
     mixed.low_precision_copies = {p: torch.empty(p.shape, dtype=torch.bfloat16) for p in own}

@@ -1,4 +1,4 @@
-"""The allowlist of elementwise optimizers, by property; the fused steps, by comparison with the plain ones."""
+"""Tests of the allowlist of elementwise optimizers by property, and of fused updates against plain ones."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ VARIANTS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (O.Rprop, {"maximize": True}),
     (Lion, {"weight_decay": 0.1}),
 ]
-STEPS = 8  # RAdam changes its formula at the sixth
+STEPS = 8  # RAdam changes its formula at the sixth step
 
 
 def step_all(cls: type[torch.optim.Optimizer], options: dict[str, Any], spans: list[slice], size: int) -> torch.Tensor:
-    """The weights after `STEPS` steps when each span of a parameter is a parameter of its own."""
+    """Return the weights after `STEPS` updates, with each span of the parameter as a separate parameter."""
     generator = torch.Generator().manual_seed(size)
     start = torch.randn(size, generator=generator)
     parts = [start[span].clone().requires_grad_() for span in spans]
@@ -216,7 +216,8 @@ def test_the_bytes_of_states_to_come_are_those_that_come(cls: Any, options: dict
     optimizer = cls([parameter], lr=0.1, **options)
     calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *arguments: calls.append(1))
-    before = {key: value.clone() for key, value in optimizer.state[parameter].items()}  # Adagrad makes it at once
+    # Adagrad creates its state at construction
+    before = {key: value.clone() for key, value in optimizer.state[parameter].items()}
     told = measure_state_bytes(optimizer, dtype)
     assert not calls and list(optimizer.state) == [parameter] and bool((parameter == 1).all())
     assert all(torch.equal(value, optimizer.state[parameter][key]) for key, value in before.items())

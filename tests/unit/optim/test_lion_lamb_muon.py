@@ -1,4 +1,4 @@
-"""Lion, Lamb and Muon against their formulas written out, and the law that one parameter does not see another."""
+"""Tests of Lion, Lamb and Muon against their written-out formulas, and that parameters do not affect each other."""
 
 from __future__ import annotations
 

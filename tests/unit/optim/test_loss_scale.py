@@ -1,4 +1,4 @@
-"""The loss scale against a plain model of its rules, over random histories."""
+"""Tests of the loss scale against a plain model of its rules, over random histories."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quiet() -> object:
 
 
 def expected_scale(history: list[bool], start: float, window: int, hysteresis: int, consecutive: bool) -> float:
-    """The scale after `history`, by looking back over all of it at every step."""
+    """Return the scale after `history`, computed from the whole history at every step."""
     scale, forgiven = start, 0
     for now, overflow in enumerate(history):
         since = history[: now + 1]
@@ -87,7 +87,8 @@ def test_known_histories() -> None:
     for _ in range(3):
         scaler.update(True)
         told.append(scaler.scale)
-    assert told == [65536, 32768, 16384]  # one overflow is forgiven, and the stock is not refilled by falling
+    # one overflow is tolerated, and lowering the scale does not restore the hysteresis
+    assert told == [65536, 32768, 16384]
     for _ in range(1000):
         scaler.update(False)
     assert scaler.scale == 32768

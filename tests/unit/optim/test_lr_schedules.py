@@ -1,4 +1,4 @@
-"""Schedules against closed forms written independently, and what engines and clients ask of them."""
+"""Tests of schedules against independent closed forms, and of the interface that engines and clients use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUP_LRS = (0.1, 0.02)
 
 
 def plain_optimizer() -> Any:
-    """Anything with param_groups will do."""
+    """Return an object with `param_groups`, which is all that schedules need."""
     return SimpleNamespace(param_groups=[{"lr": lr, "betas": (0.9, 0.999), "params": []} for lr in GROUP_LRS])
 
 
@@ -28,7 +28,7 @@ def lrs(optimizer: Any) -> list[float]:
 
 
 def run(name: str, params: dict[str, Any], steps: int) -> list[list[float]]:
-    """The rates that each of `steps` optimizer steps uses: the first before any `scheduler.step()`."""
+    """Return the learning rates of each of `steps` optimizer steps, the first before any `scheduler.step()`."""
     optimizer = plain_optimizer()
     schedule = scheduler_factory.build_scheduler(name, params, optimizer)
     used = [lrs(optimizer)]
@@ -39,7 +39,7 @@ def run(name: str, params: dict[str, Any], steps: int) -> list[list[float]]:
 
 
 def line(x: float, points: list[tuple[float, float]]) -> float:
-    """Linear interpolation through `points`, constant outside."""
+    """Interpolate linearly through `points`, constant outside."""
     if x <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
@@ -162,7 +162,10 @@ def test_resuming_changes_nothing(name: str, before: int, after: int) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_last_rate_before_a_step_is_the_starting_one(name: str) -> None:
-    """As in DeepSpeed, whose OneCycle has none: an assertion that clients know."""
+    """Before any step, `get_last_lr` returns the starting rate.
+
+    In DeepSpeed OneCycle raises an assertion instead, which clients handle.
+    """
     optimizer = plain_optimizer()
     schedule = scheduler_factory.build_scheduler(name, EXAMPLES[name], optimizer)
     for _ in range(2):

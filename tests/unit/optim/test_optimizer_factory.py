@@ -1,4 +1,4 @@
-"""Names and parameters of a configuration's `optimizer` section."""
+"""Tests of the names and parameters in a configuration's `optimizer` section."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parameters() -> list[torch.Tensor]:
 
 
 class Widths(tuple[float, ...]):
-    """What `mup.set_base_shapes` leaves on a parameter: by dimension, how much it grew; 0 where it does not grow."""
+    """Fake of the `infshape` that `mup.set_base_shapes` sets: growth factor per dimension, 0 if it does not grow."""
 
     def ninf(self) -> int:
         return sum(width > 0 for width in self)

@@ -1,4 +1,4 @@
-"""States in 8 bits that come to be cut elsewhere: the same blocks keep every bit, others stay within half a step."""
+"""Tests of resharding 8-bit states: unchanged blocks keep every bit, others stay within half a quantization step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.optim import quantized_states
 
 
 def state(numel: int, signed: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales as training leaves them: rounded stochastically, over many magnitudes."""
+    """Return codes and scales as training leaves them: rounded stochastically, over many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * torch.exp(3 * torch.randn(numel, generator=generator))
     noise = torch.randint(0, 1 << 20, (numel,), generator=generator)
@@ -23,7 +23,7 @@ def state(numel: int, signed: bool, seed: int) -> tuple[torch.Tensor, torch.Tens
 def saved_as(
     spans: list[tuple[int, int]], signed: bool, seed: int
 ) -> tuple[torch.Tensor, list[quantized_states.BlockScales]]:
-    """A state of several spans, each in its own blocks: all codes, and each span's scales."""
+    """Return a state of several spans, each with its own blocks: all codes, and the scales of each span."""
     parts = [state(stop - start, signed, seed + start) for start, stop in spans]
     scales = [quantized_states.BlockScales(*span, 0, found) for span, (_, found) in zip(spans, parts, strict=True)]
     return torch.cat([codes for codes, _ in parts]), scales
@@ -68,10 +68,10 @@ def test_another_cut_is_within_half_a_step(signed: bool, data: st.DataObject, nu
     into, found = recoded(codes, span, scales, signed)
     now = reference.dequantize_blockwise(into, found, signed)
     blocks = found.repeat_interleave(SCALE_BLOCK)[: was.numel()]
-    least = (2.0**-15 if signed else 2.0**-31) * 1.125 * blocks  # below it there is one code, and 0
+    least = (2.0**-15 if signed else 2.0**-31) * 1.125 * blocks  # magnitudes below it have one code besides 0
     assert bool(((now - was).abs() <= was.abs() / 16 * 1.0001 + least).all())
     if not signed:
-        assert bool(((now == 0) == (was == 0)).all())  # it stands under a root in a denominator
+        assert bool(((now == 0) == (was == 0)).all())  # the state is under a root in a denominator
 
 
 @given(numel=st.integers(1, 3000), data=st.data())

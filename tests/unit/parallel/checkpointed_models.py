@@ -1,4 +1,4 @@
-"""Small models, run with and without checkpointing: what a forward keeps must not change what it computes."""
+"""Small models that run with and without activation checkpointing, which must not change their results."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 Through = Callable[..., Any]
-"""`through(function, *args, **kwargs)`: a checkpoint function, or just the call."""
+"""`through(function, *args, **kwargs)`: a checkpoint function, or a plain call."""
 
 WIDTH, WORDS = 32, 24
 
 
 def plainly(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """No checkpointing."""
+    """Call the function without checkpointing."""
     return function(*args, **kwargs)
 
 
 class Layer(nn.Module):
-    """A residual feed-forward layer with dropout, as deep as a transformer's half."""
+    """Residual feed-forward layer with dropout, as deep as half a transformer layer."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, layers, tied head; a subclass says how the layers are run through `through`."""
+    """Model of an embedding, layers and a head. Subclasses choose how `through` runs the layers."""
 
     def __init__(self, through: Through = plainly, layers: int = 3) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 class Tied(Net):
-    """The head is the embedding."""
+    """Model whose head shares the weight of the embedding."""
 
     def __init__(self, through: Through = plainly) -> None:
         super().__init__(through)
@@ -64,7 +64,7 @@ class Tied(Net):
 
 
 class Twice(Net):
-    """Every layer is called twice."""
+    """Model that calls every layer twice."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in [*self.blocks, *self.blocks]:
@@ -73,7 +73,7 @@ class Twice(Net):
 
 
 class Frozen(Net):
-    """The first layer and the embedding do not train, so the first input needs no gradient."""
+    """Model whose embedding and first layer are frozen, so that the first input needs no gradient."""
 
     def __init__(self, through: Through = plainly) -> None:
         super().__init__(through)
@@ -83,7 +83,7 @@ class Frozen(Net):
 
 
 class Nested(Net):
-    """Checkpoints around checkpoints."""
+    """Model with checkpoints inside checkpoints."""
 
     def body(self, x: Tensor) -> Tensor:
         def pair(x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Nested(Net):
 
 
 class ReentrantInside(Net):
-    """torch's reentrant checkpoint in one of ours."""
+    """Model with torch's reentrant checkpoint inside a windlass checkpoint."""
 
     def body(self, x: Tensor) -> Tensor:
         def pair(x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class ReentrantInside(Net):
 
 
 class Parts(NamedTuple):
-    """What a call returns: two tensors, and something else."""
+    """Result of a call: two tensors and a string."""
 
     x: Tensor
     more: list[Tensor]
@@ -118,7 +118,7 @@ class Parts(NamedTuple):
 
 
 class Arguments(Net):
-    """Keywords, containers, a partial, an input used twice, several outputs and such as are no tensors."""
+    """Model whose layers take keywords, containers, a partial and an input twice, and also return non-tensors."""
 
     def body(self, x: Tensor) -> Tensor:
         scale = torch.linspace(0.5, 1.5, 64)
@@ -136,7 +136,7 @@ class Arguments(Net):
 
 
 class Uneven(Net):
-    """An output that nobody uses, and a call whose result is dropped."""
+    """Model with an unused output and a call whose result is dropped."""
 
     def body(self, x: Tensor) -> Tensor:
         def two(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class Uneven(Net):
 
 
 class Shapes(Net):
-    """Inputs that are slices, transposed, expanded, and of other dtypes."""
+    """Model with inputs that are sliced, transposed, expanded, and of other dtypes."""
 
     def body(self, x: Tensor) -> Tensor:
         wide = torch.cat([x, x * 2], dim=-1)
@@ -168,12 +168,12 @@ NETS: dict[str, type[Net]] = {
 
 
 def ids(seed: int = 0) -> Tensor:
-    """Words `[4, 10]`."""
+    """Return token ids of shape `[4, 10]`."""
     return torch.randint(0, WORDS, (4, 10), generator=torch.Generator().manual_seed(seed))
 
 
 def trained(name: str, through: Through, steps: int = 2, **more: Any) -> dict[str, Tensor]:
-    """Losses and gradients of every step, and the state of the generator at the end, by name."""
+    """Return the losses and gradients of every step and the final state of the generator, by name."""
     torch.manual_seed(7)
     model = NETS[name](through)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -191,7 +191,7 @@ def trained(name: str, through: Through, steps: int = 2, **more: Any) -> dict[st
 
 
 def differences(have: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
-    """Names under which two results are not the same bit by bit."""
+    """Return the names whose values differ in any bit between two results."""
     assert want
     if have.keys() != want.keys():
         return [f"on one side only: {sorted(have.keys() ^ want.keys())}"]

@@ -1,4 +1,4 @@
-"""What the tests of kept activations share: a garbage collection that looks at what they made, and at nothing older."""
+"""Garbage collection limited to new objects, for the tests of saved activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def _only_what_is_new_is_collected() -> Iterator[None]:
-    """Many tests here collect garbage; walking through all of torch each time would take most of their time."""
+    """Exclude existing objects from garbage collection.
+
+    Many tests here collect garbage, and walking through all objects of torch would take most of their time.
+    """
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,7 @@
-"""A far memory of our own: everything moves there, as slowly as it likes, and the source may be ruined once it left."""
+"""Fake remote memory for activations.
+
+Every tensor moves there, with any delay. The source may be overwritten once the copy is made.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from windlass.parallel.activation_store import ActivationTier
 
 
 class Arrival:
-    """A copy back, that is there only when it was waited for."""
+    """Copy back whose value is valid only after `wait`."""
 
     def __init__(self, place: FarPlace, stored: torch.Tensor) -> None:
         self._place, self._stored = place, stored
@@ -23,7 +26,7 @@ class Arrival:
 
 
 class Far:
-    """A copy there, that is made at the last moment."""
+    """Copy to the remote memory that is made as late as possible."""
 
     def __init__(self, place: FarPlace, flat: torch.Tensor) -> None:
         self._place, self._source, self._stored = place, flat, None
@@ -48,14 +51,14 @@ class Far:
 
 
 class FarPlace:
-    """See above. `late`: copies there are under way until somebody waits."""
+    """Fake remote memory. With `late`, copies to it are in flight until a caller waits for them."""
 
     tier: ActivationTier = "cpu"
     is_collective = False
 
     def __init__(self, *, late: bool = False, under_way: int = 2) -> None:
         self.late, self.max_in_flight = late, under_way
-        self.put_there: list[int] = []  # elements, in the order of coming
+        self.put_there: list[int] = []  # numbers of elements, in the order of arrival
         self.fetched: list[int] = []
 
     def begin_call(self, unique_bytes: int, shared_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The one buffer: regions never overlap, memory comes once, and a buffer that is too small says so."""
+"""Tests of the activation buffer: regions never overlap, memory is allocated once, and a small buffer is reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_regions_that_live_never_overlap(moves: list[tuple[bool, int]], random: 
 
 
 def rounds(buffer: ActivationBuffer, calls: int, nbytes: int) -> list[BufferRegion | None]:
-    """As many calls as a forward has."""
+    """Begin `calls` calls, as many as a forward has, and allocate in each."""
     found = []
     for _ in range(calls):
         buffer.begin_call(nbytes, 0)

@@ -1,4 +1,4 @@
-"""What `configure` takes, refuses and does, without any process group."""
+"""Tests of `configure` without a process group: its arguments, its errors and its effect."""
 
 from __future__ import annotations
 

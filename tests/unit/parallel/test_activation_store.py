@@ -1,4 +1,4 @@
-"""Host memory, where the device has one of its own: that is played here, by copies that are late and counted."""
+"""Tests of offloading to host memory of a device with its own memory, simulated by late and counted copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
 
 
 class LateCopy:
-    """A copy that is made when somebody waits, or at the second look."""
+    """Copy that is made at `wait` or at the second `poll`."""
 
     def __init__(self, source: torch.Tensor, value: torch.Tensor) -> None:
         self.value, self._source, self._looks = value, source, 0
@@ -38,7 +38,7 @@ class LateCopy:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Bytes that went each way between the two memories."""
+    """Count the bytes copied in each direction between the two memories."""
     total = {"out": 0, "back": 0}
 
     def to_host(tensor: torch.Tensor, into: torch.Tensor | None = None) -> LateCopy:
@@ -105,7 +105,10 @@ def test_sources_are_let_go_in_the_forward(copied: dict[str, int]) -> None:
 
 
 def test_what_is_kept_longer_than_its_checkpoint_stays_what_it_was() -> None:
-    """A function that remembers its inputs sees no later ones in their place, though the buffer was used again."""
+    """A tensor that outlives its checkpoint keeps its values.
+
+    A function that stores its inputs must not see later inputs in their memory after the buffer is reused.
+    """
     manner = RecomputeSettings(
         SavedTensorOffloader(DeviceStore(2), min_offload_bytes=0),
         CheckpointProfiler(log_times=False, synchronize=False),

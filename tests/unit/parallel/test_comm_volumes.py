@@ -1,5 +1,7 @@
-"""What each axis sends, by formula: against figures from the papers, sums that must hold, and what collectives count on
-1,024 ranks."""
+"""Tests of the communication volume formulas of each axis.
+
+They are held against figures of the papers, sums that must hold, and counted collectives on 1,024 ranks.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_a_shape_counts_the_parameters_of_transformers_models(family: str) -> No
     made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made)
-    left_out = ("bias", "wpe", "q_norm", "k_norm", "ln_")  # ln_: two tensors a norm, of which a shape knows one
+    left_out = ("bias", "wpe", "q_norm", "k_norm", "ln_")  # ln_: two tensors per norm, but a model shape counts one
     named = dict(model.named_parameters())
     counted = sum(p.numel() for name, p in named.items() if not any(word in name for word in left_out))
     shape = from_transformers(made.to_dict())
@@ -108,7 +110,7 @@ def test_one_rank_sends_nothing() -> None:
 
 @pytest.mark.parametrize(("stage", "multiple"), [(0, 2), (1, 2), (2, 4), (3, 9)])
 def test_zero_moves_what_its_paper_says(stage: int, multiple: int) -> None:
-    """2P for stages 0 and 1, and 3P a micro-batch for stage 3; stage 2 reduces every micro-batch and gathers once."""
+    """2P for stages 0 and 1, 3P per micro-batch for stage 3. Stage 2 reduces every micro-batch and gathers once."""
     grid, work = MeshShape(dp_shard=4), StepWorkload(1, micro_batches=3, zero_stage=stage, parameter_bytes=4)
     assert told(compute_step_volumes(SHAPE, grid, work), "data") == multiple * SHAPE.numel * 4 * 3 // 4
 
@@ -133,10 +135,10 @@ def test_replicas_reduce_their_cuts_alone() -> None:
 def test_ulysses_is_4_n_h_over_p_a_forward() -> None:
     many = ModelShape(hidden=256, layers=1, heads=16, vocabulary=9)
     (found, ring) = compute_sequence_parallel_volumes(many, 1, 16, 1, StepWorkload(tokens=4096))
-    assert found.nbytes == 2 * (4 * 4096 * 256 // 16) * 2 * 15 // 16  # two passes, two bytes, and not to itself
+    assert found.nbytes == 2 * (4 * 4096 * 256 // 16) * 2 * 15 // 16  # two passes, two bytes, and nothing to itself
     assert ring.nbytes == 0
     fewer = next(iter(compute_sequence_parallel_volumes(SHAPE, 1, 16, 1, StepWorkload(tokens=4096))))
-    assert fewer.nbytes == found.nbytes  # 8 heads of keys for 16 ranks: each goes to two
+    assert fewer.nbytes == found.nbytes  # 8 key heads on 16 ranks: each head goes to two ranks
     (four, _) = compute_sequence_parallel_volumes(SHAPE, 1, 4, 1, StepWorkload(tokens=4096))
     (whole, _) = compute_sequence_parallel_volumes(many, 1, 4, 1, StepWorkload(tokens=4096))
     assert four.nbytes * 4 == whole.nbytes * 3  # keys and values are half as large
@@ -152,7 +154,7 @@ def test_activations_cross_each_cut_once_and_gradients_too(stages: int, chunks: 
     }
     passed = {place: [0, 0] for place in range(stages)}
     for _ in range(work.micro_batches):
-        for part in range(stages * chunks - 1):  # the part of the model before a cut
+        for part in range(stages * chunks - 1):  # the part of the model before each stage boundary
             passed[(part + 1) % stages][0] += 100
             passed[part % stages][1] += 100
     assert received == passed
@@ -176,7 +178,7 @@ def test_stages_and_slices_hold_the_model_together(pp: int, tp: int, ep: int, ti
 def test_norms_along_the_sequence_send_as_much_and_recomputing_half_more() -> None:
     grid = MeshShape(tp=4)
     plain, cut = (compute_step_volumes(SHAPE, grid, StepWorkload(64, tp_sequence_norms=cut)) for cut in (False, True))
-    ends = 2 * 64 * SHAPE.hidden * 2 * 3 // 4  # gathered where layers end, forward and backward
+    ends = 2 * 64 * SHAPE.hidden * 2 * 3 // 4  # gathered at the ends of layers, forward and backward
     assert told(plain, "tp") == told(cut, "tp") - ends
     assert {one.operation for one in plain} == {"all_reduce"}
     loss = next(one.nbytes for one in plain if "loss" in one.tensors)
@@ -190,7 +192,7 @@ def test_norms_along_the_sequence_send_as_much_and_recomputing_half_more() -> No
 
 @contextmanager
 def world(rank: int, grid: MeshShape) -> Iterator[dict[str, MeshAxis]]:
-    """The axes of a rank among 1,024 whose collectives end at once and move nothing; they count all the same."""
+    """Yield the axes of one rank among 1,024, whose collectives are counted, end at once and move no data."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=fake.FakeStore())
 
@@ -211,7 +213,7 @@ def world(rank: int, grid: MeshShape) -> Iterator[dict[str, MeshAxis]]:
 
 
 def attend(x: torch.Tensor, model: ModelShape, sp: MeshAxis, tp: MeshAxis) -> torch.Tensor:
-    """Attention's way to whole sequences of some heads and back: `x` is [tokens here, hidden]."""
+    """Exchange sequence shards for heads and back, as attention does: `x` is [local tokens, hidden]."""
     tokens, width = x.shape[0], model.resolved_head_dim
     heads, keys = model.heads // tp.size, model.resolved_kv_heads // tp.size
     here, kept = heads // sp.size, max(1, keys // sp.size)
@@ -231,9 +233,9 @@ def attend(x: torch.Tensor, model: ModelShape, sp: MeshAxis, tp: MeshAxis) -> to
 
 
 def ring(model: ModelShape, seen: int, axis: MeshAxis, tp: MeshAxis) -> None:
-    """Keys and values round a ring and, in the backward, their gradients home."""
+    """Send keys and values round a ring and, in the backward, their gradients back."""
     block = torch.zeros(seen, model.resolved_kv_heads // tp.size * model.resolved_head_dim, dtype=torch.bfloat16)
-    for _ in range(2):  # forward, and backward again
+    for _ in range(2):  # forward, and again in the backward
         for _ in range(axis.size - 1):
             axis.shift([block, block])
     for _ in range(axis.size):
@@ -241,7 +243,7 @@ def ring(model: ModelShape, seen: int, axis: MeshAxis, tp: MeshAxis) -> None:
 
 
 def layer(x: torch.Tensor, model: ModelShape, axes: dict[str, MeshAxis], cut_norms: bool) -> torch.Tensor:
-    """A layer as far as it talks."""
+    """Run the communication of one layer."""
     tp = axes["tp"]
 
     def enter(x: torch.Tensor) -> torch.Tensor:
@@ -271,7 +273,7 @@ def layer(x: torch.Tensor, model: ModelShape, axes: dict[str, MeshAxis], cut_nor
 
 
 def step(model: ModelShape, grid: MeshShape, work: StepWorkload, axes: dict[str, MeshAxis], pipe: int) -> None:
-    """What a rank of a stage sends in a step."""
+    """Run the communication of one training step on a rank of a stage."""
     sp, tp, pp = axes["sp"], axes["tp"], axes["pp"]
     tokens = work.tokens // sp.size
     for _ in range(work.micro_batches):

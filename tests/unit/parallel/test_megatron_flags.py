@@ -1,4 +1,4 @@
-"""Parameters that say by themselves that they are cut, as Megatron's layers have them say."""
+"""Tests of parameters that are marked as sharded by attributes, as Megatron's layers do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_part_lies_where_its_rank_does(flag: str, dim: int, whole: tuple[int, 
 
 
 def test_strides_are_blocks_of_which_each_rank_has_a_slice() -> None:
-    """As Megatron cuts a fused matrix: the whole in stride x ranks pieces, dealt out in turn."""
+    """A fused matrix is split as in Megatron: into stride x ranks pieces, dealt round-robin."""
     whole, ranks, stride = torch.arange(24), 2, 3
     for rank in range(ranks):
         model = flagged((12,), tensor_model_parallel=True, partition_stride=stride)

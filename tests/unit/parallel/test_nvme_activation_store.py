@@ -1,4 +1,4 @@
-"""Activations in files: equal bits, space and buffers used again, and errors of the disk where they are felt."""
+"""Tests of activations on NVMe: equal bits, reuse of space and buffers, and disk errors raised at the use."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_path_that_is_a_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 class Broken:
-    """A tier of which one operation fails."""
+    """Tier of which one operation fails."""
 
     def __init__(self, tier: Any, what: str) -> None:
         self._tier, self._what = tier, what

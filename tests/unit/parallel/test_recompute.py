@@ -1,4 +1,4 @@
-"""Checkpointed models compute what plain ones do, bit by bit, wherever their inputs wait."""
+"""Tests that checkpointed models equal plain ones bit by bit, with their inputs on any tier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def manner(place: Any = None) -> RecomputeSettings:
 
 
 def through(how: RecomputeSettings) -> Callable[..., Any]:
-    """The checkpoint function of a manner."""
+    """Return a checkpoint function with these settings."""
     return lambda function, /, *args, **kwargs: recompute(how, function, args, kwargs)
 
 
@@ -74,7 +74,7 @@ def test_the_public_function_needs_no_configuration() -> None:
 
 
 def saved_bytes(run: Callable[[], Any]) -> int:
-    """Bytes of what autograd saves during `run`, each storage once, parameters left out."""
+    """Return the bytes that autograd saves during `run`, each storage once, without parameters."""
     storages: dict[int, int] = {}
     held = []
 
@@ -109,7 +109,7 @@ def test_only_inputs_are_kept() -> None:
 
 @pytest.mark.parametrize("how", ["argument", "keyword", "partial"])
 def test_inputs_that_moved_are_let_go(how: str) -> None:
-    """The storage of every layer's input is gone right after the forward: nobody holds it by another way."""
+    """The storage of every layer's input is freed right after the forward: no other reference remains."""
     torch.manual_seed(0)
     blocks, refs = [Layer() for _ in range(4)], []
     call = through(manner(FarPlace()))

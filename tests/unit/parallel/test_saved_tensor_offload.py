@@ -1,4 +1,4 @@
-"""Saved tensors that move: once, back in time, never parameters, and never silently wrong."""
+"""Tests of offloaded saved tensors: moved once, back in time, never parameters, and no silent errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATE = [False, True]
 
 
 def keeping(keeper: SavedTensorOffloader) -> saved_tensors_hooks:
-    """The region in which `keeper` takes what is saved."""
+    """Return the region whose saved tensors `keeper` takes."""
     return saved_tensors_hooks(keeper.pack, keeper.unpack)
 
 
@@ -64,7 +64,7 @@ def test_a_tensor_saved_in_many_shapes_moves_once() -> None:
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     x = torch.randn(6, 8, requires_grad=True)
     with keeping(keeper):
-        y = x * 1.0  # saves nothing
+        y = x * 1.0  # autograd saves nothing for this product
         loss = (y * y).sum() + (y.t() @ y).sum() + y.view(-1).square().sum() + (y.expand(2, 6, 8) ** 2).sum()
         z = y * 3.0
         loss = loss + (z * z).sum()
@@ -82,7 +82,7 @@ def test_what_lies_where_something_lay_before_is_not_taken_for_it() -> None:
     weight = torch.randn(64, requires_grad=True)
     losses, inputs = [], []
     with keeping(keeper):
-        for number in range(20):  # freed at once: the allocator gives out the same addresses
+        for number in range(20):  # freed at once, so that the allocator returns the same addresses again
             x = torch.full((64,), float(number))
             inputs.append(x.clone())
             losses.append((weight * x).sum())
@@ -103,7 +103,7 @@ def test_small_tensors_stay_and_are_counted() -> None:
 
 @pytest.mark.parametrize("numel", [10, 1000])
 def test_a_change_in_place_is_an_error_as_without_us(numel: int) -> None:
-    """Small ones stay, large ones are on their way."""
+    """A change in place is an error as in plain PyTorch, for small tensors that stay and large ones in flight."""
     keeper = SavedTensorOffloader(FarPlace(late=True), min_offload_bytes=1024)
     x = torch.randn(numel, requires_grad=True)
     y = x * 1.0
@@ -152,7 +152,7 @@ def test_fetches_run_ahead_by_as_much_as_was_asked_for() -> None:
     with keeping(keeper):
         y = x
         for _ in range(6):
-            y = y.sin()  # saves its input
+            y = y.sin()  # autograd saves the input of sin
     place.fetched.clear()
     y.sum().backward()
     assert len(place.fetched) == 6, "each is fetched once"

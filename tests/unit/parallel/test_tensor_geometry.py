@@ -1,4 +1,4 @@
-"""Any view comes back from its flat elements with equal values, shape and strides."""
+"""Tests that any view is restored from its flat elements with equal values, shape and strides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 @st.composite
 def views(draw: Any) -> torch.Tensor:
-    """A tensor that was sliced, permuted and expanded."""
+    """Draw a tensor that was sliced, permuted and expanded."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     count = 1
     for extent in shape:

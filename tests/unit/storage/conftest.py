@@ -1,4 +1,4 @@
-"""Tiers on every engine that this machine has."""
+"""Tiers on every I/O engine that this machine has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeTier = Callable[..., DiskTier]
 
 
 def refusal(engine: str) -> str | None:
-    """Why this machine lacks an engine; None if it has it."""
+    """Return the reason why an engine is not available on this machine, or None if it is."""
     file = os.open(os.devnull, os.O_RDWR)
     try:
         start_io_engine([file], requested=engine, queue_depth=1, threads=1, block_size=4096, alignment=1).engine.close()
@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_tier(tmp_path: Path) -> Iterator[MakeTier]:
-    """Makes tiers with small blocks on one directory, unless told otherwise; all are closed at the end."""
+    """Return a function that makes tiers with small blocks, by default in one directory. All are closed at the end."""
     tiers: list[DiskTier] = []
 
     def make(*, paths: Any = None, block_size: int = 8192, queue_depth: int = 4, **options: Any) -> DiskTier:

@@ -1,4 +1,4 @@
-"""Spans are a set of positions: every operation equals that of a Python set."""
+"""Tests that byte ranges behave like a set of positions: every operation equals that of a Python set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tier that goes on after a failure: what failed is noted, once, and what was to be read is NaN."""
+"""Tests of a tier that continues after a failure: each failure is recorded once, and failed reads return NaN."""
 
 from __future__ import annotations
 

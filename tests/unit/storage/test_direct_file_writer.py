@@ -1,4 +1,4 @@
-"""New files: whatever the order and the size of what is sent, the bytes are those that were sent."""
+"""Tests that new files hold the submitted bytes, for any order and size of the writes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_engine_writes_blocks_with_and_without_the_page_cache(
     if not direct:
         monkeypatch.setattr(direct_file_writer, "enable_direct_io", lambda descriptor: False)
     whole = torch.randint(0, 256, ((3 << 20) + 77,), dtype=torch.uint8)
-    (tmp_path / "file").write_bytes(b"something longer" * (1 << 18))  # is replaced
+    (tmp_path / "file").write_bytes(b"something longer" * (1 << 18))  # the writer replaces an existing file
     with DirectFileWriter(tmp_path / "file", whole.numel()) as file:
         file.submit(5, whole[5:])
         file.submit(0, whole[:5])
@@ -78,7 +78,7 @@ def test_every_engine_writes_blocks_with_and_without_the_page_cache(
 
 
 class Gone:
-    """A request that came back with an error."""
+    """Request that fails with an error."""
 
     def __init__(self, number: int) -> None:
         self._number = number

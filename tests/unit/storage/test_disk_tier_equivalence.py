@@ -1,4 +1,4 @@
-"""Whatever is written and read, in whatever sizes, at whatever offsets and without waiting: a tier is a bytearray."""
+"""Tests that a tier equals a bytearray for any sizes, offsets and order of reads and writes, without waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP = st.tuples(st.sampled_from(["write", "read", "wait"]), st.integers(0, 1),
 
 
 class Model:
-    """One extent and the bytes that it should hold; None where nothing was written."""
+    """Model of one extent: its expected bytes, None where nothing was written."""
 
     def __init__(self, tier: DiskTier, nbytes: int, number: int) -> None:
         self.tier, self.extent = tier, tier.allocate(nbytes, f"extent {number}")
@@ -45,7 +45,7 @@ class Model:
 
 
 def _tensor(size: int, shift: int) -> torch.Tensor:
-    """`[size]` bytes whose memory is aligned to no more than `shift` bytes."""
+    """Return a tensor of `size` bytes whose memory is aligned to no more than `shift` bytes."""
     return torch.zeros(size + 8, dtype=torch.uint8)[shift : shift + size]
 
 
@@ -133,7 +133,7 @@ def _first(extents: list[Extent], tensors: list[torch.Tensor]) -> list[tuple[Ext
 def test_a_tensor_that_nobody_else_holds_lives_until_it_is_written(tier: DiskTier) -> None:
     extent = tier.allocate(1 << 20, "values")
     pending = tier.write(extent, 0, torch.full((1 << 20,), 3, dtype=torch.uint8))
-    for _ in range(20):  # reuses the memory if it was let go
+    for _ in range(20):  # reuses the source memory if the tier has freed it
         torch.full((1 << 20,), 9, dtype=torch.uint8)
     pending.wait()
     back = torch.zeros(1 << 20, dtype=torch.uint8)
@@ -171,7 +171,7 @@ def test_memory_that_is_not_plain_is_refused(tier: DiskTier) -> None:
 
 
 def test_buffers_are_aligned_zero_and_known_until_they_go(tier: DiskTier) -> None:
-    for _ in range(12):  # more than stay at once: what goes makes room, and its address is used again
+    for _ in range(12):  # more than are kept at once: freed buffers make room, and their addresses are used again
         buffer = tier.allocate_buffer(100_000)
         assert buffer.numel() == 100_000 and buffer.dtype == torch.uint8 and buffer.data_ptr() % 4096 == 0
         assert not bool(buffer.any())

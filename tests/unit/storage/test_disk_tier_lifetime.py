@@ -1,4 +1,4 @@
-"""What is on the disk, and until when: private, gone however the process ends, and nobody else's touched."""
+"""Tests of the files of a tier: private, removed however the process ends, and other files are never touched."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_file_in_the_place_of_a_directory_is_named(make_tier: MakeTier, tmp_pa
 def test_a_directory_that_may_not_be_written_to_is_named(make_tier: MakeTier, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
-    if os.access(closed, os.W_OK):  # root may write anywhere but here
+    if os.access(closed, os.W_OK):  # root may write to any other directory
         closed = Path("/proc/self")
     with pytest.raises(StorageError, match=f"{closed}.*"):
         make_tier(paths=[closed / "below"])

@@ -1,4 +1,4 @@
-"""Where extents lie: apart from each other, in whole pages, and where space was given back first."""
+"""Tests of the placement of extents: disjoint, in whole pages, and first in freed space."""
 
 from __future__ import annotations
 

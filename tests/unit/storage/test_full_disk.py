@@ -1,4 +1,4 @@
-"""A disk with too little space: said before anything is lost, with what was asked, what is free and what to do."""
+"""Tests of a disk with too little space: an error before data is lost, with the request, the free space and the fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+    """Mount a file system of 4 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
@@ -96,7 +96,7 @@ def test_a_disk_that_fills_up_in_between_is_put_back_as_it_was(
 def test_space_is_looked_at_before_any_is_taken(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tier = make_tier(paths=[tmp_path / "a", tmp_path / "b"])  # of one disk, which neither fills alone
+    tier = make_tier(paths=[tmp_path / "a", tmp_path / "b"])  # on one disk, which neither path fills alone
     monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: pytest.fail("space was taken"))
     monkeypatch.setattr(os, "fstatvfs", lambda file: SimpleNamespace(f_bavail=10, f_frsize=4096))
     with pytest.raises(StorageError, match="no space for values: 45056 bytes more needed.*40960 bytes free"):

@@ -1,4 +1,4 @@
-"""Which engine moves the blocks and why, and what happens when the system refuses one of them."""
+"""Tests of the choice of the I/O engine and its reason, and of the fallback if the system refuses one."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_what_the_system_says_comes_back(engine: str, path: str, write: bool, nu
 
 @pytest.mark.skipif(refusal("io_uring") is not None, reason="only io_uring reads from a pipe, which has no offsets")
 def test_closing_cancels_what_waits_and_awaits_what_is_in_flight() -> None:
-    reader, writer = os.pipe()  # a read that does not end until somebody writes
+    reader, writer = os.pipe()  # a read that does not end before the test writes
     memory, _ = aligned_buffer(4096)
     span = (0, 0, memory.data_ptr(), 4096, 0)
     try:
-        for _ in range(50):  # until the engine was quick enough to begin before it was closed
+        for _ in range(50):  # until the engine begins the read before it is closed
             running = _start("io_uring", reader, at_once=1)
             in_flight, waiting = running.submit(False, [span]), running.submit(False, [span])
             in_flight.wait(0.05)
@@ -134,7 +134,7 @@ def test_a_device_that_fails_is_named_and_what_it_tore_is_not_read(tier: DiskTie
     good.wait()
 
     os.ftruncate(tier._stripes.descriptors[0], 49_152)
-    tier.write(torn, 36_864, values[36_864:]).wait()  # the page that is to be written in part below
+    tier.write(torn, 36_864, values[36_864:]).wait()  # the page that is partly written below
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_480, before[1]))
     try:
@@ -143,7 +143,8 @@ def test_a_device_that_fails_is_named_and_what_it_tore_is_not_read(tier: DiskTie
             writing.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    for first, last in ((0, 1), (39_999, 40_000), (40_000, 40_001)):  # the last shares its page with the torn ones
+    # the last element shares its page with the torn ones
+    for first, last in ((0, 1), (39_999, 40_000), (40_000, 40_001)):
         with pytest.raises(StorageError, match="torn.*have no value"):
             tier.read(torn, first, into[first:last])
 

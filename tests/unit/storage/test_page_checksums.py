@@ -1,4 +1,4 @@
-"""Bytes that change on the disk are found when they are read, on every engine, and nothing else is accused."""
+"""Tests that bytes changed on the disk are detected at the read, on every engine, without false alarms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = 4096
 
 
 def rewrite(tier: DiskTier, extent: Extent, at: int, data: bytes) -> None:
-    """Put `data` at byte `at` of an extent, behind the tier's back."""
+    """Write `data` at byte `at` of an extent without the tier's knowledge."""
     for piece in tier._stripes.locate(extent.start + at, extent.start + at + len(data)):
         part = data[piece.start : piece.start + piece.nbytes]
         file = os.open(f"/proc/self/fd/{tier._stripes.descriptors[piece.file]}", os.O_RDWR)  # without O_DIRECT
@@ -48,7 +48,7 @@ def filled(tier: DiskTier, nbytes: int = 70_000, seed: int = 0) -> tuple[Extent,
 @pytest.mark.parametrize("at", [0, 4095, 4096, 33_333, 69_999])
 def test_one_flipped_bit_is_found_and_named(make_tier: MakeTier, engine: str, tmp_path: Path, at: int) -> None:
     tier = make_tier(engine=engine, paths=[tmp_path / "a", tmp_path / "b"])
-    tier.allocate(20_000, "other")  # so that the extent does not begin with the file
+    tier.allocate(20_000, "other")  # the extent does not begin at the start of the file
     extent, values = filled(tier)
     extent.describe_content = lambda first, last: f"values {first} to {last}"
     flip(tier, extent, at)
@@ -64,7 +64,7 @@ def test_one_flipped_bit_is_found_and_named(make_tier: MakeTier, engine: str, tm
         "resume from a checkpoint",
     ):
         assert word in str(raised.value)
-    with pytest.raises(DamageError):  # whatever part of the page is asked for
+    with pytest.raises(DamageError):  # for any part of the page
         tier.read(extent, at, torch.empty(1, dtype=torch.uint8)).wait()
 
 
@@ -78,7 +78,7 @@ def test_pages_that_are_whole_are_read_beside_a_damaged_one(tier: DiskTier) -> N
 
 
 def test_what_else_can_happen_to_pages_is_found(tier: DiskTier) -> None:
-    """A write that was lost, a page of zeros, two pages that changed places."""
+    """A lost write, a page of zeros and two swapped pages are detected."""
     extent, old = filled(tier)
     _, new = filled(tier, seed=1)
     tier.write(extent, 0, new).wait()
@@ -102,11 +102,11 @@ def test_what_else_can_happen_to_pages_is_found(tier: DiskTier) -> None:
 def test_writing_a_part_of_a_damaged_page_does_not_hide_the_damage(tier: DiskTier) -> None:
     extent, values = filled(tier)
     flip(tier, extent, 2 * PAGE + 9)
-    with pytest.raises(DamageError):  # the rest of the page would be made good by a new checksum
+    with pytest.raises(DamageError):  # a new checksum would hide the damage in the rest of the page
         tier.write(extent, 2 * PAGE + 100, values[:50]).wait()
     with pytest.raises(DamageError):
         tier.read(extent, 2 * PAGE, torch.empty(PAGE, dtype=torch.uint8)).wait()
-    tier.write(extent, 2 * PAGE, values[2 * PAGE : 3 * PAGE]).wait()  # all of it: nothing old is left
+    tier.write(extent, 2 * PAGE, values[2 * PAGE : 3 * PAGE]).wait()  # a write of the whole page leaves no old bytes
     into = torch.empty_like(values)
     tier.read(extent, 0, into).wait()
     assert torch.equal(into, values)
@@ -126,7 +126,7 @@ def test_what_is_discarded_is_written_anew_without_a_look_at_the_old(tier: DiskT
 
 
 def test_the_checksum_is_of_what_was_handed_over(make_tier: MakeTier, engine: str) -> None:
-    """Memory that does not suit direct I/O passes through other memory, which is not what the checksum is of."""
+    """The checksum covers the caller's memory, not the aligned copy that direct I/O may need."""
     tier = make_tier(engine=engine)
     extent = tier.allocate(3 * PAGE, "values")
     values = torch.randint(0, 256, (3 * PAGE + 1,), dtype=torch.uint8)[1:]

@@ -1,4 +1,4 @@
-"""Directories of other processes come and go while a folder is looked through."""
+"""Tests of scanning a folder while other processes create and remove their directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slot on disk: what was read ahead or kept serves the next fetch, and nothing that was overwritten does."""
+"""Tests of a slot on disk: prefetched or kept values serve the next fetch, and overwritten values never do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_was_read_ahead_is_fetched_without_reading_again(tier: DiskTier) ->
     assert slot.prefetch()
     before = tier.io_rates().disk_read_bytes
     assert torch.equal(fetched(slot), torch.arange(1000.0)) and slot.prefetch()
-    slot.store(torch.ones(10), 5).wait()  # what lies in memory is of before
+    slot.store(torch.ones(10), 5).wait()  # the values in memory are outdated
     assert fetched(slot)[4:16].tolist() == [4.0, *[1.0] * 10, 15.0]
     assert before <= tier.io_rates().disk_read_bytes
 
@@ -56,7 +56,7 @@ def test_pieces_that_were_kept_are_fetched_without_the_disk(tier: DiskTier) -> N
     assert slot.prefetch()
     assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))
     assert tier.io_rates().disk_read_bytes == before
-    assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))  # and it has arrived there
+    assert torch.equal(fetched(slot), torch.tensor([1.0] * 600 + [2.0] * 400))  # and the write has arrived on disk
     assert tier.io_rates().disk_read_bytes > before
 
 
@@ -73,4 +73,4 @@ def test_what_was_kept_goes_when_it_is_overwritten(how: str, tier: DiskTier) -> 
     slot.store(torch.full((10,), 3.0), 0).wait() if how == "store" else slot.drop_staged()
     assert fetched(slot)[9:11].tolist() == ([3.0, 1.0] if how == "store" else [1.0, 1.0])
     staging.wait_all()
-    assert staging.has_room(staging.limit)  # nothing is lent any more
+    assert staging.has_room(staging.limit)  # every buffer was returned

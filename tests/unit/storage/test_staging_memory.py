@@ -1,4 +1,4 @@
-"""How large staging buffers are: as asked for where memory allows, else a share of what is free."""
+"""Tests of the size of staging buffers: as requested if memory allows, otherwise a fraction of the free memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers of a tier are lent, returned once their transfers ended, and stay within their limit."""
+"""Tests of the staging pool: buffers return after their transfers end, and stay within the limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 class Under:
-    """A transfer whose end the test decides."""
+    """Transfer that ends when the test decides."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.over, self.waited, self.error = False, False, error
@@ -69,7 +69,7 @@ def test_at_the_limit_the_oldest_transfer_is_waited_for(tier: DiskTier) -> None:
 
 
 def test_a_large_buffer_is_not_lent_for_little(tier: DiskTier) -> None:
-    """It would be missing where all of it is needed, and more memory be taken for that."""
+    """A large buffer is not lent for a small request: a later large request would have to allocate another one."""
     staging = StagingPool(tier, 1 << 20)
     large = staging.acquire(512 * KIB, torch.uint8)
     address = large.data_ptr()

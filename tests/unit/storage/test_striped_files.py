@@ -1,4 +1,4 @@
-"""The tier's bytes go round its files: each byte has one place, and files are no longer than they need be."""
+"""Tests of striping a tier over files: each byte has one place, and files are no longer than necessary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_byte_has_one_place_and_files_end_with_the_last(tmp_path: Path, co
             places |= pages
         assert len(places) == end == sum(sizes) // PAGE
         assert max(sizes) - min(sizes) <= block * PAGE
-        for first in range(end):  # a part lies where it lies in the whole
+        for first in range(end):  # a part lies where it lies in the whole range
             piece = stripes.locate(first * PAGE, (first + 1) * PAGE)
             assert len(piece) == 1 and (piece[0].file, piece[0].offset) in places and piece[0].start == 0
     finally:

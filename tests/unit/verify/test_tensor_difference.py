@@ -1,4 +1,4 @@
-"""What counts as a difference, and how its size is told."""
+"""Tests of comparing tensors: which values differ, and the reported size of a difference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_sample_tells_of_all_elements() -> None:
     seen = sample_tensor(big)
     assert len(seen.values) <= LIMIT and torch.equal(seen.values, big[:: seen.stride])
     assert seen.norm == pytest.approx(float(big.double().norm())) and seen.shape == big.shape
-    big[1] += 10.0  # between those that are kept
+    big[1] += 10.0  # an element between the sampled ones
     assert sample_tensor(big).norm > seen.norm * 1.01
     assert torch.equal(sample_tensor(torch.tensor([True, False])).values, torch.tensor([True, False]))
 

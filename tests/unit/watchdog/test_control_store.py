@@ -1,4 +1,4 @@
-"""What ranks leave for each other goes no further than their own run."""
+"""Tests that records in the control store stay within one run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from windlass.watchdog.control_store import ControlStore
 
 
 def test_ranks_that_torchrun_started_again_find_an_empty_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is that of the attempt before, and so may be who was dead, and why all were to end."""
+    """Ranks restarted by torchrun find an empty control store.
+
+    The underlying store of the previous attempt may still hold its dead ranks and its reason to end.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setattr(control_store, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

@@ -1,4 +1,4 @@
-"""What is proved ends a run, what is not is only told: the verdict on every picture that one may have of the ranks."""
+"""Tests of the hang diagnosis: a proven deadlock ends the run, a suspected one is only reported."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_an_absent_rank_may_still_come() -> None:
 def test_different_operations_are_a_proof_once_nobody_moves() -> None:
     one, other = sight(0, "gather", 15, names=("a.weight",)), sight(1, "agreement of the step", 15)
     assert verdict(one, other).fatal
-    assert diagnose([one, sight(1, "agreement of the step", 14)], LIMITS) is None  # it may be about to move
-    assert diagnose([one, other, sight(2)], LIMITS) is None  # whoever waits for nobody may meet either
+    assert diagnose([one, sight(1, "agreement of the step", 14)], LIMITS) is None  # the rank may be about to move
+    assert diagnose([one, other, sight(2)], LIMITS) is None  # rank 2 is not waiting and may still join either operation
     assert diagnose([one, other, sight(2, state=PeerState.STOPPED)], LIMITS) is None
     assert verdict(one, sight(1, "gather", 15, names=("b.weight",))).fatal
 
@@ -139,11 +139,11 @@ def test_a_lookout_tells_the_dead_from_the_silent(monkeypatch: pytest.MonkeyPatc
         PeerState.SILENT,
         PeerState.NOT_STARTED,
     ]
-    now[0] += 20  # nothing from that host at all
+    now[0] += 20  # no heartbeat from that host
     assert lookout.peer_statuses()[2].state is PeerState.DEAD
     lookout.update(
         {3: Heartbeat(3, "there", 5, 1, ThreadLocation())}
-    )  # another of its ranks is there, and does not call it gone
+    )  # another rank of that host is alive and does not report rank 2 dead
     assert lookout.peer_statuses()[2].state is PeerState.SILENT
     lookout.update({3: Heartbeat(3, "there", 5, 2, ThreadLocation(), dead_local_ranks=(2,))})
     assert lookout.peer_statuses()[2].state is PeerState.DEAD
@@ -160,12 +160,19 @@ def test_nobody_is_silent_while_the_lookout_itself_is_stopped(monkeypatch: pytes
 
 
 def test_a_host_that_is_gone_ends_the_run_in_time() -> None:
-    """A wait until the first look, silence from there, a tick to the verdict, its table, a tick for all to read it."""
+    """A lost host ends the run within 30 s.
+
+    The sum: wait until the first check, silence of the host, one beat to the diagnosis, its table, one beat until all
+    ranks have read it.
+    """
     assert LIMITS.check_peers_after + LIMITS.host_lost_after + (1 + 2.5 + 1) * LIMITS.beat_interval <= 30
 
 
 def test_a_container_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them may share a name and a kernel, and neither sees the processes of the other."""
+    """A container is a host of its own.
+
+    Two containers may share a host name and a kernel, but neither sees the processes of the other.
+    """
     from windlass.watchdog import watchdog_thread
 
     before = watchdog_thread._host_identity()

@@ -1,4 +1,4 @@
-"""Where a thread is: which wait, which line; and what is no wait though it looks like one."""
+"""Tests of locating a thread: its wait and its line, and code that looks like a wait but is none."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_outside_there_is_no_wait() -> None:
 
 
 class Work:
-    """A collective on a stream of its own."""
+    """Fake of a collective that runs on a stream of its own."""
 
     done = False
 
@@ -69,7 +69,7 @@ def test_what_runs_apart_from_the_host_is_waited_for_until_it_is_complete(monkey
     monkeypatch.setattr(activity, "is_watched", True)
     with WaitScope("gather", ["a.weight"]):
         activity.collective_started(work)
-        activity.collective_started(Work())  # the oldest counts
+        activity.collective_started(Work())  # the oldest collective is reported
     for _ in range(2):
         thread_location = watcher.observe()
         assert watcher.current_wait is work and (thread_location.operation, thread_location.parameter_names) == (
@@ -92,7 +92,7 @@ def test_marks_nest_and_remember_what_broke() -> None:
 
 
 def test_waits_of_threads_are_apart() -> None:
-    """A save that does not block waits in a thread of its own, and may begin and end at any time."""
+    """Waits of several threads are separate: an asynchronous save waits in a thread of its own, at any time."""
     begun, over = Event(), Event()
 
     def save() -> None:
@@ -114,11 +114,11 @@ def test_waits_of_threads_are_apart() -> None:
 
 
 class Kept:
-    """What a frame may hold: an activation, say."""
+    """Object that a frame may hold, e.g. an activation."""
 
 
 def test_an_error_that_was_caught_is_let_go() -> None:
-    """With it goes what its frames hold, which whoever tries again with less may need."""
+    """A caught error frees the objects of its frames, so that a retry with less memory can succeed."""
     gone: list[ref[Kept]] = []
 
     def run_out_of_memory() -> None:

@@ -1,4 +1,4 @@
-"""What a released parameter gives to who touches it."""
+"""Tests of accessing a sharded parameter."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
         lambda p: p.data,
         lambda p: p.detach(),
         lambda p: p[0],
-        lambda p: p.to("cpu", torch.float32, False, True),  # a copy
+        lambda p: p.to("cpu", torch.float32, False, True),  # makes a copy
         lambda p: p.to("cpu", copy=True),
         lambda p: p.type("torch.DoubleTensor"),
         lambda p: p.double() + 1,
         lambda p: p.to(torch.zeros(1, dtype=torch.float64)).sum(),
-        lambda p: p.type(torch.float16)[0].fill_(0),  # a part: the other rows would have to be there
+        lambda p: p.type(torch.float16)[0].fill_(0),  # a part: the other rows would be needed
         lambda p: p.bfloat16().add_(1),
         lambda p: p.half().data,
         lambda p: p.to(torch.float16).tolist(),
@@ -100,7 +100,7 @@ FILLS = [
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 @pytest.mark.parametrize("fill", FILLS)
 def test_a_copy_in_another_dtype_can_be_initialised_as_a_plain_one(cast: Any, fill: Any) -> None:
-    """Law: same values, dtype and draws as with the parameter's own values there, which stay as they were."""
+    """A copy in another dtype has the values, dtype and random numbers of plain PyTorch. The parameter is unchanged."""
     plain = nn.Parameter(torch.randn(3, 4, dtype=torch.float16 if cast is not CASTS["half"] else torch.float32))
     parameter, found = nn.Parameter(plain.detach().clone()), []
     mark_sharded(parameter, unit := FakeUnit(parameter, answer=False))
@@ -118,10 +118,10 @@ def test_a_copy_in_another_dtype_can_be_initialised_as_a_plain_one(cast: Any, fi
 
 @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
 def test_a_normalised_weight_can_be_initialised_as_a_plain_one_and_not_read(norm: Any) -> None:
-    """Law: an initialiser that reaches a weight behind weight_norm makes the draws that it makes in plain PyTorch."""
+    """An initializer of a weight behind weight_norm draws the random numbers that it draws in plain PyTorch."""
     draws = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of the older of both
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own warning, for the older of the two
         convs = [norm(nn.Conv1d(4, 4, 3), name="weight", dim=2) for _ in range(2)]
     parameters = [one for one in convs[1].parameters() if one.dim() > 1]
     units = [FakeUnit(one, answer=False) for one in parameters]

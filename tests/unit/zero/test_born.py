@@ -1,4 +1,4 @@
-"""Pieces of parameters, promises of tensors in files, and the names of transformers that are replaced."""
+"""Tests of parameter shards, of tensors deferred to files, and of the transformers functions that are patched."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_the_arguments_are_those_that_scripts_write() -> None:
 
 
 def test_the_names_that_are_replaced_in_transformers_are_there_and_come_back() -> None:
-    """A new transformers that renames them, or calls them otherwise, must fail here."""
+    """The patched names exist in transformers and are restored. A new version that changes them must fail here."""
     modeling: Any = pytest.importorskip(from_pretrained_patch.MODULE)
     model = modeling.PreTrainedModel
     detection, loader, missing = (
@@ -207,7 +207,10 @@ def test_a_transformers_without_these_names_is_refused(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("kind", ["4.57", "5.0", "5.8"])
 def test_each_transformers_is_replaced_by_its_own_names(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.0 returns no tuple; 4.57 has one name less, and refuses to load only when that is tried."""
+    """Each version of transformers is patched by its own names.
+
+    transformers 5.0 returns no tuple. 4.57 lacks one name and refuses to load only on the attempt.
+    """
 
     class Info:
         mismatched_keys: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Who adds which squares, and what clipping multiplies by."""
+"""Tests of the gradient norm: each element is counted on one rank, and the clipping factor is torch's."""
 
 from __future__ import annotations
 

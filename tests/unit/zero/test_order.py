@@ -1,4 +1,4 @@
-"""How the lists of ranks become one, and where gathers go in it."""
+"""Tests of merging the ranks' sequences of collectives into one, and of the position of gathers in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reduction(unit: int) -> int:
 
 
 def contains(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
-    """Whether `part` is what is left of `whole` when some of it is left out."""
+    """Return True if `part` is a subsequence of `whole`."""
     rest = iter(whole)
     return all(code in rest for code in part)
 
@@ -72,7 +72,7 @@ def test_no_gather_passes_another_one(seed: int) -> None:
 
 
 class Board:
-    """One of two ranks that say the same; what this one waited for is written down."""
+    """Control board of two ranks with equal records. It lists the waits of this rank."""
 
     def __init__(self) -> None:
         self.waited: list[str] = []
@@ -98,7 +98,7 @@ class Unit(SimpleNamespace):
 
 @pytest.mark.parametrize("there", [False, True])
 def test_the_begin_of_a_window_is_awaited_only_by_what_needs_it(there: bool) -> None:
-    """What is present is computed while slower ranks come."""
+    """Only a unit that has to be gathered waits for the begin of a phase; unsharded units are computed at once."""
     units, board = [Unit(number, ShardState.SHARDED) for number in range(3)], Board()
     order: Any = CollectiveScheduler(units, hoist_gathers=True)  # type: ignore[arg-type]
     order.use_board(board)
@@ -114,7 +114,7 @@ def test_the_begin_of_a_window_is_awaited_only_by_what_needs_it(there: bool) -> 
             unit.shard_state = ShardState.SHARDED
         board.waited.clear()
     order.begin_phase(FORWARD, reduces=False)
-    order.unshard(units[0], backward=False)  # it is present
+    order.unshard(units[0], backward=False)  # already unsharded
     board.there = there
     assert order.prefetch(units[1], backward=False) == there
     assert board.waited == ["the begin of a forward"] * there
@@ -124,11 +124,14 @@ def test_the_begin_of_a_window_is_awaited_only_by_what_needs_it(there: bool) -> 
 
 
 def test_who_reads_experts_meets_all_once_after_a_window_or_a_step() -> None:
-    """Others may have fewer of them, and be elsewhere by then."""
+    """A rank that reads experts meets all ranks once after a phase or a step.
+
+    Other ranks may have fewer experts and have moved on.
+    """
     board = Board()
     order: Any = CollectiveScheduler([], hoist_gathers=True)
     order.use_board(board)
-    what = "the reading of a gradient"
+    what = SyncPoint.GRADIENT_READ
 
     def met() -> int:
         board.waited.clear()
@@ -137,7 +140,7 @@ def test_who_reads_experts_meets_all_once_after_a_window_or_a_step() -> None:
         return len(board.waited)
 
     assert met() == 1 and met() == 0
-    order.begin_phase(FORWARD, reduces=False)  # nothing is gathered in it, and yet a peer may wait for this rank there
+    order.begin_phase(FORWARD, reduces=False)  # no gather in this phase, yet a peer may wait for this rank in it
     assert met() == 1
     order.new_step()
     assert met() == 1

@@ -1,4 +1,4 @@
-"""Blocks and units of typical models."""
+"""Tests of the blocks and units of typical models."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_small_neighbours_merge_below_the_limit_only() -> None:
 
 
 def test_planning_takes_time_in_proportion_to_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bundles that grow parameter by parameter are not counted anew each time one joins."""
+    """Planning takes time proportional to the parameters: a growing bundle is not recounted for each parameter."""
     asked = 0
 
     def counted(parameter: nn.Parameter) -> int:

@@ -1,4 +1,4 @@
-"""Chunks on disk: what is read, kept and made, and in how much memory."""
+"""Tests of update chunks on disk: which states are read, kept and created, and in how much memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def residence_of(tier: DiskTier) -> tuple[OptimizerStateOffload, UpdateChunk]:
-    """A chunk of two tenants on disk, as yet without states."""
+    """Return an offload and a chunk of two state entries on disk, without states yet."""
     residence = OptimizerStateOffload(
         torch.device("cpu"), DeviceMemoryLedger(), tier, StagingPool(tier, 1 << 30), pin=False
     )
@@ -82,7 +82,7 @@ def test_states_that_go_leave_the_others(tier: DiskTier) -> None:
 
 def test_what_is_only_read_is_not_written(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
-    read(residence, chunk)  # what was written first has arrived
+    read(residence, chunk)  # the earlier writes have arrived
     before = tier.io_rates().disk_write_bytes
     with residence.resident([chunk], changes=False):
         chunk.values().zero_()
@@ -145,7 +145,10 @@ def test_a_refilled_chunk_has_the_states_it_shall_have_and_no_others(tier: DiskT
 
 
 def test_reading_ahead_keeps_to_the_order_of_the_step_and_to_the_limit(tier: DiskTier) -> None:
-    """What comes late in a step and is small would take the memory that the step needs first."""
+    """Reading ahead keeps to the order of the step and to the limit.
+
+    A small chunk late in the step must not take the memory that earlier chunks need.
+    """
     staging = StagingPool(tier, 1 << 20)
     residence = OptimizerStateOffload(torch.device("cpu"), DeviceMemoryLedger(), tier, staging, pin=False)
     chunks = []

@@ -1,4 +1,4 @@
-"""Whole values are where the model computes, wherever their parts rest."""
+"""Tests that full values are on the model's device, whatever tier holds their parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from windlass.zero.core.unit_layout import layout_of
 
 
 def test_a_whole_weight_is_where_the_model_computes() -> None:
-    """`meta` stands for a GPU: masters that rest in host memory would give a weight that no loss there can use."""
+    """A full weight is on the model's device, here `meta` in place of a GPU.
+
+    Master weights in host memory would otherwise give a weight that no loss on the device can use.
+    """
     shapes = [torch.Size([2, 3]), torch.Size([4])]
     dp_group = SimpleNamespace(group=SimpleNamespace(size=1, index=0))
     unit = SimpleNamespace(layout=layout_of(shapes, 1), shapes=shapes, dp_group=dp_group)

@@ -1,4 +1,4 @@
-"""What the small examples import as `deepspeed`, in plain PyTorch on one rank: what their losses are held against."""
+"""Module `deepspeed` for the small examples in plain PyTorch on one rank, whose losses are the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Loader:
 
 
 class _Engine(nn.Module):
-    """AdamW or Adam, clipped to norm 1, at the rates of DeepSpeed's WarmupLR."""
+    """AdamW or Adam with gradients clipped to norm 1, and the rates of DeepSpeed's WarmupLR."""
 
     global_rank = local_rank = 0
     device = torch.device("cpu")
@@ -42,7 +42,7 @@ class _Engine(nn.Module):
         return self.module(*inputs)
 
     def rate(self) -> float:
-        """Of the update that comes."""
+        """Return the rate of the next update."""
         made, steps = max(self._updates - 1, 0), self._warm["warmup_num_steps"]
         share = made / steps if self._warm.get("warmup_type") == "linear" else math.log(made + 1) / math.log(steps)
         return float(self._warm["warmup_max_lr"] * min(share, 1.0))
@@ -67,7 +67,7 @@ class _Engine(nn.Module):
 
 
 def initialize(args: Any, model: nn.Module, model_parameters: Any, training_data: Any, config: Any = None) -> Any:
-    """One engine, its loader, and itself as the schedule."""
+    """Return an engine, its optimizer, its loader, and the engine again as the schedule."""
     if config is None:
         with open(args.deepspeed_config) as file:
             config = json.load(file)
@@ -76,19 +76,19 @@ def initialize(args: Any, model: nn.Module, model_parameters: Any, training_data
 
 
 def init_distributed() -> None:
-    """One rank."""
+    """Initialize a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def add_config_arguments(parser: Any) -> Any:
-    """As DeepSpeed's."""
+    """Add DeepSpeed's arguments."""
     parser.add_argument("--deepspeed", action="store_true")
     parser.add_argument("--deepspeed_config", type=str, default=None)
     return parser
 
 
 def get_accelerator() -> Any:
-    """The processor."""
+    """Return an accelerator object for the CPU."""
     return SimpleNamespace(
         set_device=lambda rank: None,
         manual_seed_all=torch.manual_seed,

@@ -1,4 +1,4 @@
-"""A mixture of experts as its papers say it, token by token: what the fast one is held against."""
+"""Reference mixture of experts, token by token as in the papers, that tests compare the fast one with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Expert = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Words:
-    """How tokens are routed, in the words of `MoE`."""
+    """Routing options, by the argument names of `MoE`."""
 
     k: int = 1
     score: str = "softmax"
@@ -23,7 +23,7 @@ class Words:
     groups_kept: int = 1
     normalize: bool | None = None
     scale: float = 1.0
-    factor: float | None = None  # None: nobody is left out
+    factor: float | None = None  # None: no token is dropped
     minimum: int = 0
     priority: str = "position"
     z_weight: float = 0.0
@@ -38,8 +38,10 @@ def slow_moe(
     bias: Sequence[float] | None = None,
     used: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Output `[tokens, hidden]`, loss, and how many tokens chose each expert. Draws come from torch's generator, in the
-    order and the sizes in which the fast one makes them."""
+    """Compute the output `[tokens, hidden]`, the loss, and how many tokens chose each expert.
+
+    Random numbers come from torch's generator in the order and the sizes in which the fast implementation draws them.
+    """
     number, count = len(tokens), len(experts)
     seen = tokens.float()
     if words.noise == "Jitter":
@@ -79,7 +81,7 @@ def _scores(logits: list[Tensor], words: Words) -> list[Tensor]:
 def _chosen(
     scores: list[Tensor], logits: list[Tensor], gumbel: list[float], bias: Sequence[float] | None, words: Words
 ) -> list[int]:
-    """The experts of one token, the best first."""
+    """Return the experts of one token, the best first."""
     count = len(scores)
     compared = [score.item() + (bias[e] if bias else 0.0) for e, score in enumerate(scores)]
     if words.noise == "RSample":
@@ -101,7 +103,7 @@ def _chosen(
 def _kept(
     chosen: list[list[int]], scores: list[list[Tensor]], number: int, count: int, words: Words
 ) -> list[list[int]]:
-    """What is left when experts take no more than they have room for."""
+    """Return the choices of each token without those over the capacity of an expert."""
     if words.factor is None:
         return chosen
     room = max(-(-round(number * words.factor * words.k * 1000) // (count * 1000)), words.minimum)

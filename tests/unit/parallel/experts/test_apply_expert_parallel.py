@@ -1,4 +1,4 @@
-"""Experts are cut so that every one of them lies on one rank; what can't be cut is said, and nothing is changed."""
+"""Tests of sharding experts: each expert lies on one rank; an unsupported model raises and stays unchanged."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from windlass.parallel.placement import get_placement, has_placement
 
 
 def axis(ranks: int, index: int = 0) -> MeshAxis:
-    """One rank's place along an axis over which nothing is sent."""
+    """Return one rank's position along an axis that sends nothing."""
     return MeshAxis("ep", RankGroup(None, tuple(range(ranks)), index))  # type: ignore[arg-type]
 
 
 def layer(experts: int = 5, **words: Any) -> nn.Module:
-    """A dense layer and a mixture."""
+    """Return a module of a dense layer and a mixture of experts."""
     torch.manual_seed(0)
     return nn.ModuleDict({"dense": nn.Linear(4, 4), "moe": MixtureOfExperts(4, nn.Linear(4, 4), experts, **words)})
 
@@ -147,7 +147,7 @@ def test_a_model_without_experts() -> None:
 
 
 class Strange(nn.Module):
-    """Experts that nobody has heard of."""
+    """Module of experts of an unknown class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_unknown_experts_are_named() -> None:
 
 
 def test_shared_experts_are_nobodys_own() -> None:
-    """DeepSeek's shared experts go by the name of experts, and every token goes through them."""
+    """DeepSeek's shared experts are not sharded: despite their name, every token passes through them."""
     model = FAMILIES["deepseek_v3"].build()
     assert any("shared_experts" in name for name, _ in model.named_modules())
     plan = apply_expert_parallel(model, axis(2))
@@ -172,7 +172,7 @@ def test_shared_experts_are_nobodys_own() -> None:
 
 
 class Bank(nn.Module):
-    """Experts of a class that somebody registers: one matrix for all, in a child."""
+    """Experts of a class that a user registers: one matrix for all experts, in a child module."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

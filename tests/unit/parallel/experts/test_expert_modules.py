@@ -1,4 +1,4 @@
-"""Modules of experts are known by what they say of themselves, and run as they run themselves."""
+"""Tests that expert modules are recognized by their own description and run as their own forward does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from windlass.parallel.experts import StackedMLP
 from windlass.parallel.experts.expert_modules import ExpertModuleSpec, find_expert_spec, run_interface_rows
 from windlass.parallel.experts.grouped_linear import RowGroups
 
-COUNTS = [3, 0, 4, 2, 0, 0, 1, 0]  # of as many experts as a family has
+COUNTS = [3, 0, 4, 2, 0, 0, 1, 0]  # rows per expert, for as many experts as a family has
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("dbrx", "llama4")])
 def test_what_the_interface_says_is_what_a_module_does(name: str) -> None:
-    """Against the module's own loop over experts, which the interface is the other way to say."""
+    """The declared interface equals the module's own loop over experts."""
     model = FAMILIES[name].build(experts_implementation="eager")
     module: Any = next(one for one in model.modules() if type(one).__name__.endswith("Experts"))
     family, counts = find_expert_spec(module), COUNTS[: module.num_experts]
@@ -40,7 +40,7 @@ def test_what_the_interface_says_is_what_a_module_does(name: str) -> None:
 
 
 class ByName(nn.Module):
-    """Nobody's class, with a forward whose arguments tell what they are."""
+    """Module of an unknown class whose forward arguments have telling names."""
 
     def __init__(self, experts: int, first: int | None = None) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_a_module_is_known_by_its_structure() -> None:
 
 
 def _classes() -> list[tuple[str, str]]:
-    """Of all modules of experts of transformers that use its interface: the family and the class."""
+    """Return family and class name of every expert module of transformers that uses its expert interface."""
     import transformers
 
     found = []
@@ -87,7 +87,7 @@ def test_every_module_of_the_interface_is_known() -> None:
             try:
                 with torch.device("meta"):
                     one = getattr(module, name)(config())
-            except Exception:  # a configuration of another part of the model
+            except Exception:  # a configuration for another part of the model
                 continue
             family = find_expert_spec(one)
             assert family is not None and family.run_rows is run_interface_rows, name

@@ -1,4 +1,4 @@
-"""Routers choose and weigh as those of transformers do, and draw by probability where they draw."""
+"""Tests that routers choose and weight experts as those of transformers do, and sample by probability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One kernel for all experts, a loop over them, and a product written out: the same, forward and backward."""
+"""Tests that the grouped kernel, a loop over experts and explicit products agree, forward and backward."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def operands(
     [
         (16, 24, torch.float32, True),
         (16, 24, torch.bfloat16, True),
-        (6, 10, torch.float32, False),  # strides that its kernel refuses
-        (16, 24, torch.float64, False),  # a dtype that it refuses
+        (6, 10, torch.float32, False),  # strides that the kernel refuses
+        (16, 24, torch.float64, False),  # a dtype that the kernel refuses
     ],
 )
 def test_a_grouped_product_equals_one_product_an_expert(
@@ -54,7 +54,7 @@ def test_a_grouped_product_equals_one_product_an_expert(
 
 
 def test_an_address_that_is_not_aligned_takes_the_loop() -> None:
-    """Parameters that are views into a buffer may begin anywhere."""
+    """Unaligned addresses use the loop: parameters that are views into a buffer may begin anywhere."""
     buffer = torch.randn(1 + 2 * 8 * 8)
     weight = buffer[1:].view(2, 8, 8)
     rows, counts = torch.randn(5, 8), torch.tensor([2, 3])

@@ -1,4 +1,4 @@
-"""`MoE` of one process equals a mixture of experts that goes token by token: outputs, losses, counts, gradients."""
+"""Tests that `MoE` in one process equals the token-by-token reference: outputs, losses, counts, gradients."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def expert() -> nn.Module:
 
 
 def build(seed: int = 0, **words: Any) -> MixtureOfExperts:
-    """A layer whose experts differ."""
+    """Return a layer whose experts differ."""
     torch.manual_seed(seed)
     layer = MixtureOfExperts(HIDDEN, expert(), EXPERTS, **words)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def build(seed: int = 0, **words: Any) -> MixtureOfExperts:
 
 
 def words_of(layer: MixtureOfExperts) -> Words:
-    """The layer's routing as the slow one is told it."""
+    """Return the layer's routing options for the reference."""
     gate: Any = layer.deepspeed_moe["gate"]
     rule, limit = gate.routing_rule, gate.capacity_limit
     words = Words(
@@ -106,14 +106,14 @@ def slow(layer: MixtureOfExperts, tokens: Tensor, **more: Any) -> tuple[Tensor, 
 
 
 def gradients(layer: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """Of all parameters and of the tokens; zeros where there is none: an expert that nobody chose."""
+    """Return the gradients of all parameters and of the tokens, zeros for an expert that no token chose."""
     found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in layer.named_parameters()}
     assert tokens.grad is not None
     return {**found, "tokens": tokens.grad}
 
 
 def hold(layer: MixtureOfExperts, tokens: Tensor, **more: Any) -> None:
-    """Assert that the fast one does what the slow one does, on the same draws."""
+    """Assert that the fast implementation equals the reference with the same random numbers."""
     other, others = copy.deepcopy(layer), tokens.clone().requires_grad_()
     tokens = tokens.clone().requires_grad_()
     used = more.get("used")
@@ -143,7 +143,7 @@ def test_a_dropless_layer_equals_the_slow_one(router: str) -> None:
 @pytest.mark.parametrize("router", CAPACITIES)
 def test_leaving_out_equals_leaving_out_token_by_token(router: str, factor: float) -> None:
     layer = build(capacity_factor=factor, min_capacity=0, **CAPACITIES[router])
-    tokens = torch.randn(TOKENS, HIDDEN) + 0.7  # some experts are asked more than others
+    tokens = torch.randn(TOKENS, HIDDEN) + 0.7  # some experts are over capacity
     torch.manual_seed(7)
     routed = layer.deepspeed_moe["gate"](tokens)
     assert (routed.expert_index == EXPERTS).any(), "nobody was left out: this shows nothing"
@@ -160,7 +160,7 @@ def test_stacked_experts_equal_single_ones(words: dict[str, Any], gated: bool, b
     up, added = ("gate_up_proj" if gated else "up_proj"), torch.zeros(EXPERTS, 1)
 
     def one(of: Any, number: int) -> Any:
-        """The expert of that number, written out."""
+        """Return expert `number` as an explicit function."""
 
         def run(row: Tensor) -> Tensor:
             inner = row @ getattr(of, up)[number].T + (getattr(of, f"{up}_bias") if bias else added)[number]
@@ -213,7 +213,7 @@ def test_no_token_at_all() -> None:
 
 
 def test_residual_and_shared_experts() -> None:
-    """PR-MoE: the module itself, weighed with its copies by a learned softmax; a shared expert is added."""
+    """PR-MoE: a learned softmax weights the module itself and its routed copies. A shared expert is added."""
     torch.manual_seed(0)
     own, shared = expert(), expert()
     layer = MixtureOfExperts(HIDDEN, own, EXPERTS, k=1, drop_tokens=False, use_residual=True, shared_expert=shared)
@@ -227,7 +227,7 @@ def test_residual_and_shared_experts() -> None:
 
 
 class WithBias(nn.Module):
-    """Returns its bias beside its output, as Megatron's layers do."""
+    """Linear layer that returns its bias beside its output, as Megatron's layers do."""
 
     def __init__(self) -> None:
         super().__init__()

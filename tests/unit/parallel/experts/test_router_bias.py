@@ -1,4 +1,4 @@
-"""Biases move against loads, by one step a time, and even a skewed router out."""
+"""Tests that router biases move against the loads, one step at a time, and balance a skewed router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.parallel.experts.router_bias import count_tokens_per_expert
 
 
 def skewed(rate: float) -> MixtureOfExperts:
-    """Nearly all tokens like expert 0 best."""
+    """Return a layer in which nearly all tokens prefer expert 0."""
     torch.manual_seed(0)
     layer = MixtureOfExperts(4, nn.Linear(4, 4), 4, k=1, drop_tokens=False, expert_bias_update_rate=rate)
     gate: Any = layer.deepspeed_moe["gate"]
@@ -29,11 +29,12 @@ def test_a_bias_moves_against_the_load_by_its_rate() -> None:
     gate: Any = layer.deepspeed_moe["gate"]
     counts = layer(torch.rand(50, 4))[2] + layer(torch.rand(30, 4))[2]  # two micro-batches
     layer.eval()
-    layer(torch.rand(30, 4))  # which is not trained on
+    layer(torch.rand(30, 4))  # no training, not counted
     assert update_router_biases(layer, [single_rank_axis("data")]) == 1
     wanted = [0.25 if count < 20 else -0.25 if count > 20 else 0.0 for count in counts.tolist()]
     assert gate.balance_bias.tolist() == wanted
-    assert update_router_biases(layer, [single_rank_axis("data")]) == 1  # nothing was asked since: it stays
+    # no tokens since the last update: the bias stays
+    assert update_router_biases(layer, [single_rank_axis("data")]) == 1
     assert gate.balance_bias.tolist() == wanted
 
 
@@ -75,7 +76,8 @@ def test_routers_of_transformers_are_balanced_too() -> None:
     model = nn.ModuleDict({"gate": DeepseekV3TopkRouter(config)})
     router: Any = model["gate"]
     nn.init.normal_(router.weight)
-    assert enable_router_bias_updates(model, 0.5) == ["gate"] == enable_router_bias_updates(model, 0.5)  # twice is once
+    # enabling twice has no further effect
+    assert enable_router_bias_updates(model, 0.5) == ["gate"] == enable_router_bias_updates(model, 0.5)
     _, _, index = router(torch.randn(20, 8))
     assert update_router_biases(model, []) == 1
     mean = 40 / 6

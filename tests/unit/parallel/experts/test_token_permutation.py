@@ -1,4 +1,4 @@
-"""Rows are sorted by expert, those of one expert stay in order, and everything comes back; also where gradients go."""
+"""Tests of sorting rows by expert: rows of one expert keep their order, and rows and gradients are restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.parallel.experts.token_permutation import permute_tokens, reorder_
 
 @st.composite
 def routings(draw: Any) -> tuple[torch.Tensor, int]:
-    """Some tokens' experts, nobody's slots among them, and how many experts there are."""
+    """Draw the experts of some tokens, with empty slots among them, and the number of experts."""
     experts, k, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(0, 7))
     slots = draw(st.lists(st.integers(0, experts), min_size=k * tokens, max_size=k * tokens))
     return torch.tensor(slots, dtype=torch.int64).view(tokens, k), experts
@@ -62,7 +62,7 @@ def test_spreading_and_collecting_are_sums_over_slots(routing: tuple[torch.Tenso
 
 def test_the_parts_are_differentiated_rightly() -> None:
     torch.manual_seed(0)
-    index = torch.tensor([[0, 2], [3, 1], [2, 3], [2, 0]])  # 3 is nobody
+    index = torch.tensor([[0, 2], [3, 1], [2, 3], [2, 0]])  # 3 is an empty slot
     order = sort_by_expert(index, 3)
     hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
@@ -101,6 +101,6 @@ def test_experts_take_those_of_first_priority(
 
 def test_capacity_is_rounded_up() -> None:
     assert compute_expert_capacity(10, 4, 1, 1.0, 0) == 3
-    assert compute_expert_capacity(100, 10, 1, 1.1, 0) == 11  # which floats make 11.000000000000002
+    assert compute_expert_capacity(100, 10, 1, 1.1, 0) == 11  # floats give 11.000000000000002
     assert compute_expert_capacity(10, 4, 2, 1.25, 0) == 7
     assert compute_expert_capacity(3, 8, 1, 1.0, 4) == 4

@@ -1,4 +1,4 @@
-"""A row of layers is cut where the heaviest part is lightest, as trying every cut shows."""
+"""Tests that a layer sequence is partitioned with the lightest possible heaviest part, by trying every partition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules hold what the papers say: everything once and in order, no rank waits for ever, bubble and memory."""
+"""Tests of the papers' properties of schedules: each action once and in order, no deadlock, bubble, memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVEN = ActionCosts()
 
 
 def cases(most_ranks: int = 5, most_micros: int = 9) -> Iterator[tuple[ScheduleName, int, int, int]]:
-    """Every schedule at every number of ranks, micro-batches and stages on each rank."""
+    """Yield every schedule with every number of ranks, of micro-batches and of stages on each rank."""
     for name in SCHEDULES:
         for ranks in range(1, most_ranks + 1):
             for micros in range(1, most_micros + 1):
@@ -179,7 +179,7 @@ def test_what_can_not_be_scheduled_is_told(name: ScheduleName, ranks: int, micro
 
 
 def _rendezvous(made: list[RankActions], ranks: int) -> None:
-    """Run programs whose sends and receives each wait for their other half."""
+    """Run the actions of all ranks with blocking sends and receives."""
     partner = {
         ActionKind.SEND_ACTIVATION: (ActionKind.RECEIVE_ACTIVATION, 1),
         ActionKind.RECEIVE_ACTIVATION: (ActionKind.SEND_ACTIVATION, -1),

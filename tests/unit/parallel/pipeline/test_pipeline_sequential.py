@@ -1,4 +1,4 @@
-"""A row of layers that is built in stages has the values and names of one that is built whole."""
+"""Tests that a layer sequence built in stages has the values and names of one built whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _linear(out: int = WIDTH) -> LayerSpec:
 
 
 class Noisy(nn.Module):
-    """Draws more random numbers than it has parameters."""
+    """Layer that draws more random numbers than it has parameters."""
 
     def __init__(self, seen: list[int]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Noisy(nn.Module):
 
 
 class Stubborn(nn.Module):
-    """Looks at values as it is built, which the meta device has none of."""
+    """Layer that reads its values during construction, which fails on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Stubborn(nn.Module):
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says which rank this process is, of how many."""
+    """Set the rank and the world size of this process."""
 
     def place(rank: int, world: int) -> None:
         monkeypatch.setenv("RANK", str(rank))
@@ -111,7 +111,7 @@ def test_with_a_seed_for_each_layer_only_own_ones_are_built(at: Any) -> None:
         at(rank, 3)
         seen: list[int] = []
         PipelineSequential([LayerSpec(Noisy, seen) for _ in range(6)], 3, seed_layers=True, partition_method="uniform")
-        assert len(seen) == 6 + 2  # on the meta device, to count, and its own
+        assert len(seen) == 6 + 2  # once on the meta device, to count parameters, and the local layers again
 
 
 def test_a_module_built_whole_can_be_cut_later(at: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_module_built_whole_can_be_cut_later(at: Any) -> None:
         at(rank, 2)
         torch.manual_seed(1)
         early = PipelineSequential(_layers([]), num_stages=2, partition_method="uniform")
-        late.keep_stages(rank, 2)  # nothing is left to do
+        late.keep_stages(rank, 2)  # no further layers to build
         assert list(late.state_dict()) == list(early.state_dict())
         assert all(torch.equal(late.state_dict()[key], whole[key]) for key in early.state_dict())
         assert late.shared_parameters == early.shared_parameters == {"tied_modules.embed.weight": (0, 1)}

@@ -1,4 +1,4 @@
-"""A schedule runs on one rank that has all stages, where everything can be looked at: what is passed, kept and told."""
+"""Tests of a schedule on one rank with all stages: passed messages, kept values and errors."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WIDTH, CPU = 4, torch.device("cpu")
 
 
 class Pair(NamedTuple):
-    """A tuple with names."""
+    """Named tuple of two values."""
 
     a: Any
     b: Any
 
 
 class Stranger:
-    """Holds a tensor where nobody looks."""
+    """Object that holds a tensor in an attribute, which messages do not search."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(2)
@@ -48,7 +48,7 @@ def test_values_are_taken_apart_and_put_together() -> None:
     x, y = torch.randn(2, 3, requires_grad=True), torch.arange(4)
     value = {"x": (x, [y, None, 3]), "pair": Pair(x, "text"), "none": None, "scalar": torch.tensor(2.0)}
     form, tensors = pack_message(value)
-    assert [sheet.shape for sheet in form.tensor_specs] == [(2, 3), (4,), ()] and len(tensors) == 3  # x travels once
+    assert [sheet.shape for sheet in form.tensor_specs] == [(2, 3), (4,), ()] and len(tensors) == 3  # x is sent once
     assert [sheet.requires_grad for sheet in form.tensor_specs] == [True, False, False] and len(
         form.differentiable_specs
     ) == 1
@@ -128,7 +128,7 @@ def test_what_surrounds_actions_is_called_as_it_says() -> None:
 
 
 def test_what_a_stage_returned_goes_once_it_is_passed_on() -> None:
-    """Its storage is gone although the backward is still to come, unless autograd saved it."""
+    """The storage of a stage's output is freed after it is sent, before the backward, unless autograd saved it."""
     alive: list[int] = []
 
     class Counts(nn.Module):
@@ -146,7 +146,7 @@ def test_what_a_stage_returned_goes_once_it_is_passed_on() -> None:
 
     model = PipelineSequential([Counts() for _ in range(4)], loss_fn=lambda out, _: out.sum(), virtual_stages=4)
     _run(model, "gpipe", [(torch.zeros(1 << 20), torch.zeros(()))])
-    assert len(alive) == 4 and max(alive) <= 2  # the batch's own, and what was passed on last
+    assert len(alive) == 4 and max(alive) <= 2  # the batch's own tensor, and the last one sent
 
 
 def test_without_gradients_outputs_can_be_kept() -> None:

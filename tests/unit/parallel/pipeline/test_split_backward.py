@@ -1,4 +1,4 @@
-"""A backward in two parts gives the gradients of one, bit by bit where nothing is computed twice."""
+"""Tests that a split backward gives the gradients of a full one, bit by bit if nothing is recomputed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mlp(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One weight used three times, each below the last, and once more on its own."""
+    """Model that uses one weight three times in a row and another one beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Repeated(nn.Module):
 
 
 class Beside(nn.Module):
-    """An output of parameters alone, one of nothing that learns, and a frozen layer."""
+    """Model with an output of parameters alone, one without trainable parameters, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Beside(nn.Module):
 
 
 class Checkpointed(Mlp):
-    """A part that is computed again."""
+    """Model with a recomputed part."""
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         return [checkpoint(self.body, x) * y]
 
 
 class Hooked(Mlp):
-    """A hook that doubles the gradient on its way."""
+    """Model with hooks that scale gradients."""
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         middle = self.body[:3](x)
@@ -128,7 +128,7 @@ def test_gradients_of_parameters_arrive_as_in_any_backward_once_each() -> None:
 
 
 def test_the_second_part_does_not_compute_the_first_again() -> None:
-    """Of a matrix product one half runs in each part."""
+    """The weight part does not repeat the input part: each part runs one half of a matrix product's backward."""
     counted: list[tuple[bool, bool]] = []
 
     class Product(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Models of transformers run in stages as they run whole: their own forward, on every stage."""
+"""Tests that models of transformers run in stages as they run whole, with their own forward on every stage."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _batch(padded: bool = True) -> dict[str, Tensor]:
 
 
 def _in_stages(model: nn.Module, ranks: int, each: int, batch: Any) -> tuple[list[Any], MicroBatchResult]:
-    """Every rank's part of the model, after the batch went through all of them."""
+    """Return every rank's part of the model after the batch passed through all of them."""
     cuts = []
     for rank in range(ranks):
         part = copy.deepcopy(model)
@@ -234,7 +234,7 @@ def test_embedding_and_head_weigh_in_where_the_cut_falls() -> None:
 def test_layers_are_timed_where_they_have_values(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model("llama")
     state = torch.get_rng_state()
-    clock = [0.0]  # the machine's own clock would measure what else the machine does
+    clock = [0.0]  # a fake clock: real time would depend on the load of the machine
     monkeypatch.setattr(layer_timing, "_synchronized_time", lambda device: clock[0])
     for layer, seconds in zip(model.model.layers, (1.0, 1.0, 6.0, 1.0), strict=True):
         layer.register_forward_pre_hook(lambda *_, seconds=seconds: clock.__setitem__(0, clock[0] + seconds))
@@ -262,7 +262,7 @@ def test_batches_may_be_tuples_and_losses_may_be_left_out() -> None:
 
 
 class Crossing(nn.Module):
-    """A stack with something that a cut would lose."""
+    """Model with a layer stack and something that a stage boundary would lose."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Crossing(nn.Module):
 
 
 class Layer(nn.Module):
-    """Of the stack above."""
+    """Layer of `Crossing`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which attention weights are dropped: about as many as asked, others in each layer, and the same in any tile."""
+"""Tests of dropped attention weights: the requested fraction, different per layer, and equal for any tiling."""
 
 from __future__ import annotations
 

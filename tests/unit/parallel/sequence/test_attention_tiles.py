@@ -1,4 +1,4 @@
-"""Tiles cover what is seen, each pair once, and nothing that is not."""
+"""Tests that tiles cover each visible pair exactly once, and no invisible one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BANDS = st.one_of(
 
 
 def packed(ends: list[set[int]], length: int) -> torch.Tensor:
-    """Positions that begin anew at each of `ends`, for each sample."""
+    """Return positions that restart at each of `ends`, for each sample."""
     rows = []
     for row in ends:
         marks = [0, *sorted(end for end in row if 0 < end < length), length]
@@ -29,7 +29,7 @@ def packed(ends: list[set[int]], length: int) -> torch.Tensor:
 
 @st.composite
 def sights(draw: st.DrawFn, length: int) -> tuple[BatchMask, torch.Tensor]:
-    """What a batch of two sees, and the same as a mask [samples, queries, keys]."""
+    """Draw the mask of a batch of two samples, and the same as a dense mask [samples, queries, keys]."""
     kind = draw(st.sampled_from(["all", "packed", "padded"]))
     if kind == "all":
         return make_full_mask(2, length), torch.ones(2, length, length, dtype=torch.bool)
@@ -43,7 +43,7 @@ def sights(draw: st.DrawFn, length: int) -> tuple[BatchMask, torch.Tensor]:
 
 
 def drawn(found: list[Tile], band: MaskBand, queries: int, keys: int) -> torch.Tensor:
-    """How often each pair is in a tile and seen there, [samples, queries, keys]."""
+    """Count how often each pair is visible in a tile, [samples, queries, keys]."""
     counts = torch.zeros(2, queries, keys, dtype=torch.int)
     for tile in found:
         (r0, r1), (q0, q1), (k0, k1) = tile.samples, tile.queries, tile.keys
@@ -90,7 +90,7 @@ def test_a_causal_sequence_is_one_tile_and_nothing_of_what_is_later() -> None:
 
 
 def test_a_long_window_is_mostly_whole_rectangles() -> None:
-    """The edges of a window of 4096 in 65536 tokens are drawn pair by pair, the rest is not."""
+    """Only the edges of a window of 4096 in 65536 tokens use masked tiles; the rest are full rectangles."""
     found = make_visible_tiles(make_full_mask(1, 65536), MaskBand(0, 4095), ((0, 65536),), ((0, 65536),))
     area = {kind: 0 for kind in ("full", "causal", "band")}
     for tile in found:

@@ -1,4 +1,4 @@
-"""Places of tokens: every one is somewhere once, and ranks have as much as each other."""
+"""Tests of sequence sharding: every token has exactly one place, and ranks have equal amounts of work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_token_is_somewhere_once_and_every_rank_has_some(case: tuple[Seque
     tokens = [token for ranges in cut.ranges for start, stop in ranges for token in range(start, stop)]
     assert sorted(tokens) == list(range(length))
     assert cut.length == length and min(cut.sizes) >= 1
-    assert max(cut.sizes) - min(cut.sizes) <= 2  # a part from either end may be one longer
+    assert max(cut.sizes) - min(cut.sizes) <= 2  # the part from either end may be one longer
 
 
 @given(patterns())
@@ -63,7 +63,7 @@ def test_a_balanced_causal_ring_of_1024_ranks_sees_as_much_everywhere() -> None:
     assert max(pairs) - min(pairs) < 2e-3 * max(pairs)
     even = SequenceShardPattern(1024, 8).shard(2**20)
     last, first = (even.group_ranges(g)[0] for g in (127, 0))
-    assert last[1] ** 2 - last[0] ** 2 > 200 * first[1] ** 2  # what balance is for
+    assert last[1] ** 2 - last[0] ** 2 > 200 * first[1] ** 2  # the purpose of balancing
 
 
 def test_parts_of_given_sizes_lie_one_after_the_other() -> None:

@@ -1,4 +1,4 @@
-"""Attention put together from tiles is attention with a mask, in every kernel, forward and backward."""
+"""Tests that attention merged from tiles equals masked attention, with every kernel, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ PADDING[1, 20:] = 0
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Attention with a mask `[samples, queries, keys]`, in fp64."""
+    """Compute attention with a mask `[samples, queries, keys]` in fp64."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    return torch.nan_to_num(scores.softmax(-1)) @ v  # who sees nothing gets nothing
+    return torch.nan_to_num(scores.softmax(-1)) @ v  # a query that sees no key gets zeros
 
 
 def sight_and_mask(kind: str) -> tuple[BatchMask, Tensor]:
-    """What is seen but for the band."""
+    """Return the batch mask of that kind without the band, and the same as a dense mask."""
     if kind == "packed":
         number = (POSITIONS == 0).cumsum(1).expand(SAMPLES, -1)
         return make_document_mask(POSITIONS, SAMPLES), number[:, :, None] == number[:, None, :]
@@ -81,7 +81,7 @@ def test_tiles_make_attention(kernels: str, band: MaskBand, kind: str, cap: floa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_costs_no_accuracy(dtype: torch.dtype) -> None:
-    """Many tiles are as near to fp64 as one product with a mask in the same dtype."""
+    """Many tiles are as close to fp64 as one masked product in the same dtype."""
     sight, mask = sight_and_mask("packed")
     q, k, v = inputs(dtype)
     output = sequence_attention(q, k, v, mask_of(sight, MaskBand(0, 30)), scale=0.3)

@@ -1,4 +1,4 @@
-"""What is computed in parts is what it is as a whole: results, gradients, and how often a parameter hears of one."""
+"""Tests that a computation in tiles equals the whole: results, gradients, and one gradient per parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.parallel.sequence.tiled_mlp import find_mlps, install_tiled_mlp
 
 
 def pair(tokens: int | None, **changes: object) -> tuple[GatedMLP, GatedMLP]:
-    """An MLP, and one with the same values that computes `tokens` at a time."""
+    """Return an MLP, and one with the same values that computes `tokens` at a time."""
     torch.manual_seed(0)
     plain = GatedMLP(**changes)
     parts = copy.deepcopy(plain)
@@ -24,7 +24,7 @@ def pair(tokens: int | None, **changes: object) -> tuple[GatedMLP, GatedMLP]:
 
 
 def trained(mlp: nn.Module, hidden: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
-    """The output, and the gradients of the input and of the parameters."""
+    """Return the output, and the gradients of the input and of the parameters."""
     own = hidden.clone().requires_grad_()
     output = mlp(own)
     output.backward(gradient)
@@ -63,7 +63,7 @@ def test_a_frozen_parameter_and_a_frozen_input() -> None:
 
 
 def test_16_bit_gradients_are_added_up_in_32() -> None:
-    """200 parts, each rounded to 8 bits and added in 8 bits, would be off by a hundredth and more."""
+    """16-bit gradients are summed in fp32: 200 tiles summed in bf16 would be off by a hundredth or more."""
     plain, parts = pair(1, dtype=torch.bfloat16)
     hidden, gradient = torch.rand(200, 8, dtype=torch.bfloat16), torch.rand(200, 8, dtype=torch.bfloat16)
     exact = trained(copy.deepcopy(plain).float(), hidden.float(), gradient.float())[2]
@@ -84,7 +84,7 @@ def test_dropout_is_the_same_in_the_backward() -> None:
     for piece in again.split(3):
         pieces.append(parts.forward.args[1](piece))
     torch.testing.assert_close(torch.cat(pieces), output)
-    assert torch.equal(torch.get_rng_state(), after)  # the backward drew nothing that others would have drawn
+    assert torch.equal(torch.get_rng_state(), after)  # the backward has not advanced the global generator
     torch.cat(pieces).backward(torch.ones(10, 8))
     torch.testing.assert_close(again.grad, to_input)
 

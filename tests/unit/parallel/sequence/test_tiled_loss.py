@@ -1,4 +1,4 @@
-"""A loss without all logits is the loss, of bare tensors and of unmodified models."""
+"""Tests that a loss without full logits equals the loss, for bare tensors and unmodified models."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_an_unmodified_model_trains_the_same(name: str, changes: dict[str, Any])
     wanted, found = trained(model, a_batch()), trained(long, a_batch())
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
-        assert long(**a_batch()).logits is not None  # nothing is put off where nothing is trained
+        assert long(**a_batch()).logits is not None  # without gradients the logits are not deferred
     long.eval()
     model.eval()
     for given in (a_batch(), {"input_ids": a_batch()["input_ids"]}):
@@ -159,7 +159,7 @@ def test_largest_tensors_do_not_grow_with_the_vocabulary_times_the_tokens() -> N
                 model(input_ids=ids, labels=ids).loss.backward()
             sizes[tokens, long] = largest.elements
     assert (sizes[64, False], sizes[128, False]) == (64 * 2000, 128 * 2000)
-    assert sizes[64, True] == sizes[128, True] == 2000 * 16  # the embedding
+    assert sizes[64, True] == sizes[128, True] == 2000 * 16  # the largest tensor is the embedding
 
 
 def test_a_model_that_looks_at_its_logits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_model_that_looks_at_its_logits_is_told(monkeypatch: pytest.MonkeyPatc
         with pytest.raises((ModelError, TypeError), match="tiled_loss=False|unsupported operand"):
             model(**a_batch())
     monkeypatch.setattr(model, "_loss_function", loss)
-    assert model(**a_batch()).loss > 0  # and the model goes on after such an error
+    assert model(**a_batch()).loss > 0  # the model still works after the error
 
 
 def test_requests_that_make_no_sense() -> None:

@@ -1,4 +1,4 @@
-"""What the tests of computations in parts share: the largest tensor of a computation, an MLP as Llama has it."""
+"""Helpers of the tests of tiled computations: the largest tensor of a computation, and a gated MLP as in Llama."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that any operation makes, views aside."""
+    """Dispatch mode that records the size of the largest tensor that any operation creates, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Largest(TorchDispatchMode):
 
 
 class GatedMLP(nn.Module):
-    """Two products in, one out."""
+    """Gated MLP: two input projections and one output projection."""
 
     def __init__(
         self, features: int = 8, between: int = 24, drop: float = 0.0, dtype: torch.dtype | None = None

@@ -1,4 +1,4 @@
-"""Shares and heads by arithmetic alone: everything is owned, and nothing twice but what is shared."""
+"""Tests of the arithmetic of shards and heads: each element has one owner, except those that are shared."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from windlass.parallel.tensor.rank_ranges import (
 def test_every_feature_has_one_owner(ranks: int, size: int) -> None:
     shares = make_even_ranges(size, ranks)
     ends = [0, *(end for ranges in shares for span in ranges for end in span), size]
-    assert ends == sorted(ends) and ends[1::2] == ends[::2]  # each begins where the one before ended
+    assert ends == sorted(ends) and ends[1::2] == ends[::2]  # each range begins where the one before ended
     assert sum(count_rank_elements(shares)) == size
 
 
 @given(some.integers(1, 256), some.integers(1, 512))
 def test_shares_are_nearly_equal(ranks: int, grains: int) -> None:
-    """Of sizes that are multiples of 128, as models have them."""
+    """Sizes that are multiples of 128, as in models, are split nearly evenly."""
     size = 128 * grains
     each = count_rank_elements(make_even_ranges(size, ranks))
     assert max(each) - min(each) <= compute_shard_grain(size, ranks)
@@ -60,7 +60,7 @@ def test_heads_find_their_keys(key: int, group: int, ranks: int) -> None:
         assert seen_query == stop - start and seen_query % seen_key == 0
         order = heads.repeated_keys(rank) or tuple(range(last - first))
         assert len(order) == seen_key
-        for local in range(seen_query):  # what the attention of this rank pairs is what the whole one pairs
+        for local in range(seen_query):  # this rank pairs heads as the whole attention does
             assert first + order[local // (seen_query // seen_key)] == (start + local) // group
         for one in range(first, last):
             owners[one] += 1
@@ -75,8 +75,8 @@ def test_the_largest_share_decides_whether_keys_are_shared() -> None:
         (0, 12),
         (12, 24),
         (24, 32),
-    )  # 12 instead of 11: keys are cut
-    assert partition_heads("a", 12, 3, 2).query_ranges == ((0, 6), (6, 12))  # 8 instead of 6 would be too much
+    )  # 12 instead of 11: key heads are sharded
+    assert partition_heads("a", 12, 3, 2).query_ranges == ((0, 6), (6, 12))  # 8 instead of 6 would be too many
     assert partition_heads("a", 12, 3, 2, keep_groups=True).query_ranges == ((0, 8), (8, 12))
     with pytest.raises(ModelError, match="2 key heads are too few for 4 ranks"):
         partition_heads("a", 8, 2, 4, keep_groups=True)

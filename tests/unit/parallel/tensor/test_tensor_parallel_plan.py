@@ -1,4 +1,4 @@
-"""Plans of models: what they say, that they fit at any number of ranks, and what is refused with which words."""
+"""Tests of tensor-parallel plans: their entries, their fit to any number of ranks, and refused models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_plan_prints_as_a_table() -> None:
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_every_model_of_the_zoo_has_a_plan_without_its_values(name: str) -> None:
-    """On the meta device, and the parts of all ranks make up the whole."""
+    """Plans are made on the meta device, and the parts of all ranks add up to the whole."""
     with torch.device("meta"):
         model = CAUSAL[name]()
     for ranks in (2, 3, 4) if name not in ("gpt2", "cohere") else (2,):
@@ -78,7 +78,7 @@ def test_nothing_changes_on_one_rank_or_when_a_plan_is_only_made() -> None:
 
 
 class Unknown(nn.Module):
-    """Blocks of one kind."""
+    """Model of two blocks of one kind."""
 
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Unknown(nn.Module):
 
 
 def linears(**sizes: tuple[int, int]) -> nn.Module:
-    """A module with linear layers of these names and sizes."""
+    """Return a module with linear layers of these names and sizes."""
     module = nn.Module()
     for name, (inputs, outputs) in sizes.items():
         setattr(module, name, nn.Linear(inputs, outputs))
@@ -94,7 +94,7 @@ def linears(**sizes: tuple[int, int]) -> nn.Module:
 
 
 def beside(block: nn.Module, **more: Any) -> nn.Module:
-    """The block with more in it."""
+    """Return the block with more attributes set."""
     for name, value in more.items():
         setattr(block, name, value)
     return block
@@ -181,7 +181,7 @@ def test_what_cannot_be_told_is_refused_by_name_with_lines_of_the_table(case: st
 
 
 class _Two:
-    """An axis of two ranks that must not be reached."""
+    """Fake axis of two ranks that must not be used."""
 
     size, index = 2, 0
 
