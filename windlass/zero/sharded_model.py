@@ -19,7 +19,7 @@ from windlass.base.pending import Pending
 from windlass.comm.mesh import Mesh
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.transport import Transport
-from windlass.optim.elementwise_optimizers import enable_fused_step, is_elementwise, measure_state_bytes
+from windlass.optim.elementwise_optimizers import enable_fused_step, measure_state_bytes
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_allocator import page_up
 from windlass.storage.extent_transfer import Extent
@@ -45,11 +45,12 @@ from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
 from windlass.zero.sharded_generate import ShardedGenerate, attach_generation
 from windlass.zero.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
 from windlass.zero.update.delayed_update import DelayedUpdate
-from windlass.zero.update.elementwise_update import ElementwiseUpdate, check_parameters
+from windlass.zero.update.elementwise_update import check_parameters
 from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.offload_states import StateOffloader
 from windlass.zero.update.update_chunk import UpdateChunk, pipeline_numel
-from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+from windlass.zero.update.update_class import update_class
+from windlass.zero.update.update_protocol import Update, UpdateContext
 
 if TYPE_CHECKING:
     from windlass.zero.access.moving_average import ExponentialMovingAverage
@@ -87,7 +88,7 @@ class ShardedModel:
         check_same_model(model, optimizer, mesh.dense.data)
         if optimizer is not None:
             check_parameters(optimizer, model)
-            if settings.delayed_update and not is_elementwise(optimizer):
+            if settings.delayed_update and update_class(optimizer).needs_whole_parameters:
                 raise ModelError(
                     f"offload_optimizer.delayed_update with {type(optimizer).__name__}, which needs whole parameters, "
                     "and so other ranks in the middle of an update: set delayed_update to false, or use an elementwise "
@@ -128,7 +129,7 @@ class ShardedModel:
             ),
         )
         self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device)
-        whole = optimizer is not None and not is_elementwise(optimizer)
+        whole = optimizer is not None and update_class(optimizer).needs_whole_parameters
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
         if not whole:  # else ranks take part in each other's batches, which must be the same on all
             at_once = min(at_once, homes.max_update_numel)
@@ -174,7 +175,7 @@ class ShardedModel:
             self.runtime.after_unshard_all = lambda among: self.disk_health.check(
                 "parameters could not be gathered", loses=self._update_in_progress(), among=among
             )
-        self.update: ElementwiseUpdate | WholeParameterUpdate | None = None
+        self.update: Update | None = None
         self.delayed_update: DelayedUpdate | None = None
         if optimizer is not None:
             self._use_optimizer(optimizer, at_once)
@@ -295,19 +296,8 @@ class ShardedModel:
 
     def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
         enable_fused_step(optimizer)
-        if is_elementwise(optimizer):
-            self.update = ElementwiseUpdate(optimizer, self.masters, at_once)
-        else:
-            self.update = WholeParameterUpdate(
-                optimizer,
-                self.masters.chunks,
-                self.masters.state_offload,
-                self.dp_groups,
-                self.mesh.axes,
-                whole=not self.policy.state,
-                sub_group=at_once,
-            )
-
+        context = UpdateContext(self.masters, self.dp_groups, self.mesh.axes, self.policy.state, at_once)
+        self.update = update_class(optimizer)(optimizer, context)
         self.masters.state_offload.state_name_of = self._state_name
         self._refuse_quantized_states()
 
@@ -319,7 +309,7 @@ class ShardedModel:
         """Codes of 8 bits are in blocks of what is stepped: of a part by elementwise rules, else of the whole, which
         each step would have to decode, put together and code again."""
         assert self.update is not None
-        if isinstance(self.update, ElementwiseUpdate):
+        if not self.update.needs_whole_parameters:
             return
         coded = {
             number for number, kept in self.update.formats().items() if any(one.is_quantized for one in kept.values())

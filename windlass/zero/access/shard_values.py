@@ -27,8 +27,8 @@ from windlass.zero.access.differentiable import differentiable_full
 from windlass.zero.core.parameter_registry import ParameterLocation, require
 from windlass.zero.core.unit import expert_data_group
 from windlass.zero.sharded_init import initial_shard
-from windlass.zero.update.elementwise_update import ElementwiseUpdate, state_dtype
-from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+from windlass.zero.update.elementwise_update import state_dtype
+from windlass.zero.update.update_protocol import Update
 
 
 def part_param(parameter: nn.Parameter) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
         return first.to(place.model.device)
     if first.dim() == 0:
         return first
-    if isinstance(place.model.update, WholeParameterUpdate):  # its owner has all of it, whatever it is
+    if not _steps_segments(place.model.update):  # its owner has all of it, whatever it is
         return first.to(place.model.device)
     if not place.model.policy.state:
         parts = of_ranks[0]
@@ -167,7 +167,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
         value = value.to(state_dtype(update.optimizer, value.dtype, chunks[0]))
     with place.model.masters.resident([place.unit], changes=True, among=_ranks_with_parameter(place)):
         for start, stop, state in _state(place):
-            if isinstance(update, ElementwiseUpdate) and value.shape == shape and key not in SCALAR_STATES:
+            if _steps_segments(update) and value.shape == shape and key not in SCALAR_STATES:
                 _write(place, state, key, value.detach().reshape(-1)[start:stop].to(on, copy=True))
             elif value.dim() == 0 and (key in SCALAR_STATES or value.shape != shape):
                 state[key] = value.detach().clone()
@@ -178,7 +178,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
     """Set the optimizer state `key` to something that is no tensor, as `part_states` gave it."""
     place = _updated(parameter)
-    if isinstance(value, int | float) and isinstance(place.model.update, ElementwiseUpdate):
+    if isinstance(value, int | float) and _steps_segments(place.model.update):
         value = torch.tensor(float(value))  # old checkpoints of torch have plain counts, which its rules no longer take
     for _, _, state in _state(place):
         state[key] = copy.deepcopy(value)
@@ -313,6 +313,11 @@ def _split(value: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 def _step_device(place: ParameterLocation) -> torch.device:
     chunks = place.model.masters.chunks_of(place.unit)
     return chunks[0].device if chunks else place.model.device
+
+
+def _steps_segments(update: Update | None) -> bool:
+    """Return True if each rank has the states of its own flat segments, instead of an owner those of the whole."""
+    return update is not None and not update.needs_whole_parameters
 
 
 def _slot_number(place: ParameterLocation) -> int | None:

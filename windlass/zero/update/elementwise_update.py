@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -21,9 +22,9 @@ from windlass.optim.native_cpu_equivalent import make_native_cpu_equivalent
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
-from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
+from windlass.zero.update.update_protocol import UpdateContext
 
 
 class ParameterSegment:
@@ -72,23 +73,21 @@ class ElementwiseUpdate:
 
     Args:
         optimizer: the user's; its groups say which parameters and with which hyper-parameters.
-        masters: what this rank updates.
-        sub_group: elements of one call (`sub_group_size`); bounds what a rule takes for temporaries.
+        context: see there; `sub_group_numel` is the elements of one call and bounds what a rule takes for temporaries.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: MasterWeights,
-        sub_group: int,
-    ) -> None:
+    needs_whole_parameters: ClassVar[bool] = False
+    reduces_itself: ClassVar[bool] = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
+        masters = context.masters
         chunks, residence = masters.chunks, masters.state_offload
         self.optimizer, self.chunks, self.state_offload, self._masters = optimizer, chunks, residence, masters
         self._inner = self._native() or clone_optimizer(optimizer)
         residence.states = self._inner.state
         self._scales = supports_grad_scale(self._inner)
         self._of_chunk: dict[int, list[ParameterSegment]] = {}
-        self._sub_group = sub_group
+        self._sub_group = context.sub_group_numel
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
         self.add_chunks(chunks)
         for chunk in chunks:

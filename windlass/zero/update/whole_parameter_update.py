@@ -13,15 +13,14 @@ state that has another shape than its parameter (one value a row) is the same on
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.point_to_point import exchange_tensors
 from windlass.comm.rank_group import RankGroup
 from windlass.optim.cpu_optimizer import StateFormat
@@ -32,9 +31,9 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.elementwise_update import clone_optimizer, formats_of, state_dtype
-from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
+from windlass.zero.update.update_protocol import UpdateContext
 
 
 @dataclass(eq=False)
@@ -75,31 +74,22 @@ class WholeParameterUpdate:
 
     Args:
         optimizer: the user's.
-        chunks: what this rank keeps of each trainable unit, one a unit.
-        residence: of their masters and states.
-        families: the ranks among which state is cut; those of dense parameters first.
-        axes: of the mesh, by name: those along which parameters are cut beside.
-        whole: each rank keeps all state: nothing is exchanged.
-        sub_group: elements gathered at a time.
+        context: see there; of each trainable unit the masters have one chunk, `axes` are those along which parameters
+            are sharded besides, and `sub_group_numel` is the elements gathered at a time.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        chunks: list[UpdateChunk],
-        residence: OptimizerStateOffload,
-        dp_groups: list[DataParallelGroup],
-        axes: Mapping[str, MeshAxis],
-        *,
-        whole: bool,
-        sub_group: int,
-    ) -> None:
-        self.optimizer, self.chunks, self._dp_groups, self._axes = optimizer, chunks, dp_groups, axes
+    needs_whole_parameters: ClassVar[bool] = True
+    reduces_itself: ClassVar[bool] = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
+        chunks, residence = context.masters.chunks, context.masters.state_offload
+        self.optimizer, self.chunks = optimizer, chunks
+        self._dp_groups, self._axes = context.dp_groups, context.axes
         self._inner = clone_optimizer(optimizer)
         self.state_offload = residence
         residence.states = self._inner.state
-        self._whole = whole
-        self._sub_group = sub_group
+        self._whole = not context.shards_states  # nothing is exchanged then
+        self._sub_group = context.sub_group_numel
         self.owned: list[OwnedParameter] = []
         self._of_chunk: dict[int, list[OwnedParameter]] = defaultdict(list)
         self.add_chunks(chunks)
