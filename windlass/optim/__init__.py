@@ -17,3 +17,4 @@ from windlass.optim.lamb import Lamb as Lamb
 from windlass.optim.lion import Lion as Lion
 from windlass.optim.muon import Muon as Muon
 from windlass.optim.muon import muon_groups as muon_groups
+from windlass.optim.update_registry import register_update as register_update
