@@ -24,8 +24,8 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
         name: not the name of another optimizer, in any case.
         optimizer: its constructor takes parameters or groups first; its keyword arguments are the allowed `params`.
         update: a class with the protocol of `windlass.zero.update.update_protocol.Update`, which also steps instances
-            of `optimizer`, and of its subclasses, that the caller passes to `initialize`. By default `optimizer.step` is
-            called on whole parameters, as for any class that windlass does not know.
+            of `optimizer`, and of its subclasses, that the caller passes to `initialize`. By default `optimizer.step`
+            is called on whole parameters, as for any class that windlass does not know.
 
     Raises:
         ConfigError: the name belongs to another optimizer, or `optimizer` or `update` is not such a class.
@@ -36,8 +36,8 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
     if update is not None and (not isinstance(update, type) or missing):
         raise ConfigError(
             f"register_update({name!r}): {update!r} is no update class with the class attributes "
-            f"{' and '.join(missing or _FLAGS)}, True or False; derive it from SelfReducingUpdate, or write the protocol "
-            "of windlass.zero.update.update_protocol.Update"
+            f"{' and '.join(missing or _FLAGS)}, True or False; derive it from SelfReducingUpdate, or write the "
+            "protocol of windlass.zero.update.update_protocol.Update"
         )
     before = find_registered_optimizer(name)
     if before is optimizer and _updates.get(optimizer) is update:
@@ -45,8 +45,8 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
     if before is not None or _is_known(name) or optimizer in _updates:
         owner = before.__name__ if before is not None else name if _is_known(name) else _updates[optimizer].__name__
         raise ConfigError(
-            f"register_update({name!r}): the name or the class {optimizer.__name__} is taken by {owner}; register a new "
-            "class under a new name"
+            f"register_update({name!r}): the name or the class {optimizer.__name__} is taken by {owner}; register a "
+            "new class under a new name"
         )
     add_optimizer(name, optimizer)
     if update is not None:

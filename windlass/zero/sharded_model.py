@@ -49,7 +49,7 @@ from windlass.zero.update.elementwise_update import check_parameters
 from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.offload_states import StateOffloader
 from windlass.zero.update.update_chunk import UpdateChunk, pipeline_numel
-from windlass.zero.update.update_class import update_class
+from windlass.zero.update.update_class import check_self_reducing, update_class
 from windlass.zero.update.update_protocol import Update, UpdateContext
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class ShardedModel:
                     "and so other ranks in the middle of an update: set delayed_update to false, or use an elementwise "
                     "optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
                 )
+            check_self_reducing(optimizer, settings, mesh)
+        self_reducing = optimizer is not None and update_class(optimizer).reduces_itself
         self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
         policy = self.policy = settings.policy
         late = settings.delayed_update and optimizer is not None
@@ -108,6 +110,8 @@ class ShardedModel:
         self.make_slot = self._builder.make_slot
         self.averages: dict[str, ExponentialMovingAverage] = {}
         trainable = [unit for unit in self.units if unit.trainable]
+        # the mean over ranks of local gradients is what the reduction would give
+        local_factor = settings.predivide_factor * settings.postdivide_factor * mesh.dense.data.size
         self.scheduler = CollectiveScheduler(self.units, hoist_gathers=settings.prefetch_numel > 0)
         self.reducer = GradientReducer(
             trainable,
@@ -117,7 +121,7 @@ class ShardedModel:
             reduce_dtype=settings.reduce_dtype,
             lowered_reduce_dtype=settings.lowered_reduce_dtype,
             overlap=settings.overlap_comm,
-            predivide_factor=settings.predivide_factor,
+            predivide_factor=local_factor if self_reducing else settings.predivide_factor,
             postdivide_factor=settings.postdivide_factor,
             contiguous=settings.contiguous_gradients,
             offload=GradientOffload(
@@ -127,9 +131,11 @@ class ShardedModel:
                 lambda slot: homes.gradient if slot.unit.state_tier is not Tier.DEVICE else Tier.DEVICE,
                 self._builder.make_slot,
             ),
+            keeps_local_gradients=self_reducing,
         )
         self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device)
-        whole = optimizer is not None and update_class(optimizer).needs_whole_parameters
+        # such updates step each unit at once
+        whole = optimizer is not None and (self_reducing or update_class(optimizer).needs_whole_parameters)
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
         if not whole:  # else ranks take part in each other's batches, which must be the same on all
             at_once = min(at_once, homes.max_update_numel)

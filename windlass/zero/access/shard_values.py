@@ -69,6 +69,11 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if facts[0] > 0 or not slot.has_reduced:  # or only another replica has some
         wanted = [other is slot for other in model.slots]
         model.reducer.reduce_units(wanted)
+    if model.reducer.keeps_local_gradients:  # their mean over ranks is the reduced gradient
+        mean = place.unit.parameter_view(slot.read(), place.index) / group.size
+        if group.size > 1:
+            dist.all_reduce(mean, group=group.process_group)
+        return mean.div_(model.loss_scale())
     part = model.agreement.local_part(place.unit, slot.read())
     whole = assemble(
         place, model.agreement.sum_replicas(place.unit, part.clone()) if place.unit.extra_reduce_groups else part
@@ -149,6 +154,10 @@ def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     slot = place.model.slots[number]
     flat, gradient = value.detach().reshape(-1), slot.read()
     factor = place.model.loss_scale() / math.prod(group.size for group in place.unit.extra_reduce_groups)
+    if place.model.reducer.keeps_local_gradients:  # the same on every rank, so it is their mean too
+        place.unit.parameter_view(gradient, place.index).copy_(value).mul_(factor)
+        slot.write(gradient)
+        return
     for piece in place.unit.pieces():
         if piece.index == place.index:
             gradient.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop]).mul_(factor)
@@ -202,6 +211,7 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if number is None:
         return None
     slot = place.model.slots[number]
+    _refuse_local_gradients(place)
     place.model.reducer.finish()
     if not slot.has_reduced or (slot.shard is None and slot.storage is None):
         return None
@@ -313,6 +323,14 @@ def _split(value: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 def _step_device(place: ParameterLocation) -> torch.device:
     chunks = place.model.masters.chunks_of(place.unit)
     return chunks[0].device if chunks else place.model.device
+
+
+def _refuse_local_gradients(place: ParameterLocation) -> None:
+    if place.model.reducer.keeps_local_gradients:
+        raise ModelError(
+            f"{place.name!r} has no shard of a reduced gradient: {type(place.model.update).__name__} reduces the local "
+            "gradients itself, in the step; use full_grad and set_full_grad, which take the mean over ranks"
+        )
 
 
 def _steps_segments(update: Update | None) -> bool:

@@ -60,6 +60,7 @@ class GradientReducer:
         before: factor of a gradient before the ranks' parts are added.
         after: factor of their sum.
         contiguous: take each gradient as it arrives; else all of a unit once it is complete.
+        keeps_local_gradients: reduce nothing; each rank keeps its own whole gradients, see [Note: local gradients].
         landing: takes reduced cuts that rest away from the device to where they do.
 
     Attributes:
@@ -87,7 +88,9 @@ class GradientReducer:
         postdivide_factor: float,
         contiguous: bool,
         offload: GradientOffload,
+        keeps_local_gradients: bool = False,
     ) -> None:
+        self.keeps_local_gradients = keeps_local_gradients
         self._contiguous, self._offload = contiguous, offload
         self._shards_gradients, self._keeps_full_gradient = policy.grad, not policy.state
         self._reduce_dtype, self._lowered_reduce_dtype, self._overlap = (
@@ -263,7 +266,7 @@ class GradientReducer:
 
     def all_gather_gradients(self) -> None:
         """Where every rank keeps the whole gradient, bring the others' cuts. Collective, once, before a step."""
-        if not self._keeps_full_gradient:
+        if not self._keeps_full_gradient or self.keeps_local_gradients:
             return
         started, shared = [], []
         for slot in self.slots:
@@ -363,8 +366,10 @@ class GradientReducer:
         # where each rank keeps the whole gradient only this rank's part was reduced, and peers may still read the rest
         whole = unit.layout.shard_range(group.index, group.size)
         first, last = whole if self._keeps_full_gradient else (unit.state_start, unit.state_stop)
+        if self.keeps_local_gradients:
+            first, last = 0, unit.layout.padded
         values = slot.read()
-        part = values[first:last] if self._keeps_full_gradient else values
+        part = values[first:last] if values.numel() == unit.layout.padded else values
         for piece in unit.layout.pieces(first, last):
             if piece.index in slot.dropped:
                 part.narrow(0, piece.offset, piece.numel).zero_()
@@ -415,7 +420,7 @@ class GradientReducer:
         if (
             slot.has_reduced
             and slot.shard is not None
-            and _same_memory(slot.shard, slot.unit.local_span(slot.buffer.local))
+            and _same_memory(slot.shard, self._kept_span(slot, slot.buffer.local))
         ):
             slot.shard = slot.shard.clone()
         slot.unit.transport.wait_until_read(slot.buffer)
@@ -467,6 +472,9 @@ class GradientReducer:
         self._update_history(slot, 0)
         self._prepare(slot)
         assert slot.buffer is not None
+        if self.keeps_local_gradients:
+            self._keep_local(slot, slot.buffer.local)
+            return
         own = local_shard(slot.buffer.local, group.index, group.size)
         if not self._shards_gradients and not slot.has_reduced:
             slot.shard = slot.unit.local_span(slot.buffer.local)
@@ -490,6 +498,22 @@ class GradientReducer:
             slot.buffer = slot.ring_index = None
         if not self._overlap:
             self.finish()
+
+    def _kept_span(self, slot: GradientSlot, flat: torch.Tensor) -> torch.Tensor:
+        """Return the part of a unit's flat gradient `[padded]` that this rank keeps for the step."""
+        return flat if self.keeps_local_gradients else slot.unit.local_span(flat)
+
+    def _keep_local(self, slot: GradientSlot, flat: torch.Tensor) -> None:
+        """Count the unit's own gradient `[padded]` as reduced, without communication."""
+        if slot.has_reduced:  # a second time in this step: the first part lies in memory of its own
+            assert slot.shard is not None
+            slot.shard.add_(flat)
+        else:
+            slot.shard = flat
+        slot.norm_squares = None
+        slot.written.clear()
+        slot.has_reduced = True
+        self.on_reduced(slot)
 
     def _prepare(self, slot: GradientSlot) -> None:
         """Have the unit's unreduced gradient, zeros where there is none, in a buffer that peers can read."""

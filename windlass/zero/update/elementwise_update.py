@@ -23,6 +23,7 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
+from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
 from windlass.zero.update.update_protocol import UpdateContext
 
@@ -115,6 +116,10 @@ class ElementwiseUpdate:
                 piece = segment.piece
                 shape = torch.Size([piece.numel])
                 yield StateEntry(chunk, segment.tensor, piece.index, piece.start, piece.stop, shape)
+
+    def rank_states(self) -> Iterator[RankState]:
+        """Yield none: ranks keep equal states, or shards of them."""
+        return iter(())
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
         """How states are kept where the rule says so: by id of a parameter, then by name."""

@@ -6,7 +6,11 @@ two flags instead of the class:
 
 - `needs_whole_parameters`: a parameter is stepped in its own shape by one owner rank. Otherwise each rank steps flat
   segments of it, and a state has one value for each element of a segment, or one value for all.
-- `reduces_itself`: the update receives local gradients, which no rank reduced, and communicates by itself.
+- `reduces_itself`: the update receives local gradients, which no rank reduced, and communicates by itself
+  ([Note: local gradients]).
+
+States are of four kinds: one value for each element of a segment, one tensor for a parameter, one number for it, and
+one value for each element on every rank ([Note: per-rank states]).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
+from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
 
 
@@ -73,6 +78,10 @@ class Update(Protocol):
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
         """Yield the optimizer states of this rank, of one unit or of all: an entry for each tensor that it steps."""
+        ...
+
+    def rank_states(self) -> Iterator[RankState]:
+        """Yield the states that differ between data-parallel ranks, in the same order on all of them."""
         ...
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:

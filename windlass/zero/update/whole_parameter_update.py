@@ -32,6 +32,7 @@ from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.elementwise_update import clone_optimizer, formats_of, state_dtype
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
+from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
 from windlass.zero.update.update_protocol import UpdateContext
 
@@ -123,6 +124,10 @@ class WholeParameterUpdate:
             if owned.is_local and (unit is None or unit is of):
                 numel, shape = of.layout.numels[owned.index], of.shapes[owned.index]
                 yield StateEntry(owned.chunk, owned.tensor, owned.index, 0, numel, shape)
+
+    def rank_states(self) -> Iterator[RankState]:
+        """Yield none: ranks keep equal states, or shards of them."""
+        return iter(())
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
         """As `ElementwiseUpdate.formats`."""
