@@ -3,7 +3,7 @@
 one_by_one, lion, lamb, muon, mup (optimizers torch lacks), coded (8-bit states that are cut elsewhere), cpu_optimizer,
 cpu_adam, cpu_lion, cpu_adagrad, cpu_sgd, cpu_lamb (steps in host memory), elementwise (flat spans, fused steps), cpu
 (which of them stands in for which), by_name (configuration -> optimizer), loss_scale (fp16), lr_schedule, lr_cycles,
-lr_warmups (schedules), schedules (configuration -> schedule).
+lr_warmups (schedules), schedules (configuration -> schedule), update_registry (names of user-defined optimizers).
 """
 
 from __future__ import annotations
