@@ -199,6 +199,15 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int) -> None:
     assert [one["scale"] for one in found] == [16.0, 16.0]
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_local_gradient_that_is_not_finite_is_named(stage: int) -> None:
+    # of the last rank, in the last parameters as in the first: each rank looks at whole gradients
+    with pytest.raises(
+        RankError, match=r"(?s)LossError.*step 1: the gradient norm is nan, first in 'blocks.0.norm.weight'"
+    ):
+        run_ranks(train, 2, Case("mlp", stage, overflows=(1,)))
+
+
 def save(case: Case, folder: str, more: int) -> dict[str, Any]:
     """Train, save, and train some more."""
     engine = start(specimen(case.model), case.config)
