@@ -51,6 +51,7 @@ from windlass.zero.core.sharding_policy import sharding_policy
 from windlass.zero.core.unit_partition import UnitRules
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
 from windlass.zero.sharded_model import ShardedModel
+from windlass.zero.update.update_class import update_class
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
@@ -180,6 +181,7 @@ def build_engine(
             gone = whole.difference(id(parameter) for parameter in model.parameters())
             optimizer, model_parameters = drop_remote_parameters(optimizer, model_parameters, gone)
         built = _build_optimizer(model, optimizer, model_parameters, settings_of, mesh)
+        _check_checkpoint_format(built, settings_of)
         watch.before_sharding(model, built, settings_of)
         sharded = _build_sharded_model(model, built, settings_of, device, mesh)
     engine = engine_class_for(engine_class, model)(
@@ -351,6 +353,14 @@ def _build_optimizer(
     if config.optimizer.type.lower() == "muon" and parameters is None:
         chosen = muon_groups(model)  # embeddings, output heads and vectors are not matrices to orthogonalise
     return optimizer_factory.build_optimizer(config.optimizer.type, dict(config.optimizer.params), chosen)
+
+
+def _check_checkpoint_format(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+    if optimizer is not None and config.checkpoint.format == "deepspeed" and update_class(optimizer).reduces_itself:
+        raise ConfigError(
+            f"checkpoint.format is 'deepspeed', whose files have no place for the states of single ranks that "
+            f"{type(optimizer).__name__} may keep; set it to 'windlass', or use another optimizer"
+        )
 
 
 def _check_optimizer_instance(optimizer: torch.optim.Optimizer, *, single_stage: bool) -> None:

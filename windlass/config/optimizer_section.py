@@ -20,6 +20,7 @@ from windlass.config.parameter_tables import (
     refused_parameter,
     shape_of_default,
 )
+from windlass.config.registered_optimizers import registered_optimizers
 
 _LR = {"lr": ParameterSpec("float", 1e-3, minimum=0)}
 _BETAS = {"betas": ParameterSpec("floats", [0.9, 0.999], minimum=0, less_than=1)}
@@ -140,8 +141,8 @@ class OptimizerConfig(ConfigSection):
     """Optimizer that the engine constructs if the caller passes none."""
 
     type: str = honoured(...)
-    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD (case-insensitive), or a class of
-    torch.optim."""
+    """Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, MuAdam, MuAdamW, MuSGD (case-insensitive), a class of
+    torch.optim, or a name that the script registered with windlass.optim.register_update."""
     params: dict[str, Any] = honoured(dict)
     """Parameters of the optimizer. Absent ones have torch's default."""
     legacy_fusion: bool = accepted(False, "chooses among DeepSpeed's fp16 wrappers; there is one path here")
@@ -182,7 +183,7 @@ def find_parameter_problems(optimizer: OptimizerConfig) -> Iterator[ConfigProble
     table = _parameter_table(optimizer)
     if table is None:
         yield parameter_tables.unknown_type_problem(
-            "optimizer.type", "optimizer", optimizer.type, (*OPTIMIZER_PARAMETERS, *_torch_classes())
+            "optimizer.type", "optimizer", optimizer.type, (*OPTIMIZER_PARAMETERS, *_classes_by_name())
         )
         return
     if optimizer.type in UNSUPPORTED_OPTIMIZERS:
@@ -243,16 +244,21 @@ def find_parameter_refusals(optimizer: OptimizerConfig) -> Iterator[ConfigRefusa
 def _parameter_table(optimizer: OptimizerConfig) -> ParameterTable | None:
     known = OPTIMIZER_PARAMETERS.get(optimizer.type)
     if known is None:
-        by_lower = {name.lower(): name for name in _torch_classes()}
-        name = by_lower.get(optimizer.type.lower())
-        return table_from_signature(_torch_classes()[name], skip=1) if name else None
+        by_lower = {name.lower(): owner for name, owner in _classes_by_name().items()}
+        owner = by_lower.get(optimizer.type.lower())
+        return table_from_signature(owner, skip=1) if owner else None
     if optimizer.type not in _FROM_TORCH or set(optimizer.params) <= set(known):
         return known
     return {**table_from_signature(_torch_classes()[optimizer.type], skip=1), **known}
 
 
 def _torch_class(kind: str) -> type:
-    return {name.lower(): value for name, value in _torch_classes().items()}[kind.lower()]
+    return {name.lower(): value for name, value in _classes_by_name().items()}[kind.lower()]
+
+
+def _classes_by_name() -> dict[str, type]:
+    """Return every optimizer class of the installed torch, and those that user code registered."""
+    return {**_torch_classes(), **registered_optimizers()}
 
 
 @cache

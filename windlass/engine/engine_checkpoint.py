@@ -58,6 +58,7 @@ from windlass.engine.optimizer_groups import group_metadata, load_hyperparameter
 from windlass.engine.optimizer_state_loading import ChunkLoadStorage, plan_state_loading
 from windlass.engine.optimizer_state_saving import StateFragments, collect_state_fragments, merge_state_metadata
 from windlass.engine.parameter_fragments import ChunkSaveStorage, parameter_fragments
+from windlass.engine.rank_state_checkpoint import RANK_STATE_PREFIX, RankStateLoader, rank_state_shards
 from windlass.engine.rng_and_data_position import (
     check_data_position,
     data_position,
@@ -174,7 +175,7 @@ def save_engine(
     # rank 0's buffers are saved; those of other ranks may differ until the next forward (engine/module_buffers)
     tensors = states.tensors | (_persistent_buffers(engine) if model.mesh.first_of_stage else {})
     state = SavedState(
-        [*shards, *states.shards, *average_checkpoint.average_shards(model)],
+        [*shards, *states.shards, *rank_state_shards(model), *average_checkpoint.average_shards(model)],
         tensors,
         plain,
         {"random": rng_state(engine.device)},
@@ -421,9 +422,13 @@ def _load_tensors(
     if with_states:
         ranks.run_on_all("preparing to load", lambda: plan_state_loading(model, plain, saved, drawer_of, counts))
     states = [shard for drawer in drawers.values() for shard in drawer.shards]
+    rank_states = RankStateLoader(model, saved) if with_states else None
+    if rank_states is not None:
+        states += rank_states.shards
     apart = average_checkpoint.AverageLoader(model, plain.get("averages", {}) if options.load_progress else None, saved)
     optional = () if options.load_module_strict else ("param/", "buffer/")
-    left = (average_checkpoint.AVERAGE_PREFIX,) if with_states else (average_checkpoint.AVERAGE_PREFIX, "state/")
+    of_states = ("state/", RANK_STATE_PREFIX)
+    left = (average_checkpoint.AVERAGE_PREFIX,) if with_states else (average_checkpoint.AVERAGE_PREFIX, *of_states)
     if options.custom_load_fn is not None:
         shards, left = [], (*left, "param/", "buffer/")
         tensors = {}
@@ -433,7 +438,7 @@ def _load_tensors(
         opened,
         SavedState([*shards, *states, *apart.shards], tensors | counts),
         counts,
-        optional if options.load_optimizer_strict else (*optional, "state/"),
+        optional if options.load_optimizer_strict else (*optional, *of_states),
         left,
         parameter_order,
         check,
@@ -445,10 +450,11 @@ def _load_tensors(
     apart.store()
     model.disk_health.check("the loaded state could not be stored", loses=True)
     kept = with_states and not any(drawer.converts_states for drawer in drawers.values())
+    kept = kept and not (rank_states is not None and rank_states.was_relaid)
     own = options.custom_load_fn is None and _same_dtypes(shards, saved), kept and _same_dtypes(states, saved)
     everywhere = ranks.run_on_all("loading", lambda: own)
     names = (*found.missing, *found.unexpected)
-    whole = [not any(name.startswith(prefix) for name in names) for prefix in ("param/", "state/")]
+    whole = [not any(name.startswith(prefix) for name in names) for prefix in (("param/",), of_states)]
     return found, (
         whole[0] and all(parameters for parameters, _ in everywhere),
         whole[1] and all(states for _, states in everywhere),

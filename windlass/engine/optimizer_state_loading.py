@@ -14,17 +14,17 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage
-from windlass.engine.optimizer_state_saving import Update, flat_state, unsupported_shape_message
+from windlass.engine.optimizer_state_saving import flat_state, unsupported_shape_message
 from windlass.kernels.update_tensors import count_scales
 from windlass.optim import quantized_states
 from windlass.optim.cpu_optimizer import StateFormat
 from windlass.parallel.full_parameters import select_local_shard
 from windlass.parallel.placement import Placement
 from windlass.zero.sharded_model import ShardedModel
-from windlass.zero.update.elementwise_update import ElementwiseUpdate
 from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.optimizer_state_offload import is_offloadable
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
+from windlass.zero.update.update_protocol import Update
 
 
 @dataclass
@@ -265,7 +265,7 @@ def _plan_state(
 ) -> None:
     """Plan the load of one state into a chunk's handle."""
     if form == "whole":
-        if isinstance(update, ElementwiseUpdate):
+        if not update.needs_whole_parameters:
             raise CheckpointError(unsupported_shape_message(update, entry, key, tuple(saved.shape)))
         storage.add_state(entry, key, saved, tuple(saved.shape))
     elif form in ("signed", "unsigned"):
@@ -301,5 +301,5 @@ def _state_dtype(
         return target_format.dtype
     if isinstance(current, torch.Tensor):
         return current.dtype
-    wide = isinstance(update, ElementwiseUpdate) and saved.is_floating_point()
+    wide = not update.needs_whole_parameters and saved.is_floating_point()
     return entry.chunk.state_dtype if wide else saved.dtype

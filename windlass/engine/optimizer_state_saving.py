@@ -25,12 +25,9 @@ from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage
 from windlass.engine.offloaded_storage import OffloadedChunkStorage
 from windlass.optim import quantized_states
 from windlass.optim.cpu_optimizer import StateFormat
-from windlass.zero.update.elementwise_update import ElementwiseUpdate
 from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
-from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
-
-Update = ElementwiseUpdate | WholeParameterUpdate
+from windlass.zero.update.update_protocol import Update
 
 
 @dataclass
@@ -125,7 +122,7 @@ def state_kind(update: Update, entry: StateEntry, key: str, value: Any) -> str:
         return f"whole {dtype}"
     if value.shape == entry.shape:
         return f"pieces {dtype}"
-    if isinstance(update, ElementwiseUpdate):
+    if not update.needs_whole_parameters:
         raise CheckpointError(unsupported_shape_message(update, entry, key, tuple(value.shape)))
     return f"whole {dtype}"
 

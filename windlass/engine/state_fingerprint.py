@@ -20,11 +20,13 @@ from windlass.checkpoint import FlatShard, LazyFlatTensor, LazyStorage
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 from windlass.checkpoint.fragment_boxes import flat_ranges_of_box, place_range
 from windlass.checkpoint.tensor_hash import TensorHash, fingerprint_digest
-from windlass.engine.optimizer_state_saving import Update, decode_codes, flat_state, is_coded, state_kind
+from windlass.engine.optimizer_state_saving import decode_codes, flat_state, is_coded, state_kind
 from windlass.engine.parameter_fragments import ChunkSaveStorage, parameter_fragments
+from windlass.engine.rank_state_checkpoint import rank_state_shards
 from windlass.parallel.placement import Placement
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
+from windlass.zero.update.update_protocol import Update
 
 if TYPE_CHECKING:
     from windlass.zero.sharded_model import ShardedModel
@@ -160,6 +162,8 @@ def _hashed_shards(
                     hashes.parameters.add_plain(f"param/{name}", list(placement.global_shape))
     if model.update is not None:
         yield from _hashed_states(model.update, storage_of, hashes.states, is_sharded=model.policy.state)
+        for shard in rank_state_shards(model):  # every rank has a row of its own
+            yield _HashedShard(shard, hashes.states, 0, 1)
 
 
 def _hashed_states(

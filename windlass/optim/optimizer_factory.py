@@ -21,6 +21,7 @@ from windlass.config.optimizer_section import (
     find_parameter_problems,
     find_parameter_refusals,
 )
+from windlass.config.registered_optimizers import find_registered_optimizer, registered_optimizers
 from windlass.optim import mup
 from windlass.optim.lamb import Lamb
 from windlass.optim.lion import Lion
@@ -80,6 +81,7 @@ def resolve_optimizer_class(type: str, params: Mapping[str, Any] | None = None) 
     if key == "adam" and (params or {}).get("adam_w_mode", True):
         return torch.optim.AdamW
     cls = _WINDLASS_CLASSES.get(key) or mup.STEP_CLASSES.get(key) or _TORCH_CLASSES.get(key)
+    cls = cls or find_registered_optimizer(key)
     if cls is None:
         near = nearest_name(str(type), list_optimizer_names())
         hint = f"; nearest is {near}" if near else ""
@@ -90,7 +92,8 @@ def resolve_optimizer_class(type: str, params: Mapping[str, Any] | None = None) 
 def list_optimizer_names() -> list[str]:
     """Return every name that `build_optimizer` takes, in the spelling of its class."""
     classes = {**_TORCH_CLASSES, **_WINDLASS_CLASSES}
-    return sorted([*(cls.__name__ for key, cls in classes.items() if key not in _REFUSED), *mup.OPTIMIZER_NAMES])
+    own = [cls.__name__ for key, cls in classes.items() if key not in _REFUSED]
+    return sorted([*own, *mup.OPTIMIZER_NAMES, *registered_optimizers()])
 
 
 def accepted_params(type: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:

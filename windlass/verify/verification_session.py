@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.compute_device import local_device
 from windlass.base.dtypes import parse_dtype
+from windlass.base.errors import ConfigError
 from windlass.config import Config
 from windlass.engine.initialize_observer import InitializeObserver
 from windlass.engine.training_engine import Engine
@@ -21,6 +22,7 @@ from windlass.verify.reference_model import ReferenceModel
 from windlass.verify.verification_job import VerificationJob
 from windlass.zero import GatheredParameters
 from windlass.zero.sharded_init import initial_shard
+from windlass.zero.update.update_class import update_class
 
 
 class VerificationFinished(SystemExit):
@@ -42,6 +44,11 @@ class VerificationSession(InitializeObserver):
         self._reference, self._pending = None, (optimizer, config)
         if optimizer is None:
             return
+        if update_class(optimizer).reduces_itself:
+            raise ConfigError(
+                f"verify compares the optimizer with its own step in plain PyTorch, and {type(optimizer).__name__} has "
+                "none: its update reduces gradients itself; verify the script with another optimizer.type"
+            )
         mixed = config.fp16.enabled or config.bf16.enabled
         table = config.dtype_table()
         compute = parse_dtype(table.param_dtype) if mixed else None

@@ -18,7 +18,7 @@ from windlass.base.pending import Pending
 from windlass.comm.mesh import Mesh
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.transport import Transport
-from windlass.optim.elementwise_optimizers import enable_fused_step, is_elementwise, measure_state_bytes
+from windlass.optim.elementwise_optimizers import enable_fused_step, measure_state_bytes
 from windlass.storage.disk_tier import DiskTier
 from windlass.storage.extent_allocator import page_up
 from windlass.storage.extent_transfer import Extent
@@ -44,11 +44,12 @@ from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
 from windlass.zero.sharded_generate import ShardedGenerate, attach_generation
 from windlass.zero.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
 from windlass.zero.update.delayed_update import DelayedUpdate
-from windlass.zero.update.elementwise_update import ElementwiseUpdate, check_parameters
+from windlass.zero.update.elementwise_update import check_parameters
 from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.offload_states import StateOffloader
 from windlass.zero.update.update_chunk import UpdateChunk, pipeline_numel
-from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+from windlass.zero.update.update_class import check_self_reducing, update_class
+from windlass.zero.update.update_protocol import Update, UpdateContext
 
 if TYPE_CHECKING:
     from windlass.zero.access.moving_average import ExponentialMovingAverage
@@ -87,12 +88,14 @@ class ShardedModel:
         check_same_model(model, optimizer, mesh.dense.data)
         if optimizer is not None:
             check_parameters(optimizer, model)
-            if settings.delayed_update and not is_elementwise(optimizer):
+            if settings.delayed_update and update_class(optimizer).needs_whole_parameters:
                 raise ModelError(
                     f"offload_optimizer.delayed_update does not support {type(optimizer).__name__}, which needs whole "
                     "parameters and communicates during an update: set delayed_update to false, or use an elementwise "
                     "optimizer (Adam, AdamW, Lion, SGD, Adagrad, ...)"
                 )
+            check_self_reducing(optimizer, settings, mesh)
+        self_reducing = optimizer is not None and update_class(optimizer).reduces_itself
         self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
         policy = self.policy = settings.policy
         late = settings.delayed_update and optimizer is not None
@@ -107,6 +110,8 @@ class ShardedModel:
         self.make_slot = self._builder.make_slot
         self.averages: dict[str, ExponentialMovingAverage] = {}
         trainable = [unit for unit in self.units if unit.trainable]
+        # the mean over ranks of local gradients is what the reduction would give
+        local_factor = settings.predivide_factor * settings.postdivide_factor * mesh.dense.data.size
         self.scheduler = CollectiveScheduler(self.units, hoist_gathers=settings.prefetch_numel > 0)
         self.reducer = GradientReducer(
             trainable,
@@ -116,7 +121,7 @@ class ShardedModel:
             reduce_dtype=settings.reduce_dtype,
             lowered_reduce_dtype=settings.lowered_reduce_dtype,
             overlap=settings.overlap_comm,
-            predivide_factor=settings.predivide_factor,
+            predivide_factor=local_factor if self_reducing else settings.predivide_factor,
             postdivide_factor=settings.postdivide_factor,
             contiguous=settings.contiguous_gradients,
             offload=GradientOffload(
@@ -126,9 +131,11 @@ class ShardedModel:
                 lambda slot: homes.gradient if slot.unit.state_tier is not Tier.DEVICE else Tier.DEVICE,
                 self._builder.make_slot,
             ),
+            keeps_local_gradients=self_reducing,
         )
         self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device)
-        whole = optimizer is not None and not is_elementwise(optimizer)
+        # such updates step each unit at once
+        whole = optimizer is not None and (self_reducing or update_class(optimizer).needs_whole_parameters)
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
         # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
         # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
@@ -176,7 +183,7 @@ class ShardedModel:
             self.runtime.after_unshard_all = lambda among: self.disk_health.check(
                 "parameters could not be gathered", loses=self._update_in_progress(), among=among
             )
-        self.update: ElementwiseUpdate | WholeParameterUpdate | None = None
+        self.update: Update | None = None
         self.delayed_update: DelayedUpdate | None = None
         if optimizer is not None:
             self._use_optimizer(optimizer, at_once)
@@ -299,19 +306,8 @@ class ShardedModel:
 
     def _use_optimizer(self, optimizer: torch.optim.Optimizer, at_once: int) -> None:
         enable_fused_step(optimizer)
-        if is_elementwise(optimizer):
-            self.update = ElementwiseUpdate(optimizer, self.masters, at_once)
-        else:
-            self.update = WholeParameterUpdate(
-                optimizer,
-                self.masters.chunks,
-                self.masters.state_offload,
-                self.dp_groups,
-                self.mesh.axes,
-                whole=not self.policy.state,
-                sub_group=at_once,
-            )
-
+        context = UpdateContext(self.masters, self.dp_groups, self.mesh.axes, self.policy.state, at_once)
+        self.update = update_class(optimizer)(optimizer, context)
         self.masters.state_offload.state_name_of = self._state_name
         self._refuse_quantized_states()
 
@@ -327,7 +323,7 @@ class ShardedModel:
         quantize them again. Elementwise optimizers quantize each rank's fragment by itself.
         """
         assert self.update is not None
-        if isinstance(self.update, ElementwiseUpdate):
+        if not self.update.needs_whole_parameters:
             return
         coded = {
             number for number, kept in self.update.formats().items() if any(one.is_quantized for one in kept.values())

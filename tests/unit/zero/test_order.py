@@ -149,4 +149,4 @@ def test_who_reads_experts_meets_all_once_after_a_window_or_a_step() -> None:
     assert met() == 0, "a meeting of any kind is one of all"
     board.waited.clear()
     order.sync(what)
-    assert board.waited == [what], "what all ranks have is read by all"
+    assert board.waited == [what.value], "what all ranks have is read by all"

@@ -34,8 +34,8 @@ from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.parameter_registry import ParameterLocation, require
 from windlass.zero.core.unit import expert_data_group
 from windlass.zero.sharded_init import initial_shard
-from windlass.zero.update.elementwise_update import ElementwiseUpdate, state_dtype
-from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+from windlass.zero.update.elementwise_update import state_dtype
+from windlass.zero.update.update_protocol import Update
 
 
 def part_param(parameter: nn.Parameter) -> torch.Tensor:
@@ -82,6 +82,9 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if facts[0] > 0 or not slot.has_reduced:
         wanted = [other is slot for other in model.slots]
         model.reducer.reduce_units(wanted)
+    if model.reducer.keeps_local_gradients:  # their mean over ranks is the reduced gradient
+        mean = place.unit.parameter_view(slot.read(), place.index) / group.size
+        return group.all_reduce(mean).div_(model.loss_scale())
     part = model.agreement.local_part(place.unit, slot.read())
     whole = assemble(
         place, model.agreement.sum_replicas(place.unit, part.clone()) if place.unit.extra_reduce_groups else part
@@ -138,7 +141,7 @@ def _assemble_state(place: ParameterLocation, key: str, found: list[list[tuple[i
         return first.to(place.model.device)
     if first.dim() == 0:
         return first
-    if isinstance(place.model.update, WholeParameterUpdate):  # the owner rank keeps the state for all elements
+    if not _steps_segments(place.model.update):  # the owner rank keeps the state for all elements
         return first.to(place.model.device)
     if not place.model.policy.state:  # every rank has the whole state
         parts = of_ranks[0]
@@ -186,6 +189,10 @@ def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     flat, gradient = value.detach().reshape(-1), slot.read()
     # The step sums the gradient over the extra groups, so each rank of them stores an equal part of it.
     factor = place.model.loss_scale() / math.prod(group.size for group in place.unit.extra_reduce_groups)
+    if place.model.reducer.keeps_local_gradients:  # the same on every rank, so it is their mean too
+        place.unit.parameter_view(gradient, place.index).copy_(value).mul_(factor)
+        slot.write(gradient)
+        return
     for piece in place.unit.pieces():
         if piece.index == place.index:
             gradient.narrow(0, piece.offset, piece.numel).copy_(flat[piece.start : piece.stop]).mul_(factor)
@@ -206,7 +213,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
         value = value.to(state_dtype(update.optimizer, value.dtype, chunks[0]))
     with place.model.masters.resident([place.unit], changes=True, among=_ranks_with_parameter(place)):
         for start, stop, state in _state(place):
-            if isinstance(update, ElementwiseUpdate) and value.shape == shape and key not in SCALAR_STATES:
+            if _steps_segments(update) and value.shape == shape and key not in SCALAR_STATES:
                 _write(place, state, key, value.detach().reshape(-1)[start:stop].to(on, copy=True))
             elif value.dim() == 0 and (key in SCALAR_STATES or value.shape != shape):
                 state[key] = value.detach().clone()
@@ -217,7 +224,7 @@ def set_part_state(parameter: nn.Parameter, key: str, value: torch.Tensor) -> No
 def set_plain_state(parameter: nn.Parameter, key: str, value: Any) -> None:
     """Set the optimizer state `key` to a value that is not a tensor, as `part_states` returned it."""
     place = _updated(parameter)
-    if isinstance(value, int | float) and isinstance(place.model.update, ElementwiseUpdate):
+    if isinstance(value, int | float) and _steps_segments(place.model.update):
         value = torch.tensor(float(value))  # old torch checkpoints have plain step counts; torch now requires tensors
     for _, _, state in _state(place):
         state[key] = copy.deepcopy(value)
@@ -247,6 +254,7 @@ def local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if number is None:
         return None
     slot = place.model.slots[number]
+    _refuse_local_gradients(place)
     place.model.reducer.finish()
     if not slot.has_reduced or (slot.shard is None and slot.storage is None):
         return None
@@ -365,6 +373,19 @@ def _split(value: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 def _step_device(place: ParameterLocation) -> torch.device:
     chunks = place.model.masters.chunks_of(place.unit)
     return chunks[0].device if chunks else place.model.device
+
+
+def _refuse_local_gradients(place: ParameterLocation) -> None:
+    if place.model.reducer.keeps_local_gradients:
+        raise ModelError(
+            f"{place.name!r} has no shard of a reduced gradient: {type(place.model.update).__name__} reduces the local "
+            "gradients itself, in the step; use full_grad and set_full_grad, which take the mean over ranks"
+        )
+
+
+def _steps_segments(update: Update | None) -> bool:
+    """Return True if each rank has the states of its own flat segments, instead of an owner those of the whole."""
+    return update is not None and not update.needs_whole_parameters
 
 
 def _slot_number(place: ParameterLocation) -> int | None:

@@ -35,6 +35,11 @@ class StateTransfer:
     def __init__(self, model: ShardedModel) -> None:
         self._parcels: list[tuple[nn.Parameter, int, _TransferredState | None]] = []
         self._averages = list(model.averages.values())
+        # every rank stays and keeps its own, see [Note: per-rank states]
+        self._rank_states = {
+            (id(state.unit.parameters[state.index]), state.key): state.values.cpu().clone()
+            for state in (model.update.rank_states() if model.update is not None else ())
+        }
         with torch.no_grad():
             for unit in model.units:
                 group = unit.dp_group.mesh.data
@@ -68,6 +73,10 @@ class StateTransfer:
             for name, value in found.averages.items():
                 model.averages[name].set_part_param(parameter, value.to(model.device))
         self._parcels = []
+        for state in model.update.rank_states() if model.update is not None else ():
+            values = self._rank_states.get((id(state.unit.parameters[state.index]), state.key))
+            if values is not None:
+                state.values.copy_(values)
 
 
 def _in_host_memory(parcel: _TransferredState) -> _TransferredState:

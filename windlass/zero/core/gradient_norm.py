@@ -120,8 +120,11 @@ def reduce_step_status(
     for slot in slots:
         if slot.has_reduced:
             if slot.norm_squares is None:  # usually computed during the reduction of the unit
-                start, stop = local_norm_squares(slot, policy)
-                slot.norm_squares = sum_of_squares(slot.read()[start:stop])
+                if gradients.keeps_local_gradients:  # the mean square over ranks, see [Note: local gradients]
+                    slot.norm_squares = sum_of_squares(slot.read()) / mesh.dense.data.size
+                else:
+                    start, stop = local_norm_squares(slot, policy)
+                    slot.norm_squares = sum_of_squares(slot.read()[start:stop])
             squares.append(
                 slot.norm_squares * slot.unit.norm_weight if slot.unit.norm_weight != 1.0 else slot.norm_squares
             )

@@ -62,6 +62,7 @@ class GradientReducer:
         predivide_factor: Factor of a gradient before the sum over ranks.
         postdivide_factor: Factor of the sum over ranks.
         contiguous: Move each gradient to the buffer as it arrives; else all gradients of a unit once it is complete.
+        keeps_local_gradients: Reduce nothing; each rank keeps its own full gradients, see [Note: local gradients].
         offload: Moves reduced gradient shards to their tier.
 
     Attributes:
@@ -89,7 +90,9 @@ class GradientReducer:
         postdivide_factor: float,
         contiguous: bool,
         offload: GradientOffload,
+        keeps_local_gradients: bool = False,
     ) -> None:
+        self.keeps_local_gradients = keeps_local_gradients
         self._contiguous, self._offload = contiguous, offload
         self._shards_gradients, self._keeps_full_gradient = policy.grad, not policy.state
         self._reduce_dtype, self._lowered_reduce_dtype, self._overlap = (
@@ -284,7 +287,7 @@ class GradientReducer:
 
         Collective, once, before a step.
         """
-        if not self._keeps_full_gradient:
+        if not self._keeps_full_gradient or self.keeps_local_gradients:
             return
         started, shared = [], []
         for slot in self.slots:
@@ -391,8 +394,10 @@ class GradientReducer:
         # shards.
         whole = unit.layout.shard_range(group.index, group.size)
         first, last = whole if self._keeps_full_gradient else (unit.state_start, unit.state_stop)
+        if self.keeps_local_gradients:
+            first, last = 0, unit.layout.padded
         values = slot.read()
-        part = values[first:last] if self._keeps_full_gradient else values
+        part = values[first:last] if values.numel() == unit.layout.padded else values
         for piece in unit.layout.pieces(first, last):
             if piece.index in slot.dropped:
                 part.narrow(0, piece.offset, piece.numel).zero_()
@@ -450,7 +455,7 @@ class GradientReducer:
         if (
             slot.has_reduced
             and slot.shard is not None
-            and _same_memory(slot.shard, slot.unit.local_span(slot.buffer.local))
+            and _same_memory(slot.shard, self._kept_span(slot, slot.buffer.local))
         ):
             slot.shard = slot.shard.clone()
         slot.unit.transport.wait_until_read(slot.buffer)
@@ -504,6 +509,9 @@ class GradientReducer:
         self._update_history(slot, 0)
         self._prepare(slot)
         assert slot.buffer is not None
+        if self.keeps_local_gradients:
+            self._keep_local(slot, slot.buffer.local)
+            return
         own = local_shard(slot.buffer.local, group.index, group.size)
         # Without sharded gradients the shard is the part of the unit's own buffer that the reduction writes.
         if not self._shards_gradients and not slot.has_reduced:
@@ -530,6 +538,22 @@ class GradientReducer:
             slot.buffer = slot.ring_index = None
         if not self._overlap:
             self.finish()
+
+    def _kept_span(self, slot: GradientSlot, flat: torch.Tensor) -> torch.Tensor:
+        """Return the part of a unit's flat gradient `[padded]` that this rank keeps for the step."""
+        return flat if self.keeps_local_gradients else slot.unit.local_span(flat)
+
+    def _keep_local(self, slot: GradientSlot, flat: torch.Tensor) -> None:
+        """Count the unit's own gradient `[padded]` as reduced, without communication."""
+        if slot.has_reduced:  # a second time in this step: the first part lies in memory of its own
+            assert slot.shard is not None
+            slot.shard.add_(flat)
+        else:
+            slot.shard = flat
+        slot.norm_squares = None
+        slot.written.clear()
+        slot.has_reduced = True
+        self.on_reduced(slot)
 
     def _prepare(self, slot: GradientSlot) -> None:
         """Put the unit's unreduced gradient (zeros where there is none) into a buffer that peers can read."""

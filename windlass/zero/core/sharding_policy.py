@@ -24,6 +24,12 @@ class ShardingPolicy:
     grad: bool
     state: bool
 
+    @property
+    def can_keep_local_gradients(self) -> bool:
+        """Return True if the stage reduces gradients once in a step, so that a rank can keep its own until then. It is
+        the stage's on any number of ranks, so that a configuration is refused everywhere or nowhere."""
+        return self.stage <= 1
+
 
 _STAGES = {
     0: ShardingPolicy(0, param=False, grad=False, state=False),

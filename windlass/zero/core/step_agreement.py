@@ -160,7 +160,9 @@ class StepAgreement:
         for slot in self._gradients.slots:
             if slot.has_reduced:
                 gradient = slot.read()
-                for piece in slot.unit.layout.pieces(slot.unit.state_start, slot.unit.state_stop):
+                local = self._gradients.keeps_local_gradients
+                span = (0, gradient.numel()) if local else (slot.unit.state_start, slot.unit.state_stop)
+                for piece in slot.unit.layout.pieces(*span):
                     part = gradient.narrow(0, piece.offset, piece.numel)
                     if not bool(torch.isfinite(part).all()):
                         mine.append((stage, slot.unit.index, piece.index, slot.unit.names[piece.index]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -21,9 +22,10 @@ from windlass.optim.native_cpu_equivalent import make_native_cpu_equivalent
 from windlass.storage.slot import Tier
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.unit_layout import LayoutPiece
-from windlass.zero.update.master_weights import MasterWeights
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
+from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
+from windlass.zero.update.update_protocol import UpdateContext
 
 
 class ParameterSegment:
@@ -81,23 +83,22 @@ class ElementwiseUpdate:
     Args:
         optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters; its existing states are
             moved to this rank's fragments.
-        masters: master weights of this rank.
-        sub_group: maximum elements of one optimizer call (`sub_group_size`), which bounds its temporary memory.
+        context: parts of the model that the update works on. `sub_group_numel` is the maximum number of elements of
+            one optimizer call and bounds its temporary memory.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: MasterWeights,
-        sub_group: int,
-    ) -> None:
+    needs_whole_parameters: ClassVar[bool] = False
+    reduces_itself: ClassVar[bool] = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
+        masters = context.masters
         chunks, residence = masters.chunks, masters.state_offload
         self.optimizer, self.chunks, self.state_offload, self._masters = optimizer, chunks, residence, masters
         self._inner = self._native() or clone_optimizer(optimizer)
         residence.states = self._inner.state
         self._scales = supports_grad_scale(self._inner)
         self._of_chunk: dict[int, list[ParameterSegment]] = {}
-        self._sub_group = sub_group
+        self._sub_group = context.sub_group_numel
         self._lowered: dict[torch.Tensor, torch.Tensor] = {}
         self.add_chunks(chunks)
         for chunk in chunks:
@@ -128,6 +129,10 @@ class ElementwiseUpdate:
                 piece = segment.piece
                 shape = torch.Size([piece.numel])
                 yield StateEntry(chunk, segment.tensor, piece.index, piece.start, piece.stop, shape)
+
+    def rank_states(self) -> Iterator[RankState]:
+        """Yield none: ranks keep equal states, or shards of them."""
+        return iter(())
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
         """Return the storage format of each state, by id of the parameter and name of the state.

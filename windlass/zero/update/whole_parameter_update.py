@@ -13,15 +13,14 @@ saved in the same parts as the parameter. A state of another shape (one value pe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.point_to_point import exchange_tensors
 from windlass.comm.rank_group import RankGroup
 from windlass.optim.cpu_optimizer import StateFormat
@@ -32,9 +31,10 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.unit import Unit
 from windlass.zero.update.elementwise_update import clone_optimizer, formats_of, state_dtype
-from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
 from windlass.zero.update.optimizer_step_session import OptimizerStepSession
+from windlass.zero.update.rank_state import RankState
 from windlass.zero.update.update_chunk import StateEntry, UpdateChunk, batch_chunks
+from windlass.zero.update.update_protocol import UpdateContext
 
 
 @dataclass(eq=False)
@@ -83,30 +83,23 @@ class WholeParameterUpdate:
 
     Args:
         optimizer: the user's optimizer. Its existing states are moved to the owners.
-        chunks: this rank's chunks of the trainable units, one per unit.
-        dp_groups: groups over which states are sharded, that of dense parameters first.
-        axes: mesh axes by name, for parameters that are sharded over tp or ep.
-        whole: every rank of a data-parallel group keeps all states and updates all parameters, without an exchange.
-        sub_group: maximum size of a batch, in elements a rank: the batch's elements divided by the ranks of the group.
+        context: parts of the model that the update works on. The masters have one chunk per trainable unit, `axes` are
+            the mesh axes along which parameters are sharded besides, and `sub_group_numel` is the maximum size of a
+            batch in elements per rank.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        chunks: list[UpdateChunk],
-        residence: OptimizerStateOffload,
-        dp_groups: list[DataParallelGroup],
-        axes: Mapping[str, MeshAxis],
-        *,
-        whole: bool,
-        sub_group: int,
-    ) -> None:
-        self.optimizer, self.chunks, self._dp_groups, self._axes = optimizer, chunks, dp_groups, axes
+    needs_whole_parameters: ClassVar[bool] = True
+    reduces_itself: ClassVar[bool] = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
+        chunks, residence = context.masters.chunks, context.masters.state_offload
+        self.optimizer, self.chunks = optimizer, chunks
+        self._dp_groups, self._axes = context.dp_groups, context.axes
         self._inner = clone_optimizer(optimizer)
         self.state_offload = residence
         residence.states = self._inner.state
-        self._whole = whole
-        self._sub_group = sub_group
+        self._whole = not context.shards_states  # nothing is exchanged then
+        self._sub_group = context.sub_group_numel
         self.owned: list[OwnedParameter] = []
         self._of_chunk: dict[int, list[OwnedParameter]] = defaultdict(list)
         self.add_chunks(chunks)
@@ -141,6 +134,10 @@ class WholeParameterUpdate:
             if owned.is_local and (unit is None or unit is of):
                 numel, shape = of.layout.numels[owned.index], of.shapes[owned.index]
                 yield StateEntry(owned.chunk, owned.tensor, owned.index, 0, numel, shape)
+
+    def rank_states(self) -> Iterator[RankState]:
+        """Yield none: ranks keep equal states, or shards of them."""
+        return iter(())
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
         """Return the storage format of each state, as `ElementwiseUpdate.formats` does."""

@@ -1,0 +1,50 @@
+"""The update that docs/updates.md shows trains as its rule does in plain PyTorch."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.dist.equivalence_runs import specimen, start, whole_params
+from tests.dist.harness import run_ranks
+from tests.dist.test_self_reducing_update import Case, Simulation, steps
+from tests.oracle import relative_error
+
+PAGE = Path(__file__).parents[2] / "docs" / "updates.md"
+BOUND = 1e-2  # of what training changed: sums in another order change the sign of an element near zero now and then
+
+
+@cache
+def register_page() -> None:
+    """Run the page's code, once in a process: it registers its optimizer."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "updates_page"})
+
+
+def train_page(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    register_page()
+    found = []
+    for case in cases:
+        optimizer: dict[str, Any] = {"type": "SignSGD", "params": {"lr": 0.02}}
+        engine = start(specimen(case.model), {**case.config, "optimizer": optimizer})
+        steps(engine, case, 0, case.steps)
+        found.append(whole_params(engine.module))
+        engine.destroy()
+    return found
+
+
+def test_the_update_of_the_page_trains_as_its_rule() -> None:
+    cases = [Case(stage=0, clipping=0.1), Case(stage=1, clipping=0.1)]
+    plain = Simulation(cases[0])
+    before = {name: value.clone() for name, value in plain.masters.items()}
+    plain.run(0, cases[0].steps)
+    wanted = {name: value - before[name] for name, value in plain.masters.items()}
+    for ranks in run_ranks(train_page, 2, cases):
+        for found in ranks:
+            moved = {name: value - before[name] for name, value in found.items()}
+            error, where = relative_error(moved, wanted)
+            assert error <= BOUND, f"{where} is off by {error:.2e}"

@@ -1,0 +1,198 @@
+"""Base of updates that communicate by themselves: compressed gradients with error feedback, 1-bit optimizers.
+
+[Note: local gradients] With an update whose `reduces_itself` is True, the engine reduces no gradient. Each
+data-parallel rank keeps its own whole gradient of every unit, at stages 0 and 1: the mean over its micro-batches of an
+accumulation cycle. The mean of it over ranks is what the engine's reduction would give. Three things are defined from
+the local gradients:
+
+- the norm is the root mean square over ranks of the norms of local gradients, in one scalar all-reduce. It equals the
+  norm of the reduced gradient if ranks have equal gradients, and is larger otherwise;
+- clipping multiplies the local gradients of all ranks by the same coefficient, computed from that norm;
+- a local gradient that is not finite makes the norm not finite, so that all ranks skip the step together.
+
+Master weights and element states are sharded as with any update. Per-rank states are whole ([Note: per-rank states]).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.optim.cpu_optimizer import StateFormat
+from windlass.storage.slot import Tier
+from windlass.zero.core.unit import Unit
+from windlass.zero.update.elementwise_update import ParameterSegment
+from windlass.zero.update.rank_state import RankState, RelayRule
+from windlass.zero.update.update_chunk import StateEntry, UpdateChunk
+from windlass.zero.update.update_protocol import UpdateContext
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """One parameter in a step of a `SelfReducingUpdate`. All tensors are flat and may be changed in place.
+
+    Attributes:
+        name, shape: of the whole parameter.
+        gradient: `[numel]`, of this rank alone, clipped and without loss scale.
+        rank_states: this rank's per-rank states by name, `[numel]` each; zeros before the first step.
+        start, stop: elements whose weight this rank steps: all at stage 0, its shard (maybe none) at stage 1.
+        values: `[stop - start]`, the master weight; to be updated in place.
+        state: states of these elements by name. A tensor has `[stop - start]` elements, or none (a count). Empty before
+            the first step.
+        options: the hyper-parameters of the parameter's group, such as `lr`.
+    """
+
+    name: str
+    shape: torch.Size
+    gradient: torch.Tensor
+    rank_states: Mapping[str, torch.Tensor]
+    start: int
+    stop: int
+    values: torch.Tensor
+    state: dict[str, Any]
+    options: Mapping[str, Any]
+
+
+class SelfReducingUpdate:
+    """Update that receives local gradients and communicates by itself. Subclasses define `step_parameters`.
+
+    Construction is collective over the data-parallel ranks, so a subclass may create its collectives in `__init__`. The
+    optimizer holds groups and hyper-parameters only; its `step` is never called.
+
+    Attributes:
+        rank_state_rules: by name of each per-rank state, the rule for a load on another number of ranks.
+        group: the data-parallel ranks, with the process group for communication.
+
+    Raises:
+        ModelError: the optimizer has states already, which say nothing of this rank's own.
+    """
+
+    needs_whole_parameters: ClassVar[bool] = False
+    reduces_itself: ClassVar[bool] = True
+    rank_state_rules: ClassVar[Mapping[str, RelayRule]] = {}
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
+        if optimizer.state:
+            raise ModelError(
+                f"{type(optimizer).__name__} has states of {len(optimizer.state)} parameters before initialize, and "
+                f"{type(self).__name__} makes its own; pass a new optimizer, or load a windlass checkpoint afterwards"
+            )
+        self.optimizer, self._masters = optimizer, context.masters
+        self.chunks, self.state_offload = context.masters.chunks, context.masters.state_offload
+        self.group = context.dp_groups[0].mesh.data
+        self._states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self.state_offload.states = self._states
+        self._segments: dict[int, list[ParameterSegment]] = {}
+        self._rank_states: dict[int, dict[str, torch.Tensor]] = {}  # by unit, flat [padded] as its gradient
+        self.add_chunks(self.chunks)
+
+    def step_parameters(self, parameters: list[LocalParameter]) -> None:
+        """Communicate, then update values and states of some parameters of one unit in place. Collective.
+
+        Called with the same parameters in the same order on every data-parallel rank. A parameter without gradient on
+        every rank is left out; one that only this rank did not use has a zero gradient. An error must be raised on all
+        ranks or on none, since the others wait in the next collective.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no step_parameters")
+
+    def add_chunks(self, chunks: list[UpdateChunk]) -> None:
+        """See `Update.add_chunks`."""
+        for chunk in chunks:
+            segments = self._segments[id(chunk)] = [ParameterSegment(chunk, piece) for piece in chunk.pieces()]
+            chunk.state_keys = [segment.tensor for segment in segments]
+            for segment in segments:
+                segment.detach_memory()  # the tensor is only the key of the state
+            unit = chunk.unit
+            self._rank_states[unit.index] = {
+                key: torch.zeros(unit.layout.padded, dtype=chunk.state_dtype, device=unit.full.device)
+                for key in self.rank_state_rules
+            }
+
+    def cannot_step(self, dtype: torch.dtype, home: Tier) -> bool:
+        """See `Update.cannot_step`."""
+        return home is not Tier.DEVICE
+
+    def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
+        """See `Update.state_entries`."""
+        for chunk in self.chunks if unit is None else self._masters.chunks_of(unit):
+            for segment in self._segments[id(chunk)]:
+                piece = segment.piece
+                yield StateEntry(chunk, segment.tensor, piece.index, piece.start, piece.stop, torch.Size([piece.numel]))
+
+    def rank_states(self) -> Iterator[RankState]:
+        """See `Update.rank_states`."""
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for chunk in self.chunks:
+            unit = chunk.unit
+            for key, flat in self._rank_states[unit.index].items():
+                for index, parameter in enumerate(unit.parameters):
+                    if id(parameter) in trained and unit.layout.numels[index]:
+                        yield RankState(
+                            unit, index, key, unit.parameter_view(flat, index).view(-1), self.rank_state_rules[key]
+                        )
+
+    def formats(self) -> dict[int, dict[str, StateFormat]]:
+        """See `Update.formats`."""
+        return {}
+
+    def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
+        """See `Update.run`. Collective."""
+        for hook in list(self.optimizer._optimizer_step_pre_hooks.values()):
+            hook(self.optimizer, (), {})
+        options: dict[int, dict[str, Any]] = {}
+        for group in self.optimizer.param_groups:
+            given = {key: value for key, value in group.items() if key != "params"}
+            options |= {id(parameter): given for parameter in group["params"]}
+        return self._run(used, divisor, options)
+
+    def _run(
+        self, used: dict[int, list[bool]], divisor: float, options: dict[int, dict[str, Any]]
+    ) -> Iterator[list[UpdateChunk]]:
+        batches = [[chunk] for chunk in reversed(self.chunks)]  # the order of units is the same on all ranks
+        for batch in self.state_offload.iterate_batches(batches):
+            (chunk,) = batch
+            if chunk.slot.has_reduced:
+                self._step(chunk, used[chunk.unit.index], divisor, options)
+            yield batch
+
+    @torch.no_grad()
+    def _step(self, chunk: UpdateChunk, used: list[bool], divisor: float, options: dict[int, dict[str, Any]]) -> None:
+        unit, local = chunk.unit, chunk.slot.read().to(chunk.state_dtype)
+        if divisor != 1.0:
+            local.div_(divisor)
+        chunk.gradient = local[unit.state_start + chunk.start : unit.state_start + chunk.stop]
+        values = chunk.values().to(chunk.state_dtype)  # the master weights themselves, unless they are narrower
+        segments = {segment.piece.index: segment for segment in self._segments[id(chunk)]}
+        parameters = []
+        for index, parameter in enumerate(unit.parameters):
+            if not used[index] or id(parameter) not in options or not unit.layout.numels[index]:
+                continue
+            segment = segments.get(index)
+            start, stop, offset = (0, 0, 0)
+            if segment is not None:
+                start, stop, offset = segment.piece.start, segment.piece.stop, segment.piece.offset
+            parameters.append(
+                LocalParameter(
+                    unit.names[index],
+                    unit.shapes[index],
+                    unit.parameter_view(local, index).view(-1),
+                    {
+                        key: unit.parameter_view(flat, index).view(-1)
+                        for key, flat in self._rank_states[unit.index].items()
+                    },
+                    start,
+                    stop,
+                    values.narrow(0, offset, stop - start),
+                    self._states[segment.tensor] if segment is not None else {},
+                    options[id(parameter)],
+                )
+            )
+        if parameters:
+            self.step_parameters(parameters)
+        if values is not chunk.master:
+            chunk.values().copy_(values)

@@ -1,0 +1,64 @@
+"""Choice of the update class of an optimizer, and the settings that it excludes."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.comm.mesh import Mesh
+from windlass.optim.elementwise_optimizers import is_elementwise
+from windlass.optim.update_registry import find_registered_update
+from windlass.storage.slot import Tier
+from windlass.zero.core.zero_settings import ZeroSettings
+from windlass.zero.update.elementwise_update import ElementwiseUpdate
+from windlass.zero.update.update_protocol import Update
+from windlass.zero.update.whole_parameter_update import WholeParameterUpdate
+
+_MODEL_AXES = ("pp", "ep", "sp", "tp")
+_DEVICE_KEYS = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
+
+
+def update_class(optimizer: torch.optim.Optimizer) -> type[Update]:
+    """Return the class that steps `optimizer`.
+
+    That is the one registered for it (`windlass.optim.register_update`); else flat segments are stepped for elementwise
+    rules, and whole parameters for any other.
+    """
+    registered = find_registered_update(optimizer)
+    if registered is not None:
+        return registered
+    return ElementwiseUpdate if is_elementwise(optimizer) else WholeParameterUpdate
+
+
+def check_self_reducing(optimizer: torch.optim.Optimizer, settings: ZeroSettings, mesh: Mesh) -> None:
+    """Check that an update that reduces gradients by itself can work under these settings.
+
+    Raises:
+        ConfigError: the stage, an offload key or a parallel axis excludes local gradients.
+    """
+    if not update_class(optimizer).reduces_itself:
+        return
+    name, tiers = type(optimizer).__name__, settings.tiers
+    why = f"and {name} receives the local gradients of each rank and reduces them itself"
+    if not settings.policy.can_keep_local_gradients:
+        raise ConfigError(
+            f"zero_optimization.stage is {settings.policy.stage}, which reduces and shards gradients during the "
+            f"backward, {why}; set it to 0 or 1, or use another optimizer"
+        )
+    for key, tier in (("offload_param", tiers.param), ("offload_optimizer", tiers.state)):
+        if tier is not Tier.DEVICE:
+            raise ConfigError(
+                f"zero_optimization.{key}.device is {_DEVICE_KEYS[tier]!r}, {why}, on the device; set it to 'none', or "
+                "use another optimizer"
+            )
+    long_axes = [f"{name} = {axis.size}" for name, axis in mesh.axes.items() if name in _MODEL_AXES and axis.size > 1]
+    if long_axes or not mesh.only_data:
+        raise ConfigError(
+            f"the parallel axes {', '.join(long_axes)} shard the model or its inputs, {why} over data-parallel ranks "
+            "alone; set tensor, sequence, pipeline and expert parallel sizes to 1, or use another optimizer"
+        )
+    if settings.policy.state and mesh.dense.replicate.size > 1:
+        raise ConfigError(
+            f"states are sharded over {mesh.dense.shard.size} of {mesh.dense.data.size} data-parallel ranks, {why} "
+            "over all of them; delete zero_optimization.mics_shard_size, or use another optimizer"
+        )
