@@ -239,7 +239,7 @@ def _mlp(self: _Layer, x: Tensor) -> Tensor:
 
 
 def test_computations_in_parts_by_their_old_names() -> None:
-    from windlass.parallel.sequence.tiled_compute import (
+    from windlass.compat.tiled_compute import (
         SequenceTiledCompute,
         TiledFusedLogitsLoss,
         TiledMLP,

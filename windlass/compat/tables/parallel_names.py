@@ -67,7 +67,7 @@ _SEQUENCES = {
     ),
     f"{_ULYSSES}.UlyssesSPDataLoaderAdapter": works(f"{_SEQUENCE}.ulysses_sp:UlyssesSPDataLoaderAdapter"),
     **{
-        f"{_ULYSSES}.{name}": works(f"{_SEQUENCE}.tiled_compute:{name}")
+        f"{_ULYSSES}.{name}": works(f"windlass.compat.tiled_compute:{name}")
         for name in ("SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute")
     },
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": differs(
