@@ -102,8 +102,8 @@ def registered(
     kinds: tuple[tuple[str, int], ...] = (("packed", 12), ("answers", 13)),
 ) -> None:
     """As a Trainer does it: each rank's batch in turn, over all; losses of parts weighed by their counts."""
+    from windlass.compat.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
     from windlass.parallel.autograd_collectives import all_gather
-    from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     model, plain = build(name), build(name)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
@@ -175,7 +175,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tokens_first: bool = True)
 
 
 def distributed_attention(tokens_first: bool, heads: int, keys: int, sizes: list[int]) -> None:
-    from windlass.parallel.sequence.distributed_attention import DistributedAttention
+    from windlass.compat.distributed_attention import DistributedAttention
 
     axis = axis_of_all()
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_attention_of_ones_own(tokens_first: bool, heads: int, keys: int, sizes:
 
 
 def cross_entropy() -> None:
-    from windlass.parallel.sequence.distributed_attention import vocab_sequence_parallel_cross_entropy
+    from windlass.compat.distributed_attention import vocab_sequence_parallel_cross_entropy
 
     axis = axis_of_all()
     torch.manual_seed(0)
@@ -285,8 +285,8 @@ def test_computations_in_parts_by_their_old_names() -> None:
 
 def wrong() -> list[str]:
     from windlass.base.errors import WindlassError
-    from windlass.parallel.sequence.distributed_attention import DistributedAttention
-    from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+    from windlass.compat.distributed_attention import DistributedAttention
+    from windlass.compat.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     axis = axis_of_all()
     said = []
