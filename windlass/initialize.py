@@ -25,7 +25,7 @@ from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distr
 from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
-from windlass.comm.mpu import known_sizes, sizes_of_mpu
+from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu
 from windlass.comm.pipeline_grid import PipelineParallelGrid
 from windlass.comm.rank_group import world_group
 from windlass.comm.transport import WireOptions
@@ -44,7 +44,6 @@ from windlass.parallel.experts import enable_router_bias_updates, get_requested_
 from windlass.parallel.megatron_flags import has_flagged_parameters
 from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.parallel.pipeline.remote_parameters import drop_remote_parameters
-from windlass.parallel.sequence.ulysses_sp import SequenceParallelGroups
 from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
 from windlass.zero.core import parameter_registry
 from windlass.zero.core.sharding_policy import sharding_policy
@@ -173,7 +172,7 @@ def build_engine(
     with returning_freed_memory():  # frees the original parameter storage unit by unit
         if mesh_of_model(model) is None:
             whole = {id(parameter) for parameter in model.parameters()}
-            if isinstance(mpu, SequenceParallelGroups):
+            if shards_model(mpu):
                 mpu.apply(model)
             parallelize(
                 model, mesh, settings_of, script_axes=_script_owned_axes(model, by_script, by_model, settings_of)

@@ -102,8 +102,8 @@ def registered(
     kinds: tuple[tuple[str, int], ...] = (("packed", 12), ("answers", 13)),
 ) -> None:
     """Train as a Trainer does: all ranks work on each rank's batch in turn, and losses are weighted by token counts."""
+    from windlass.compat.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
     from windlass.parallel.autograd_collectives import all_gather
-    from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     model, plain = build(name), build(name)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
@@ -178,7 +178,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tokens_first: bool = True)
 
 
 def distributed_attention(tokens_first: bool, heads: int, keys: int, sizes: list[int]) -> None:
-    from windlass.parallel.sequence.distributed_attention import DistributedAttention
+    from windlass.compat.distributed_attention import DistributedAttention
 
     axis = axis_of_all()
     torch.manual_seed(0)
@@ -210,7 +210,7 @@ def test_attention_of_ones_own(tokens_first: bool, heads: int, keys: int, sizes:
 
 
 def cross_entropy() -> None:
-    from windlass.parallel.sequence.distributed_attention import vocab_sequence_parallel_cross_entropy
+    from windlass.compat.distributed_attention import vocab_sequence_parallel_cross_entropy
 
     axis = axis_of_all()
     torch.manual_seed(0)
@@ -242,7 +242,7 @@ def _mlp(self: _Layer, x: Tensor) -> Tensor:
 
 
 def test_computations_in_parts_by_their_old_names() -> None:
-    from windlass.parallel.sequence.tiled_compute import (
+    from windlass.compat.tiled_compute import (
         SequenceTiledCompute,
         TiledFusedLogitsLoss,
         TiledMLP,
@@ -288,8 +288,8 @@ def test_computations_in_parts_by_their_old_names() -> None:
 
 def wrong() -> list[str]:
     from windlass.base.errors import WindlassError
-    from windlass.parallel.sequence.distributed_attention import DistributedAttention
-    from windlass.parallel.sequence.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+    from windlass.compat.distributed_attention import DistributedAttention
+    from windlass.compat.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     axis = axis_of_all()
     said = []

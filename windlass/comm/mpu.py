@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh_shape import DATA_LOADING_AXES, MeshShape
+
+
+class ModelShardingUnit(Protocol):
+    """Model-parallel unit that also shards the model. `initialize(mpu=...)` calls `apply` before it parallelizes."""
+
+    shards_model: bool
+    """True. The attribute marks the units whose `apply` may be called; Megatron's have none."""
+
+    def apply(self, model: Any) -> None:
+        """Shard `model` in place, unless it is sharded already. Collective over all ranks."""
+
+
+def shards_model(mpu: Any) -> TypeGuard[ModelShardingUnit]:
+    """Return True if `mpu` is a `ModelShardingUnit`."""
+    return getattr(mpu, "shards_model", False) is True
+
 
 _NAMES = {
     "pp": ("pipeline_model_parallel", "pipe_parallel"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from windlass.parallel.sequence.ulysses_sp import SequenceParallelGroups
+from windlass.compat.ulysses_sp import SequenceParallelGroups
 
 __all__ = [
     "get_sequence_data_parallel_group",

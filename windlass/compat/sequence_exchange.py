@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
-from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.mesh_axis import MeshAxis, axis_from_process_group
 from windlass.parallel.autograd_collectives import all_to_all
 from windlass.parallel.placement import compute_shard_range
-from windlass.parallel.sequence.ulysses_sp import axis_from_process_group
 
 
 class SequenceAllToAll:

@@ -20,7 +20,6 @@ from windlass.parallel.megatron_flags import place_flagged_parameters
 from windlass.parallel.pipeline import PipelineSequential, apply_pipeline_parallel, measure_model_layer_times
 from windlass.parallel.placement import get_placement, has_placement
 from windlass.parallel.sequence.apply_sequence_parallel import apply_sequence_parallel, sequence_parallel_of
-from windlass.parallel.sequence.distributed_attention import DistributedAttention
 from windlass.parallel.sequence.long_context import apply_long_context
 from windlass.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 from windlass.zero.sharded_init import initial_shard
@@ -174,7 +173,8 @@ def _partition_matrices(model: nn.Module, mesh: Mesh, config: Config) -> None:
 
 def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
     section = config.parallel
-    if sequence_parallel_of(model) is None and not any(isinstance(m, DistributedAttention) for m in model.modules()):
+    exchanges_itself = any(getattr(m, "exchanges_sequence_shards", False) for m in model.modules())
+    if sequence_parallel_of(model) is None and not exchanges_itself:
         apply_sequence_parallel(
             model, mesh.sp, sp_mode=section.sp_mode, ulysses_degree=section.ulysses_degree, rng_stream=mesh.tp.index
         )

@@ -17,11 +17,11 @@ from tests.deepspeed_writer import write
 from tests.unit.checkpoint.test_deepspeed_index import MODEL, OPTIM, changed, trained
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import consolidated
-from windlass.checkpoint.clones import clone_tensors_for_torch_save
 from windlass.checkpoint.recovery_scripts import SCRIPTS, write_recovery_scripts
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 from windlass.checkpoint.to_windlass import convert_to_windlass
 from windlass.checkpoint.to_windlass import main as ds_to_universal
+from windlass.compat.clone_tensors import clone_tensors_for_torch_save
 
 
 def made(path: Path, stage: int = 2, own: bool = False) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ _BACK_ENDS = "builds DeepSpeed's command; --launcher builds another one, which p
 
 TABLE: dict[str, StandInEntry] = {
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": works(
-        "windlass.checkpoint.clones:clone_tensors_for_torch_save"
+        "windlass.compat.clone_tensors:clone_tensors_for_torch_save"
     ),
     **{f"deepspeed.checkpoint.utils.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},
     **{f"deepspeed.checkpoint.{name}": works(f"{_FILES}:{name}") for name in _FILE_NAMES},

@@ -44,15 +44,14 @@ _MOE = {
     },
 }
 
-_SEQUENCE = "windlass.parallel.sequence"
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 _SEQUENCES = {
     "deepspeed.sequence.layer.DistributedAttention": differs(
-        f"{_SEQUENCE}.distributed_attention:DistributedAttention",
+        "windlass.compat.distributed_attention:DistributedAttention",
         "heads are dimension 2, tokens dimension 0 or 1, in any numbers; rotary_pos_emb is refused: apply it before",
     ),
     "deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy": works(
-        f"{_SEQUENCE}.distributed_attention:vocab_sequence_parallel_cross_entropy"
+        "windlass.compat.distributed_attention:vocab_sequence_parallel_cross_entropy"
     ),
     "deepspeed.sequence.layer._SeqAllToAll": differs(
         "windlass.compat.sequence_exchange:SequenceAllToAll", "not overlapped; handle and num_kv_heads are refused"
@@ -61,13 +60,13 @@ _SEQUENCES = {
         "attention in chunks offloaded to the host is not built; set parallel.sp_mode to ring, or parallel.recompute"
     ),
     f"{_ULYSSES}.UlyssesSPAttentionHF": differs(
-        f"{_SEQUENCE}.ulysses_sp:UlyssesSPAttentionHF",
+        "windlass.compat.ulysses_sp:UlyssesSPAttentionHF",
         "every rank returns the loss over full sequences; any lengths, head counts and window masks; eager "
         "attention is refused",
     ),
-    f"{_ULYSSES}.UlyssesSPDataLoaderAdapter": works(f"{_SEQUENCE}.ulysses_sp:UlyssesSPDataLoaderAdapter"),
+    f"{_ULYSSES}.UlyssesSPDataLoaderAdapter": works("windlass.compat.ulysses_sp:UlyssesSPDataLoaderAdapter"),
     **{
-        f"{_ULYSSES}.{name}": works(f"{_SEQUENCE}.tiled_compute:{name}")
+        f"{_ULYSSES}.{name}": works(f"windlass.compat.tiled_compute:{name}")
         for name in ("SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute")
     },
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": differs(

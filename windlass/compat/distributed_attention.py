@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.errors import ConfigError
+from windlass.comm.mesh_axis import axis_from_process_group
 from windlass.parallel.autograd_collectives import gather_from_parallel_region
 from windlass.parallel.sequence.ulysses_heads import swap_heads_for_tokens, swap_tokens_for_heads
-from windlass.parallel.sequence.ulysses_sp import axis_from_process_group
 from windlass.parallel.sequence_loss import IGNORE_INDEX, cross_entropy_per_token
 
 
@@ -29,6 +29,8 @@ class DistributedAttention(nn.Module):
     Raises:
         ConfigError: other dimensions are given.
     """
+
+    exchanges_sequence_shards = True  # the engine then does not shard this model's sequences itself
 
     def __init__(
         self,

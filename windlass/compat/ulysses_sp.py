@@ -12,20 +12,15 @@ from torch import nn
 from torch.nn import functional
 
 from windlass.base.errors import ConfigError, DataError
-from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.mesh_axis import MeshAxis, axis_from_process_group
 from windlass.comm.mesh_shape import AXES, DATA_LOADING_AXES, MeshShape
-from windlass.comm.rank_group import RankGroup, create_rank_group
+from windlass.comm.rank_group import create_rank_group
 from windlass.parallel.sequence.apply_sequence_parallel import (
     apply_sequence_parallel,
     derivation_along,
     sequence_parallel_of,
 )
 from windlass.parallel.sequence_loss import IGNORE_INDEX, shift_targets
-
-
-def axis_from_process_group(group: dist.ProcessGroup, name: str = "sp") -> MeshAxis:
-    """Return a process group as a mesh axis."""
-    return MeshAxis(name, RankGroup.of(group))
 
 
 class SequenceParallelGroups:
@@ -54,6 +49,8 @@ class SequenceParallelGroups:
         self.data_loading = _make_axis("dp", grid.groups(*DATA_LOADING_AXES))
         self.data = _make_axis("dp x sp", grid.groups(*AXES))
         self.model_parallel = _make_axis("tp", grid.groups("tp"))
+
+    shards_model = True  # `initialize(mpu=...)` calls `apply`
 
     def apply(self, model: Any) -> None:
         """Shard the sequences of `model`, whose batches contain local tokens only, unless they are sharded already."""
