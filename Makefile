@@ -15,11 +15,12 @@ INPUTS := pyproject.toml constraints.txt requirements.lock CMakeLists.txt $(wild
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint parity fuzz lock clients-newest clients-matrix clients-quick bench bench-infinity chaos clean
+.PHONY: help demo test near check lint parity fuzz lock clients-newest clients-matrix clients-quick bench bench-infinity chaos clean
 
 help:
 	@echo "make demo    train a small Llama on real text over two ranks; about five minutes with the installation"
 	@echo "make test    every test that needs no GPU and no rival, without the long products"
+	@echo "make near    the tests that changed files can reach (BASE=commit to compare with; default: where the branch left main)"
 	@echo "make check   style, types, import contract, unit tests: what a commit has to pass"
 	@echo "make parity  the full products of the laws (long)"
 	@echo "make fuzz    damaged and forged files for every reader, for an hour (WINDLASS_FUZZ_SECONDS=36000 for ten)"
@@ -38,6 +39,9 @@ demo: $(VENV)/.demo
 # what the other has left. (tests/parity has nothing that is quick.)
 test: $(VENV)/.test
 	$(BIN)/python -m pytest --ignore=tests/parity -n 2 --dist worksteal --durations=20
+
+near: $(VENV)/.test
+	$(BIN)/python tools/select_tests.py --base "$(BASE)" -- -n 2 --dist worksteal
 
 check: lint
 	$(BIN)/python -m pytest tests/unit -q -n 2 --dist worksteal
