@@ -51,6 +51,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/prose.py
 
 parity: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow; slow=$$?; \

@@ -61,7 +61,7 @@ def sign_step(one: LocalParameter, mean: torch.Tensor) -> None:
 
 
 def compressed(values: torch.Tensor) -> torch.Tensor:
-    """What other ranks decode of `values` `[n]`."""
+    """Return `values` `[n]` as other ranks decode them."""
     codec, decoded = SignCodec(), torch.empty_like(values)
     encoded = torch.empty(codec.encoded_size(values.numel(), values.dtype), dtype=torch.uint8)
     codec.encode(values, encoded)

@@ -22,7 +22,7 @@ from windlass.storage.staging_memory import aligned_buffer, free_memory
 _NICE = 10
 _SPARE = 1.2  # required free memory, as a multiple of the copy's size
 
-# [Note: collectives of a save that does not block] All that ranks must agree on before they write is agreed on by the
+# [Note: collectives of an asynchronous save] All that ranks must agree on before they write is agreed on by the
 # training threads, in `CheckpointSave`. The remaining collective, which reports whether all ranks could write, uses a
 # gloo group of its own, so that it can never match a collective of training.
 

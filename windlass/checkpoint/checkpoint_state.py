@@ -22,7 +22,7 @@ from windlass.storage.safetensors_header import require_tensor_name
 RESERVED_PREFIXES = ("plain/", "rank/")
 
 
-# [Note: ranges at rest] Offloaded values are not brought to memory all at once for a save or a load. A shard may refer
+# [Note: stored ranges] Offloaded values are not brought to memory all at once for a save or a load. A shard may refer
 # to a lazy storage handle in place of a tensor. Save and load open one handle after the other, each once, and copy all
 # its values to or from the checkpoint's files.
 

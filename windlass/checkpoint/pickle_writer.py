@@ -25,7 +25,7 @@ _STORAGES = {
     torch.bool: "BoolStorage",
 }
 
-# [Note: pickles that we write] A pickler imports each class that it names, so a file that names a class of DeepSpeed
+# [Note: written pickles] A pickler imports each class that it names, so a file that names a class of DeepSpeed
 # could be written only where DeepSpeed is installed. And it would write any object it is given. This writer emits
 # opcodes for the few kinds of values below, and names only the classes that the caller gives as `PickledObject`.
 

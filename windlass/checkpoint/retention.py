@@ -1,6 +1,6 @@
 """Removal of old checkpoints once a new one is finished.
 
-[Note: keep the last] `checkpoint.keep_last` counts finished windlass checkpoints whose tag this engine wrote, or is
+[Note: retention] `checkpoint.keep_last` counts finished windlass checkpoints whose tag this engine wrote, or is
 `global_step` and a number (the default tag, so that a restarted run continues to count). Others are neither counted nor
 removed: tags that a user chose, DeepSpeed's checkpoints, directories that are not checkpoints. The newest ones stay,
 and so do the one just saved and the one that `latest` names. A checkpoint is renamed to a hidden name before its

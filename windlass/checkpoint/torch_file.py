@@ -1,6 +1,6 @@
 """Reader of files of `torch.save` that executes no code: plain data, and tensors as ranges of the file's bytes.
 
-[Note: pickles that others wrote] Such a file is a zip archive with one pickle, and each storage as bytes. A pickle
+[Note: foreign pickles] Such a file is a zip archive with one pickle, and each storage as bytes. A pickle
 names functions and classes for its reader to call. This reader knows a short list of names and replaces each by an
 inert object of its own: the function that rebuilds a tensor only records the tensor's byte range, and a class of
 DeepSpeed becomes a stand-in with attributes. Any other name raises an error with the name, which is never imported. So

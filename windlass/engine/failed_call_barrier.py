@@ -1,6 +1,6 @@
 """Barrier that keeps ranks that compute a sample together at the same call after one of them raised.
 
-[Note: half a forward] Ranks along tp, sp and ep (and the stages beside them) exchange tensors inside a module's forward
+[Note: incomplete forwards] Ranks along tp, sp and ep (and the stages beside them) exchange tensors inside a module's forward
 and backward. Suppose that one rank raises there and its script catches the error. Its next collective would then match
 a collective of the forward that the others are still in. If shapes are equal, there is no error, and the results are
 wrong. So the failed rank waits, at its next call of the engine, until the other ranks have posted that they failed in

@@ -95,7 +95,7 @@ def _backward_actions(rank: int, ranks: int, num_micro_batches: int, virtual_sta
 def _drop_padding_micro_batches(actions: RankActions, num_micro_batches: int) -> RankActions:
     """Drop the actions of micro-batches that only complete the last group.
 
-    [Note: micro-batches that are not there] Groups are always full: if `ranks` does not divide the number of
+    [Note: missing micro-batches] Groups are always full: if `ranks` does not divide the number of
     micro-batches, extra ones are scheduled and then dropped. No other micro-batch waits for them, so the remaining
     actions can run if the whole schedule can. The published order, with a last group that is not full, can deadlock.
     """

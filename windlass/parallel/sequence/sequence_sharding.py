@@ -1,6 +1,6 @@
 """Distribution of a sequence's tokens over the ranks along sp. Arithmetic alone.
 
-[Note: places of tokens] A rank's tokens are one or two ranges of the sequence, in local order. In attention,
+[Note: positions of tokens] A rank's tokens are one or two ranges of the sequence, in local order. In attention,
 `ulysses_degree` neighbouring ranks swap tokens for heads. Each of them then holds the tokens of the whole group, for
 some of the heads. The groups form a ring and pass keys and values round. If a causal sequence were split into equal
 parts, the last group would see all keys and the first only its own. To balance the work, the sequence is split into

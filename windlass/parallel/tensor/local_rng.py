@@ -1,6 +1,6 @@
 """Random numbers in a model with sharded layers: equal for replicated activations, different for sharded ones.
 
-[Note: dropout in cut layers] Dropout on replicated activations (hidden states between blocks) must drop the same
+[Note: dropout in sharded layers] Dropout on replicated activations (hidden states between blocks) must drop the same
 elements on all ranks; otherwise ranks compute with different inputs. Dropout on sharded activations (heads, features of
 a feed-forward layer, tokens between blocks under `tp_sequence_norms`) must drop different elements; otherwise all ranks
 use the same pattern. Therefore:

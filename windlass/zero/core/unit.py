@@ -33,7 +33,7 @@ class ShardState(Enum):
 class Unit:
     """Parameters of one unit, their layout, and the flat tensors that hold them.
 
-    [Note: released parameters] At stage 3 the full parameters exist only while a block that uses the unit runs. On
+    [Note: sharded parameters] At stage 3 the full parameters exist only while a block that uses the unit runs. On
     shared memory `full` is one buffer for all ranks: each rank owns its shard, and a gather only waits until the owners
     have published their updates. On other transports, or if the parameters are offloaded, the memory of `full` is freed
     and allocated again under the same tensor object. Views that autograd saved alias `full`, so they hold the right

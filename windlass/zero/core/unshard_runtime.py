@@ -30,7 +30,7 @@ class BlockCall:
 class UnshardRuntime:
     """Unshards units before use and reshards them afterwards, in forward and backward.
 
-    [Note: when a unit may go] A unit is resharded after a forward, unless the forward runs inside a backward
+    [Note: when a unit is resharded] A unit is resharded after a forward, unless the forward runs inside a backward
     (recomputation). It is resharded after the backward of a call, i.e. when the gradient of one of the block's inputs
     is complete: autograd runs ready nodes in reverse order of their creation, so every node of the block has run by
     then. A block whose inputs need no gradient keeps its units to the end of the outermost backward. The arrival of a
