@@ -37,10 +37,10 @@ _ATTEMPTS = 8
 class StagingCheckpoint:
     """Hidden directory `.TAG.XXXXXXXX.writing`, initially empty, which becomes `TAG` or is removed.
 
-    [Note: abandoned staging checkpoints] Every attempt has a unique name, so that a rank of a dead run cannot affect the next one.
-    Rank 0 locks a file in its staging directory while it lives. A process that can take that lock knows that the writer
-    is gone, on any host, and removes the directory; a locked one is left alone. If the file system has no locks, the
-    file records the process that wrote it, so that writers that died on this host are recognized.
+    [Note: abandoned staging checkpoints] Every attempt has a unique name, so that a rank of a dead run cannot affect
+    the next one. Rank 0 locks a file in its staging directory while it lives. A process that can take that lock knows
+    that the writer is gone, on any host, and removes the directory; a locked one is left alone. If the file system has
+    no locks, the file records the process that wrote it, so that writers that died on this host are recognized.
 
     Args:
         directory: directory of all checkpoints; created if missing.

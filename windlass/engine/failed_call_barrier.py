@@ -1,12 +1,12 @@
 """Barrier that keeps ranks that compute a sample together at the same call after one of them raised.
 
-[Note: incomplete forwards] Ranks along tp, sp and ep (and the stages beside them) exchange tensors inside a module's forward
-and backward. Suppose that one rank raises there and its script catches the error. Its next collective would then match
-a collective of the forward that the others are still in. If shapes are equal, there is no error, and the results are
-wrong. So the failed rank waits, at its next call of the engine, until the other ranks have posted that they failed in
-the same call too (e.g. because all got the same bad input). Failures are posted in the rendezvous store, since the
-process groups may be in use. If the other ranks did not fail, all ranks wait at different places, which the watchdog
-detects and reports.
+[Note: incomplete forwards] Ranks along tp, sp and ep (and the stages beside them) exchange tensors inside a module's
+forward and backward. Suppose that one rank raises there and its script catches the error. Its next collective would
+then match a collective of the forward that the others are still in. If shapes are equal, there is no error, and the
+results are wrong. So the failed rank waits, at its next call of the engine, until the other ranks have posted that they
+failed in the same call too (e.g. because all got the same bad input). Failures are posted in the rendezvous store,
+since the process groups may be in use. If the other ranks did not fail, all ranks wait at different places, which the
+watchdog detects and reports.
 
 [Note: a call left out] An error in the script itself, e.g. in its loss, makes one rank skip a call that the others
 make. So each rank sends, at the start of a forward, a backward and a step, which call starts; no collective along an

@@ -1,11 +1,11 @@
 """Offload of the tensors that a forward saves for its backward.
 
-[Note: offloaded activations] A saved tensor is identified by its storage elements (`tensor_geometry`), not by the Python
-object, because autograd saves views of views, and the same hidden states many times. The content of one storage at one
-version is offloaded once, independent of how often and in which shape it is saved. Prefetching follows the order of
-saving backwards, by as many bytes as the tensor just requested. A tensor that was saved several times is cached until
-it was requested as many times, as long as the cache holds at most twice the bytes of the largest tensor. Parameters,
-their views and small tensors are never offloaded.
+[Note: offloaded activations] A saved tensor is identified by its storage elements (`tensor_geometry`), not by the
+Python object, because autograd saves views of views, and the same hidden states many times. The content of one storage
+at one version is offloaded once, independent of how often and in which shape it is saved. Prefetching follows the order
+of saving backwards, by as many bytes as the tensor just requested. A tensor that was saved several times is cached
+until it was requested as many times, as long as the cache holds at most twice the bytes of the largest tensor.
+Parameters, their views and small tensors are never offloaded.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ class PipelineSequential(nn.Module):
     A rank builds the layers of its own stages. Parameters have the names of the whole model: the layer's number, or
     `tied_modules.KEY`.
 
-    [Note: values of layers under sharded init] Every rank gets the initial values that a plain `nn.Sequential` of the same
-    layers gets under the same seed. With `seed_layers` each layer draws from its own seed, so a rank skips the layers
-    of other ranks. Without it, the random numbers of a layer begin where those of the previous layer end. So every rank
-    builds all layers, one at a time, and frees those of other ranks.
+    [Note: values of layers under sharded init] Every rank gets the initial values that a plain `nn.Sequential` of the
+    same layers gets under the same seed. With `seed_layers` each layer draws from its own seed, so a rank skips the
+    layers of other ranks. Without it, the random numbers of a layer begin where those of the previous layer end. So
+    every rank builds all layers, one at a time, and frees those of other ranks.
 
     Args:
         layers: specs, modules, or functions.

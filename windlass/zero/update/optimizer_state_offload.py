@@ -5,8 +5,8 @@ Tensors on NVMe are loaded batch by batch: during the update of one batch, the n
 batches are written. The master weights of a chunk and all non-scalar tensors that the optimizer put into its `state`
 are one contiguous record, so states of any optimizer can be on NVMe.
 
-[Note: prefetch of records] Only this file changes records on NVMe, so a record may be read at any time before its step. The
-read starts as soon as the gradient of the unit is reduced, while the backward continues. The last writes of a step
+[Note: prefetch of records] Only this file changes records on NVMe, so a record may be read at any time before its step.
+The read starts as soon as the gradient of the unit is reduced, while the backward continues. The last writes of a step
 continue in the next forward. The disk tier orders later reads of the same bytes after these writes. The staging pool
 limits the bytes in flight.
 """

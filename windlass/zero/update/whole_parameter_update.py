@@ -4,8 +4,8 @@ Each parameter has one owner rank. Before the step, the owner receives the fragm
 runs the user's optimizer class on the parameter in its own shape, and sends the fragments of the new weight back. The
 state stays on the owner. Without sharding, every rank updates every parameter, as in plain data parallelism.
 
-[Note: whole-parameter updates] A parameter that is sharded over tp or ep has one owner per part, at the same position in
-each part's data-parallel group. The owners assemble the full weight, gradient and states from their parts by
+[Note: whole-parameter updates] A parameter that is sharded over tp or ep has one owner per part, at the same position
+in each part's data-parallel group. The owners assemble the full weight, gradient and states from their parts by
 all-reduce, all update the full parameter, and each keeps its own part of weight and states. So states are stored and
 saved in the same parts as the parameter. A state of another shape (one value per row) is equal on all owners.
 """
