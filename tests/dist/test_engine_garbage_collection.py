@@ -90,4 +90,7 @@ def test_a_parameter_is_copied_once_on_its_way_into_an_engine() -> None:
     numel = 1 << 25
     for rise in fresh_ranks(_rise, 1, numel, transport="gloo"):
         gradient = masters = 4 * numel
-        assert gradient + masters <= rise < gradient + masters + 2 * numel, f"{rise / numel:.2f} bytes an element"
+        # Some pages counted before are freed meanwhile, hence the lower bound of 98 %.
+        assert 0.98 * (gradient + masters) <= rise < gradient + masters + 2 * numel, (
+            f"{rise / numel:.2f} bytes an element"
+        )

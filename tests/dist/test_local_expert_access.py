@@ -179,4 +179,4 @@ def test_experts_that_would_be_other_units_on_each_rank_are_refused() -> None:
     One expert stays below the number of elements at which a block is split, two do not.
     """
     said = run_ranks(split_unequally, 2)
-    assert said[0] == said[1] and "stage3_max_live_parameters" in said[0] and "units" in said[0]
+    assert said[0] == said[1] and "stage3_max_live_parameters" in said[0] and "split a block" in said[0]

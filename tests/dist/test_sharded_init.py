@@ -322,7 +322,7 @@ def said_at_stage(stage: int) -> list[str]:
 
 def test_a_stage_that_keeps_models_whole_says_so_in_one_line() -> None:
     for said in run_ranks(said_at_stage, 2, 1):
-        assert len(said) == 1 and "cut 2 parameters" in said[0] and "stage 1 gathers" in said[0]
+        assert len(said) == 1 and "sharded 2 parameters" in said[0] and "stage 1 gathers" in said[0]
     assert run_ranks(said_at_stage, 2, 3) == [[], []]
 
 

@@ -185,7 +185,7 @@ def meets_elsewhere_and_goes_on() -> list[int]:
             engine.step()
         else:
             engine.full_state_dict()
-    held = engine._sharded.runtime.holding(engine._sharded.units) if rank else contextlib.nullcontext()
+    held = engine._sharded.runtime.unsharded(engine._sharded.units) if rank else contextlib.nullcontext()
     with pytest.raises(windlass.WindlassError, match="different calls"), held:
         engine.step()
     engine.step()
