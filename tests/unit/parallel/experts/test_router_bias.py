@@ -38,6 +38,14 @@ def test_a_bias_moves_against_the_load_by_its_rate() -> None:
     assert gate.balance_bias.tolist() == wanted
 
 
+def test_a_second_rate_replaces_the_first() -> None:
+    router: Any = nn.Module()
+    router.register_buffer("e_score_correction_bias", torch.zeros(4))
+    for rate in (0.25, 0.5):
+        assert enable_router_bias_updates(router, rate) == [""]
+        assert router._balance.expert_bias_update_rate == rate
+
+
 def test_a_skewed_router_is_evened_out() -> None:
     layer, tokens = skewed(0.01), torch.rand(400, 4)
     before = layer(tokens)[2]
