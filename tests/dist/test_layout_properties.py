@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-windlass_layout = pytest.importorskip("windlass.zero.core.unit_layout", reason="needs the package under test")
-Layout, layout_of = windlass_layout.UnitLayout, windlass_layout.layout_of
+from windlass.zero.core.unit_layout import ALIGN, layout_of
+from windlass.zero.core.unit_layout import UnitLayout as Layout
 
 RANKS = st.integers(1, 1024)
 NUMELS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 10**9)), min_size=0, max_size=24)
@@ -36,7 +36,7 @@ def test_parameters_lie_in_order_without_overlap(numels: list[int], ranks: int) 
 def test_padding_is_bounded(numels: list[int], ranks: int) -> None:
     """Padding is at most a cache line before each parameter, and a cache line per rank at the end."""
     layout = Layout(tuple(numels), ranks)
-    line = windlass_layout.ALIGN
+    line = ALIGN
     assert layout.padded % (ranks * line) == 0
     assert layout.padded - layout.numel < line * (len(numels) + ranks)
 

@@ -217,4 +217,4 @@ def _pending(work: Any, what: WaitScope) -> Pending:
 
 def axis_from_process_group(group: dist.ProcessGroup, name: str = "sp") -> MeshAxis:
     """Return a process group as a mesh axis."""
-    return MeshAxis(name, RankGroup(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)))
+    return MeshAxis(name, RankGroup.of(group))

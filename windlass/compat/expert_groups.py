@@ -67,9 +67,8 @@ def _create_expert_and_data_parallel(
 def _make(partition: list[list[int]]) -> RankGroup:
     """Create the groups of a partition of all ranks. Return this rank's group. Collective."""
     own, _ = dist.new_subgroups_by_enumeration(partition)
-    ranks = next(ranks for ranks in partition if dist.get_rank() in ranks)
     assert own is not None
-    return RankGroup(own, tuple(ranks), ranks.index(dist.get_rank()))
+    return RankGroup.of(own)
 
 
 # Ranks over which experts are spread.

@@ -96,8 +96,7 @@ def _clone_world_group() -> dist.ProcessGroup:
 
 def _world_rank_group() -> RankGroup:
     """Return a group of all ranks, for when there is no engine."""
-    world = _clone_world_group()
-    return RankGroup(world, tuple(range(dist.get_world_size())), dist.get_rank())
+    return RankGroup.of(_clone_world_group())
 
 
 def _raise_no_group(kind: str) -> NoReturn:

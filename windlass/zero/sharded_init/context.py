@@ -249,13 +249,13 @@ class Init:
 def _group(given: Any) -> RankGroup:
     process_group = given if given is not None else dist.group.WORLD
     assert process_group is not None
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    if len(ranks) != dist.get_world_size():
+    group = RankGroup.of(process_group)
+    if group.size != dist.get_world_size():
         raise ConfigError(
-            f"data_parallel_group has {len(ranks)} of {dist.get_world_size()} ranks; model parallelism is not yet "
+            f"data_parallel_group has {group.size} of {dist.get_world_size()} ranks; model parallelism is not yet "
             "built, so leave it out"
         )
-    return RankGroup(process_group, ranks, ranks.index(dist.get_rank()))
+    return group
 
 
 def _label(module: nn.Module, name: str) -> str:
