@@ -50,6 +50,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	cd bench && $(abspath $(BIN))/mypy *.py rig/*.py
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
 

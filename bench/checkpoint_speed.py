@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from disk import Raw
+from disk_tier_rate import RawDirectIo
 from rich.table import Table
 
 from windlass.base.errors import StorageError
@@ -126,8 +126,8 @@ def _measure_raw_round(folder: Path, nbytes: int, memory: Any) -> tuple[float, f
     rates: list[tuple[float, float]] = []
     ways = 1
     while len(rates) < ways:
-        with closing(Raw(folder, nbytes, _BLOCK_BYTES, _QUEUE_DEPTH, memory)) as raw:
-            works = list(raw.works(True, "write").values())
+        with closing(RawDirectIo(folder, nbytes, _BLOCK_BYTES, _QUEUE_DEPTH, memory)) as raw:
+            works = list(raw.timed_works(True, "write").values())
             ways, work = len(works), works[len(rates)]
             rates.append((_measure_rate(work, nbytes), _measure_rate(work, nbytes)))
     new, again = zip(*rates, strict=True)
