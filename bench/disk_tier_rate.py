@@ -69,9 +69,15 @@ class RawDirectIo:
         os.close(self._file)
 
     def _start_ring(self) -> IoEngine | None:
-        options = {"depth": self._depth, "threads": 1, "largest": self._block, "alignment": 1}
         try:
-            engine = start_io_engine([self._file], requested="io_uring", **options).engine
+            engine = start_io_engine(
+                [self._file],
+                requested="io_uring",
+                queue_depth=self._depth,
+                threads=1,
+                block_size=self._block,
+                alignment=1,
+            ).engine
         except StorageError as error:
             bench_console().print(f"no bare ring to compare with: {error}", soft_wrap=True)
             return None
