@@ -38,8 +38,8 @@ class Case:
         kind: "sft", "dpo" or "grpo".
         config: DeepSpeed configuration; None: without DeepSpeed.
         lora: train adapters.
-        sharded_init: the trainer loads the model, and so at stage 3 under `zero.Init`. Otherwise the model is built before the
-            configuration is known.
+        sharded_init: the trainer loads the model, and so at stage 3 under `zero.Init`. Otherwise the model is built
+            before the configuration is known.
         options: of the trainer's arguments.
     """
 
