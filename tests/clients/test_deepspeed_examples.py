@@ -240,7 +240,9 @@ SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_sc
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
-def test_chat_learns_rewards_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int) -> None:
+def test_chat_reward_model_trains_as_in_plain_pytorch(
+    run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int
+) -> None:
     """Law: step 2 of DeepSpeed-Chat in bf16: the mean loss of each epoch, and the scores before and after each."""
     model = ("--model_name_or_path", chat / "model")
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
@@ -258,9 +260,7 @@ def test_chat_learns_rewards_as_in_plain_pytorch(run: Run, chat: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
-def test_chat_learns_from_rewards_as_in_plain_pytorch(
-    run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int
-) -> None:
+def test_chat_rlhf_trains_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Path, stage: int, ranks: int) -> None:
     """Law: step 3 of DeepSpeed-Chat in bf16: four models, the losses of actor and critic, and rewards of what the
     actor wrote."""
     batches = ("--per_device_training_batch_size", 4 // ranks, "--per_device_generation_batch_size", 4 // ranks)

@@ -142,7 +142,7 @@ def plain(diffusers: Client, folder: Path) -> Callable[[int], list[float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_losses_are_those_without_deepspeed(
+def test_losses_equal_plain_training(
     diffusers: Client, folder: Path, plain: Callable[[int], list[float]], config: str, ranks: int
 ) -> None:
     wanted, found = plain(ranks), losses(diffusers, folder, config, ranks)

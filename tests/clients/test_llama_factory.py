@@ -105,5 +105,5 @@ def comparison(factory: Client, folder: Path) -> Comparison:
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("config", ["z3", "z2", "z0", "z2-offload", "z3-offload"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_losses_are_those_without_deepspeed(comparison: Comparison, stage: str, config: str, ranks: int) -> None:
+def test_losses_equal_plain_training(comparison: Comparison, stage: str, config: str, ranks: int) -> None:
     comparison.check(stage, config, ranks)

@@ -79,5 +79,5 @@ def comparison(swift: Client, folder: Path) -> Comparison:
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("config", ["zero3", "zero2"])
 @pytest.mark.parametrize("tuner", ["full", "lora"])
-def test_losses_are_those_without_deepspeed(comparison: Comparison, tuner: str, config: str, ranks: int) -> None:
+def test_losses_equal_plain_training(comparison: Comparison, tuner: str, config: str, ranks: int) -> None:
     comparison.check(tuner, config, ranks)

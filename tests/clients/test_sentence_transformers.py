@@ -129,7 +129,7 @@ def plain(sentences: Client, folder: Path) -> Callable[[str, int], list[float]]:
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("loss", ["ranking", "cosine"])
-def test_losses_are_those_without_deepspeed(
+def test_losses_equal_plain_training(
     sentences: Client, folder: Path, plain: Callable[[str, int], list[float]], loss: str, config: str, ranks: int
 ) -> None:
     wanted, found = plain(loss, ranks), losses(sentences, folder, loss, config, ranks)

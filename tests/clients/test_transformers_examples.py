@@ -315,7 +315,7 @@ def plain(examples: Client, folder: Callable[[str], Path]) -> Callable[[str, int
     ("name", "config"),
     [(name, config) for name, script in SCRIPTS.items() for config in CONFIGS if config.startswith(script.stages)],
 )
-def test_losses_are_those_without_deepspeed(
+def test_losses_equal_plain_training(
     examples: Client,
     folder: Callable[[str], Path],
     plain: Callable[[str, int], list[float]],

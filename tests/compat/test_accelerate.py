@@ -95,7 +95,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", [name for name in _CASES if not name.startswith("two")])
-def test_training_is_plain_pytorchs(told: Callable[[int], Told], name: str, ranks: int) -> None:
+def test_training_equals_plain_pytorch(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses, gradient norms, gathered weights and losses after `load_state` equal plain PyTorch's."""
     plain, one = _plain(scheduled="scheduled" in name), told(ranks)[name]
     steps = _CASES[name].get("accumulation", 1)

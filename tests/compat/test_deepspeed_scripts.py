@@ -66,7 +66,7 @@ def plainly(script: Path, *arguments: object) -> str:
     return done.stdout
 
 
-def test_hello_world_learns_as_plain_pytorch_and_goes_on(tmp_path: Path) -> None:
+def test_hello_world_trains_as_plain_pytorch_and_resumes(tmp_path: Path) -> None:
     """Two ranks print plain PyTorch's losses, and after a crash the remaining ones, from the skipped batch on."""
     plain = plainly(HELLO, *_HELLO)
     begun = start(HELLO, *_HELLO, "--save_dir", tmp_path, "--save_interval", 5, "--stop_after", 12, ranks=2)
@@ -79,7 +79,7 @@ def test_hello_world_learns_as_plain_pytorch_and_goes_on(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_classifier_learns_as_plain_pytorch() -> None:
+def test_classifier_trains_as_plain_pytorch() -> None:
     """Losses of each step and accuracies equal plain PyTorch's, at stage 2 on 2 ranks."""
     plain = plainly(CLASSIFIER, *_CLASSIFIER)
     assert_same(numbers(start(CLASSIFIER, *_CLASSIFIER, "--stage", 2, ranks=2)), numbers(plain), 5e-4)
@@ -87,7 +87,7 @@ def test_the_classifier_learns_as_plain_pytorch() -> None:
 
 
 @pytest.mark.slow
-def test_a_classifier_with_experts_is_one_however_they_are_spread() -> None:
+def test_classifier_with_experts_is_equal_under_any_expert_sharding() -> None:
     """Losses and accuracies are equal on one rank, and on two with replicated or distributed experts.
 
     No expert is over capacity here, since the dropped tokens would depend on the samples of each batch.
@@ -110,7 +110,7 @@ def test_hello_world_on_one_rank() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_classifier_at_every_stage(stage: int, ranks: int) -> None:
+def test_classifier_at_every_stage(stage: int, ranks: int) -> None:
     """Losses and accuracies equal plain PyTorch's at every stage, and bf16 learns too."""
     plain = plainly(CLASSIFIER, *_CLASSIFIER)
     assert_same(numbers(start(CLASSIFIER, *_CLASSIFIER, "--stage", stage, ranks=ranks)), numbers(plain), 5e-4)
@@ -128,7 +128,7 @@ def llama(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_a_llama_is_fine_tuned(llama: Callable[..., str], tmp_path: Path) -> None:
+def test_llama_fine_tuning(llama: Callable[..., str], tmp_path: Path) -> None:
     """Stage 3 with host offload, recomputation and a streamed dataset has the losses of stage 0.
 
     The saved model evaluates equally, loads as a plain model, and has the padding token's row.
@@ -155,7 +155,7 @@ def test_a_llama_is_fine_tuned(llama: Callable[..., str], tmp_path: Path) -> Non
 @pytest.mark.parametrize("away", [(), ("--offload",)], ids=["device", "host"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_llama_goes_on_from_a_checkpoint(llama: Callable[..., str], ranks: int, stage: int, away: tuple[str]) -> None:
+def test_llama_resumes_from_a_checkpoint(llama: Callable[..., str], ranks: int, stage: int, away: tuple[str]) -> None:
     """At every stage and from either tier the losses are those of stage 0, also after a crash within an epoch."""
     every = ("--gradient_accumulation_steps", 2, *away)
     order = ("--stream",) if stage % 2 else ()
@@ -172,7 +172,7 @@ def test_a_llama_goes_on_from_a_checkpoint(llama: Callable[..., str], ranks: int
 @pytest.mark.parametrize("far", [(), ("--offload",)], ids=["device", "host"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_llama_is_fine_tuned_in_16_bits(llama: Callable[..., str], dtype: str, stage: int, far: tuple[str]) -> None:
+def test_llama_fine_tuning_in_16_bits(llama: Callable[..., str], dtype: str, stage: int, far: tuple[str]) -> None:
     """Losses equal float32's within the dtype's precision. Under fp16 the loss scale may skip some steps."""
     wide = llama("--stream", ranks=2, out="wide")
     said = llama("--stream", "--dtype", dtype, "--zero_stage", stage, *far, ranks=2)
@@ -190,7 +190,7 @@ def llama_checkpoints(run: Callable[..., str]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_tour(tmp_path: Path, ranks: int) -> None:
+def test_tour_script(tmp_path: Path, ranks: int) -> None:
     """`zero.Init`, recomputation, a one-cycle schedule and accumulation over a repeating loader change no loss.
 
     The monitor files have each update's rate and loss.

@@ -25,7 +25,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
 
 
-def test_a_loaded_model_trains_to_the_plain_losses(losses: dict[str, list[float]]) -> None:
+def test_loaded_model_trains_to_the_plain_losses(losses: dict[str, list[float]]) -> None:
     """The Trainer's losses at stages 2 and 3 over two ranks equal those of one plain process with both batches.
 
     This holds in bf16 and fp32, with a layer that is missing in the file.

@@ -83,7 +83,7 @@ _RANKS = [pytest.param(1, marks=pytest.mark.slow), 2]
 
 @pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("name", _CASES)
-def test_losses_are_plain_lightnings(told: Callable[[int], Told], name: str, ranks: int) -> None:
+def test_losses_equal_plain_lightning(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses of training, after a resume in a new Trainer and of validation, and the rate, equal plain lightning's."""
     plain, one = told(0)[_CASES[name]["like"]], told(ranks)[name]
     assert one["engine"] == "windlass.compat.deepspeed_engine"
@@ -95,7 +95,7 @@ def test_losses_are_plain_lightnings(told: Callable[[int], Told], name: str, ran
 
 @pytest.mark.parametrize("ranks", _RANKS)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_lightnings_own_tool_reads_the_files(told: Callable[[int], Told], stage: int, ranks: int) -> None:
+def test_lightning_tool_reads_the_files(told: Callable[[int], Told], stage: int, ranks: int) -> None:
     """lightning's tool converts files in DeepSpeed's format into one with the weights and states of plain lightning."""
     expected = _loaded(told(0)["resumed"]["folder"] / "half.ckpt")
     found = _loaded(told(ranks)[f"files-{stage}"]["folder"] / "whole.ckpt")

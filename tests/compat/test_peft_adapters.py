@@ -22,27 +22,27 @@ def _by_hand(stage: int) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": section}
 
 
-def _case(variant: str, route: str, stage: int, born: bool) -> dict[str, Any]:
+def _case(variant: str, route: str, stage: int, sharded_init: bool) -> dict[str, Any]:
     made = config(stage) if route == "trainer" else _by_hand(stage)
-    return {"variant": variant, "route": route, "config": made, "born": born}
+    return {"variant": variant, "route": route, "config": made, "sharded_init": sharded_init}
 
 
 # A base constructed under zero.Init has no case with new tokens: there peft 0.21 calls torch.cuda on any machine.
 _CASES: dict[str, dict[str, Any]] = {
-    f"{variant}-{route}-{stage}{'-born' if born else ''}": _case(variant, route, stage, born)
+    f"{variant}-{route}-{stage}{'-sharded-init' if sharded_init else ''}": _case(variant, route, stage, sharded_init)
     for variant in _VARIANTS
     for route in ("trainer", "engine")
-    for stage, born in ((2, False), (3, False), (3, True))
-    if not (variant == "tokens" and born)
+    for stage, sharded_init in ((2, False), (3, False), (3, True))
+    if not (variant == "tokens" and sharded_init)
 }
 _QUICK = (
     "lora-trainer-3",
     "lora-engine-2",
-    "modules-trainer-3-born",
+    "modules-trainer-3-sharded-init",
     "modules-engine-3",
     "tied-trainer-3",
     "tokens-engine-3",
-    "dora-trainer-3-born",
+    "dora-trainer-3-sharded-init",
 )
 Told = dict[str, dict[str, Any]]
 Ask = Callable[[int, bool], Told]

@@ -91,7 +91,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", [name for name in _CASES if name != "bf16" and name != "schedule"])
-def test_losses_are_the_plain_trainers(told: Callable[[int], Told], name: str, ranks: int) -> None:
+def test_losses_equal_the_plain_trainer(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """Losses, gradient norms and learning rates, also after a resume in a new Trainer, equal the plain Trainer's."""
     plain, one = told(0)["resized" if _CASES[name].get("resize") else "plain"], told(ranks)[name]
     assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
@@ -105,7 +105,7 @@ def test_losses_are_the_plain_trainers(told: Callable[[int], Told], name: str, r
 
 
 @pytest.mark.parametrize("name", _AXES)
-def test_models_and_sequences_that_are_cut_over_ranks_train_as_one(told: Callable[[int], Told], name: str) -> None:
+def test_models_and_sequences_sharded_over_ranks_train_as_one(told: Callable[[int], Told], name: str) -> None:
     """Losses and norms with tensor and with sequence parallelism on two ranks equal the plain Trainer's."""
     plain, one = told(0)["plain"], told(2)[name]
     assert one["losses"] == pytest.approx(plain["losses"], abs=2e-6)
@@ -115,13 +115,13 @@ def test_models_and_sequences_that_are_cut_over_ranks_train_as_one(told: Callabl
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bf16_trains_near_fp32(told: Callable[[int], Told], ranks: int) -> None:
+def test_bf16_losses_are_close_to_fp32(told: Callable[[int], Told], ranks: int) -> None:
     """bf16 with fp32 masters follows the fp32 losses within the precision of bf16 logits."""
     assert told(ranks)["bf16"]["losses"] == pytest.approx(told(0)["plain"]["losses"], rel=2e-3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_configurations_schedule_is_deepspeeds(told: Callable[[int], Told], ranks: int) -> None:
+def test_schedule_of_the_configuration_equals_deepspeed(told: Callable[[int], Told], ranks: int) -> None:
     """DeepSpeed's warm-up has made no step before the second update, which has the lowest rate too."""
     plain, one = told(0)["plain"], told(ranks)["schedule"]
     assert one["losses"][:2] == pytest.approx(plain["losses"][:2], abs=2e-6)
@@ -136,7 +136,7 @@ def test_the_configurations_schedule_is_deepspeeds(told: Callable[[int], Told], 
         *((name, 2) for name, case in _AXES.items() if case.get("save")),
     ],
 )
-def test_saved_models_are_whole_and_the_same(told: Callable[[int], Told], name: str, ranks: int) -> None:
+def test_saved_models_are_complete_and_equal(told: Callable[[int], Told], name: str, ranks: int) -> None:
     """`save_model` writes every weight, equal to the plain Trainer's, and resume finds the checkpoints."""
     case = {**_CASES, **_AXES}[name]
     plain, one = told(0)["resized" if case.get("resize") else "plain"], told(ranks)[name]

@@ -23,15 +23,19 @@ _KINDS: dict[str, dict[str, Any]] = {
     "grpo-lora": {"kind": "grpo", "lora": True, "options": {"beta": 0.1}},
 }
 _CASES: dict[str, dict[str, Any]] = {
-    f"{name}-{stage}{'-born' if born else ''}": {**kind, "config": config(stage), "born": born}
+    f"{name}-{stage}{'-sharded-init' if sharded_init else ''}": {
+        **kind,
+        "config": config(stage),
+        "sharded_init": sharded_init,
+    }
     for name, kind in _KINDS.items()
-    for stage, born in ((2, False), (3, False), (3, True))
+    for stage, sharded_init in ((2, False), (3, False), (3, True))
 }
 _QUICK = (
-    "sft-3-born",
+    "sft-3-sharded-init",
     "sft-lora-3",
     "dpo-3",
-    "dpo-before-3-born",
+    "dpo-before-3-sharded-init",
     "grpo-2",
     "grpo-3",
 )
@@ -71,7 +75,7 @@ def _has_quick(kind: str) -> bool:
 
 
 def _kind_of(name: str) -> str:
-    return name.removesuffix("-born").rpartition("-")[0]
+    return name.removesuffix("-sharded-init").rpartition("-")[0]
 
 
 def _holds(told: Ask, name: str, ranks: int, every: bool) -> None:

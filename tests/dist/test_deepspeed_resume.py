@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.deepspeed_writer import Trained, write
+from tests.deepspeed_checkpoint_writer import Trained, write
 from tests.dist.harness import run_ranks
 
 CLIENT = {"epoch": 7, "words": ["a", "b"], "t": torch.arange(3)}

@@ -10,6 +10,7 @@ import torch
 
 import windlass
 from tests import oracle
+from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import (
     ADAMW,
     RankTrace,
@@ -26,7 +27,6 @@ from tests.dist.equivalence_runs import (
 from tests.dist.harness import run_ranks
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
-from tests.strangers import Foreign
 from windlass.base.errors import ModelError
 
 BUDGET = str(64 << 20)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from tests import oracle
+from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
 from tests.dist.test_offload import LATE, homes
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
-from tests.strangers import Foreign
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_num_steps": 6}}
 SMALL = (("sub_group_size", 100),)  # parameters span several chunks, and chunks hold parts of several parameters

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 import windlass
 from tests import oracle
+from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import Setting, ds_config, hold_all, specimen, whole_params
 from tests.dist.harness import RankError, run_ranks
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
-from tests.strangers import Foreign
 
 # eps is well above the rounding of a gradient, for optimizers that divide by its size
 BY_NAME: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, sta
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.test_offload import LATE, hold, homes
 from tests.models import DIFFERING, WIDTH, Place, Specimen, rows
-from tests.models.differing import EarlyExit
+from tests.models.rank_dependent import EarlyExit
 from tests.oracle import Recipe, relative_error
 
 RECIPE = Recipe(ranks=2, accumulation=2, steps=4, optimizer="AdamW", optimizer_params=ADAMW)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.custom_optimizers import Foreign
 from tests.dist.harness import run_ranks
 from tests.dist.test_offload import LATE, homes
 from tests.dist.test_partial_load import Net, batch, plain_steps, whole
 from tests.oracle import relative_error
-from tests.strangers import Foreign
 from windlass import checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Tests of unusual user code: the models of `hostile_models`, and habits around the training loop."""
+"""Tests of unusual user code: the models of `unusual_models`, and habits around the training loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests import oracle
 from tests.dist import equivalence_runs
 from tests.dist.equivalence_runs import SGD, RankTrace, Setting, complaints, ds_config, whole_params
 from tests.dist.harness import run_ranks
-from tests.hostile_models import HOSTILE
 from tests.models import ZOO, Place, Regressor, rows
 from tests.oracle import Recipe, relative_error
+from tests.unusual_models import HOSTILE
 
 STEPS = 4
 SETTINGS = [Setting(stage=stage, transport=name) for stage, name in ((3, "gloo"), (3, "shm"), (2, "gloo"), (1, "shm"))]

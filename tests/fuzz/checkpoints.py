@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import windlass
-from tests.deepspeed_writer import Trained
+from tests.deepspeed_checkpoint_writer import Trained
 from tests.fuzz.mutations import Reader, as_text
 from windlass.base.errors import WindlassError
 from windlass.checkpoint import FlatShard, SavedState, read_full, read_meta_tensors, read_plain, save

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.deepspeed_writer import write
+from tests.deepspeed_checkpoint_writer import write
 from tests.fuzz.checkpoints import one_of, readers, seeds_of, trained
 from tests.fuzz.mutations import BYTES, SECONDS, fuzz, keeps_the_law
 from windlass.checkpoint.torch_file import read_torch_file
@@ -109,7 +109,7 @@ def _fuzz(tmp_path: Path, stage: int, share: float, *, forged: bool) -> None:
     shutil.rmtree(tmp_path)
 
 
-def test_damage_is_named_by_every_reader(tmp_path: Path) -> None:
+def test_damage_is_refused_by_every_reader(tmp_path: Path) -> None:
     _fuzz(tmp_path / "2", 2, 0.07, forged=False)
     _fuzz(tmp_path / "3", 3, 0.06, forged=False)
 

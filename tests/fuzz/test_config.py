@@ -120,7 +120,7 @@ def test_any_dictionary(config: dict[str, Any]) -> None:
     ],
     ids=lambda text: f"{text[:12]!r}...{len(text)}",
 )
-def test_texts_that_cost_much(tmp_path: Path, text: str) -> None:
+def test_expensive_texts(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     assert isinstance(outcome(load_config, path), ConfigError)

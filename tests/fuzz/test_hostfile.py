@@ -57,7 +57,7 @@ def test_mutations_of_a_hostfile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slots", ["99999999999999999999", "9" * 5000, "4097", "٣"])
-def test_slots_beyond_reason(tmp_path: Path, slots: str) -> None:
+def test_absurd_slot_counts(tmp_path: Path, slots: str) -> None:
     path = tmp_path / "hostfile"
     path.write_text(f"worker-0 slots={slots}\n")
     with pytest.raises(HostError, match=r"line 1: worker-0 has slots=.*at most 4,096") as caught:
@@ -80,7 +80,7 @@ def test_filters_and_lists(include: str, exclude: str, listed: str) -> None:
 
 
 @pytest.mark.parametrize("listed", ["n[0-99999999]", "n[0-9999][0-9999]", "0-99999999", "2(x99999999)", "9" * 5000])
-def test_ranges_beyond_reason(listed: str) -> None:
+def test_absurd_ranges(listed: str) -> None:
     for reader in (expand_hosts, expand_counts, lambda text: parse_numbers(text, "--x")):
         found = outcome(reader, listed)
         assert isinstance(found, WindlassError) or len(found) <= 1

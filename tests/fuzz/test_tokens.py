@@ -52,7 +52,7 @@ def test_mutations_of_a_token_file(tokens: Path, tmp_path: Path) -> None:
             assert np.array_equal(found.train, true.train) and np.array_equal(found.held_out, true.held_out)
 
 
-def test_a_header_that_was_changed_is_noticed(tokens: Path, tmp_path: Path) -> None:
+def test_changed_header_is_detected(tokens: Path, tmp_path: Path) -> None:
     whole = tokens.read_bytes()
     path = tmp_path / "tokens.bin"
     for old, new in ((b'"eval_bytes": 77', b'"eval_bytes": 78'), (b'"eos": 0', b'"eos": 1'), (b": 300", b": 301")):
@@ -62,7 +62,7 @@ def test_a_header_that_was_changed_is_noticed(tokens: Path, tmp_path: Path) -> N
             open_tokens(path)
 
 
-def test_a_token_file_takes_no_memory(tokens: Path, tmp_path: Path) -> None:
+def test_token_file_allocates_no_memory(tokens: Path, tmp_path: Path) -> None:
     for data in (tokens.read_bytes(), b"WLTOKENS" + b"[" * 4088 + b"\0" * 10**6):
         (tmp_path / "tokens.bin").write_bytes(data)
         assert peak_memory(open_tokens, tmp_path / "tokens.bin") < 4 * len(data) + 2**19

@@ -125,7 +125,7 @@ def test_one_gpu_equals_plain_torch(stage: int, name: str, plain: bool, precisio
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_memory_goes_back_after_destroy(stage: int) -> None:
+def test_memory_is_freed_after_destroy(stage: int) -> None:
     subject = on_cuda(ZOO["four_blocks"])
     torch.cuda.synchronize()
     trained(subject, Recipe(ranks=1, steps=1), Setting(stage=stage))  # what CUDA libraries keep is not ours
@@ -135,7 +135,7 @@ def test_memory_goes_back_after_destroy(stage: int) -> None:
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 
-def test_a_language_model_learns_on_one_gpu(tmp_path: Path) -> None:
+def test_language_model_learns_on_one_gpu(tmp_path: Path) -> None:
     """Training as in the demo: bf16, a schedule, clipping; the text is a pattern, so the loss must fall far."""
     import windlass
 

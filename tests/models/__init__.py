@@ -9,9 +9,8 @@ which each rank runs other modules.
 """
 
 from tests.models.adapters import LoraBlock, lora
-from tests.models.differing import DIFFERING
-from tests.models.packed import LossOutside
 from tests.models.plain import Block, Regressor, mlp
+from tests.models.rank_dependent import DIFFERING
 from tests.models.recomputed import Checkpointed
 from tests.models.specimen import (
     ROWS,
@@ -27,6 +26,7 @@ from tests.models.specimen import (
     rows,
     tokens,
 )
+from tests.models.unusual_inputs import LossOutside
 from tests.models.zoo import ZOO
 
 __all__ = [

@@ -10,21 +10,11 @@ from torch import nn
 from tests.models.adapters import frozen, frozen_first, lora, mixed
 from tests.models.buffers import BufferInForward, Normalised
 from tests.models.layers import Attention, Convolutions, CrossAttention, Recurrent
-from tests.models.packed import LossOutside, Nested, Stashed, loss_outside, nested_loss
 from tests.models.plain import FourBlocks, mlp
 from tests.models.recomputed import Checkpointed, CheckpointedPairs
 from tests.models.shared import LayerReuse, Siamese, Sibling, SiblingBlock, Tied
 from tests.models.specimen import Specimen, many_rows, one_loss, rows, tokens
-from tests.models.strange import (
-    Containers,
-    InPlace,
-    OddShapes,
-    OtherMethod,
-    RootParameter,
-    SparseTables,
-    WeightNorm,
-)
-from tests.models.trained import (
+from tests.models.training_variants import (
     Fragile,
     TwoHeads,
     alternating,
@@ -37,6 +27,16 @@ from tests.models.trained import (
     two_losses,
 )
 from tests.models.unused import Branches, Untidy, UnusedAlways, branch_by_micro, branch_by_rank, branch_by_step
+from tests.models.unusual_inputs import LossOutside, Nested, Stashed, loss_outside, nested_loss
+from tests.models.unusual_modules import (
+    Containers,
+    InPlace,
+    OddShapes,
+    OtherMethod,
+    RootParameter,
+    SparseTables,
+    WeightNorm,
+)
 
 
 def _specimen(

@@ -13,6 +13,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("first", LAYOUTS, ids=lambda layout: f"{layout.ranks}-{layout.stage}-{layout.home}")
-def test_saved_here_it_goes_on_everywhere(first: Layout, transport: str, tmp_path: Any) -> None:
+def test_checkpoint_resumes_on_any_layout(first: Layout, transport: str, tmp_path: Any) -> None:
     first = replace(first, transport=transport)
     hold([Row(first, replace(second, transport=transport), "tied") for second in LAYOUTS], tmp_path)

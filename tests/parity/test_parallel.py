@@ -48,5 +48,5 @@ MORE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*_cases(), *MORE], ids=str)
-def test_it_trains_as_one_process(case: Case) -> None:
+def test_layouts_train_as_one_process(case: Case) -> None:
     check(case)

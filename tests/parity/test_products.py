@@ -44,10 +44,10 @@ def _rows(factors: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", _rows(FACTORS), ids=name_of)
-def test_the_full_product(row: dict[str, Any]) -> None:
+def test_full_product(row: dict[str, Any]) -> None:
     hold(row["model"], recipe_of(row), setting_of(row))
 
 
 @pytest.mark.parametrize("row", _rows(HF_FACTORS), ids=name_of)
-def test_the_full_product_of_hugging_face_models(row: dict[str, Any]) -> None:
+def test_full_product_of_hugging_face_models(row: dict[str, Any]) -> None:
     hold(row["model"], recipe_of(row), setting_of(row))

@@ -29,7 +29,7 @@ time.sleep(600)
 """
 
 
-def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
+def test_staging_checkpoint_of_a_live_writer_is_kept(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
@@ -46,7 +46,7 @@ def test_a_draft_is_left_alone_while_its_writer_lives(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["latest", "t"]
 
 
-def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
+def test_recovery_script_of_a_checkpoint_runs(tmp_path: Path) -> None:
     weights = made(tmp_path, own=True)
     write_recovery_scripts(tmp_path)
     before = (tmp_path / "zero_to_fp32.py").stat().st_mtime_ns
@@ -81,7 +81,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the kernel's peak of memory")
-def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+def test_memory_is_independent_of_the_number_of_tensors(tmp_path: Path) -> None:
     """Peak memory stays far below one tensor for 192 MB in three tensors."""
     big = torch.arange(16_000_000, dtype=torch.float32)
     save(tmp_path / "run", "t", SavedState(tensors={f"param/{n}": big for n in "abc"}))

@@ -38,7 +38,7 @@ def _run(text: str, *, path: list[str], **env: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("way", ["path", "import"])
-def test_deepspeed_is_windlass_in_children_too(way: str) -> None:
+def test_child_processes_import_windlass_as_deepspeed(way: str) -> None:
     """Import, `find_spec` and package metadata work by PYTHONPATH alone or by one import, also in child processes."""
     first = "" if way == "path" else "import windlass.compat.deepspeed"
     done = _run(_ASK.format(first=first), path=[str(STAND_IN_FOLDER)] if way == "path" else [])
@@ -62,7 +62,7 @@ def test_the_command_prints_the_folder() -> None:
     assert wrong.returncode == 2 and "takes no arguments" in wrong.stderr
 
 
-def test_the_metadata_travels_with_a_wheel() -> None:
+def test_wheel_contains_the_metadata() -> None:
     """Metadata uses `*.egg-info`, since wheel builders leave out folders named `*.dist-info`. Both are read."""
     assert not list(STAND_IN_FOLDER.glob("*.dist-info"))
     (folder,) = STAND_IN_FOLDER.glob("*.egg-info")
@@ -71,7 +71,7 @@ def test_the_metadata_travels_with_a_wheel() -> None:
     assert "windlass" in (folder / "PKG-INFO").read_text()
 
 
-def test_beside_a_real_one_it_wins_only_where_asked_and_says_so_once(tmp_path: Path) -> None:
+def test_stand_in_overrides_installed_deepspeed_only_on_request(tmp_path: Path) -> None:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = 'real'\n")
     show = "import deepspeed; print(deepspeed.__version__)"
@@ -82,7 +82,7 @@ def test_beside_a_real_one_it_wins_only_where_asked_and_says_so_once(tmp_path: P
     assert json.loads(done.stdout)["child_said"] == ""
 
 
-def test_too_late_is_an_error(tmp_path: Path) -> None:
+def test_activation_after_import_of_deepspeed_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("")
     done = _run("import deepspeed, windlass.compat.deepspeed", path=[str(tmp_path)])
@@ -128,7 +128,7 @@ assert not names.is_configured() and not names.PROFILE_TIME
 """
 
 
-def test_options_of_activations_have_the_names_of_deepspeeds_globals() -> None:
+def test_activation_options_have_the_names_of_deepspeed_globals() -> None:
     """See [Note: live names]: reading an option returns the configured value, and setting it configures."""
     done = _run(_LIVE_NAMES, path=[])
     assert done.returncode == 0, done.stderr

@@ -59,29 +59,29 @@ def is_sentence(name: str, text: str) -> bool:
     return text.startswith("deepspeed") and ": " in text and "\n" not in text and len(text.split()) >= 6
 
 
-def test_what_scripts_do_with_modules(said: list[Any]) -> None:
+def test_common_uses_of_modules(said: list[Any]) -> None:
     assert [habit for habit, holds in said[0].items() if not holds] == []
 
 
-def test_every_imported_name_is_there_or_refuses(walked: dict[str, dict[str, Any]]) -> None:
+def test_every_imported_name_exists_or_is_refused(walked: dict[str, dict[str, Any]]) -> None:
     absent = {name: walked[name]["sentence"] for name in SYMBOLS if walked[name]["state"] == "absent"}
     assert {name: text for name, text in absent.items() if not pending(name)} == {}
 
 
-def test_what_is_there_is_of_its_kind(walked: dict[str, dict[str, Any]]) -> None:
+def test_names_have_the_kind_of_deepspeed(walked: dict[str, dict[str, Any]]) -> None:
     there = {name: walked[name]["kinds"] for name in SYMBOLS if walked[name]["state"] == "there"}
     assert {
         name: (kinds, SYMBOLS[name]) for name, kinds in there.items() if SYMBOLS[name] not in ("missing", "any", *kinds)
     } == {}
 
 
-def test_what_is_not_built_says_so_in_a_sentence(walked: dict[str, dict[str, Any]]) -> None:
+def test_unsupported_names_raise_one_sentence(walked: dict[str, dict[str, Any]]) -> None:
     refused = {name: seen["sentence"] for name, seen in walked.items() if seen["state"] == "refused"}
     assert "deepspeed.init_inference" in refused and "deepspeed.moe.sharded_moe.MOELayer" in refused
     assert {name: text for name, text in refused.items() if not is_sentence(name, text)} == {}
 
 
-def test_every_row_of_the_tables_resolves_as_it_says(walked: dict[str, dict[str, Any]]) -> None:
+def test_table_rows_resolve_as_declared(walked: dict[str, dict[str, Any]]) -> None:
     expected = {
         name: "refused" if entry.status is NameStatus.REFUSED else "there" for name, entry in STAND_IN_NAMES.items()
     }
@@ -89,7 +89,7 @@ def test_every_row_of_the_tables_resolves_as_it_says(walked: dict[str, dict[str,
     assert {name: seen for name, seen in wrong.items() if not pending(name)} == {}
 
 
-def test_pending_areas_are_absent_still(walked: dict[str, dict[str, Any]]) -> None:
+def test_pending_areas_are_still_absent(walked: dict[str, dict[str, Any]]) -> None:
     absent = [name for name in SYMBOLS if walked[name]["state"] == "absent"]
     stale = [area for area in PENDING if not any(f"{name}.".startswith(f"{area}.") for name in absent)]
     assert stale == [], "take these out of PENDING"

@@ -48,7 +48,7 @@ def script(tmp_path: Path) -> Callable[[str], list[str]]:
     return write
 
 
-def test_a_rank_that_a_signal_ended_is_not_started_again(tmp_path: Path, script: Callable[[str], list[str]]) -> None:
+def test_rank_ended_by_a_user_signal_is_not_restarted(tmp_path: Path, script: Callable[[str], list[str]]) -> None:
     """One of three ranks is killed and not replaced. Then one fails with an exit code, and all of them restart."""
     assert start_elastic(script(LOSES_ONE), 3, max_restarts=2).exit_code == 0
     found = started(tmp_path)
@@ -56,7 +56,7 @@ def test_a_rank_that_a_signal_ended_is_not_started_again(tmp_path: Path, script:
     assert not [name for name in found if name.startswith(("start1", "start2")) and not name.endswith("of2")]
 
 
-def test_with_too_few_or_too_often_the_failure_comes_back(
+def test_too_few_ranks_or_too_many_restarts_return_the_failure(
     tmp_path: Path, script: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -126,7 +126,7 @@ def run(source: Path, folder: Path, nproc: int, stage: int, *words: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_losses_go_on_as_those_of_a_run_resumed_by_hand(tmp_path: Path, stage: int) -> None:
+def test_losses_equal_a_manually_resumed_run(tmp_path: Path, stage: int) -> None:
     """Losses continue as in a run resumed by hand.
 
     One of three ranks is killed two steps after a checkpoint, and two continue with 12 samples per step as before.

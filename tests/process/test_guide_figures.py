@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.unit.test_guides import ROOT, drawer
 
 
-def test_the_pictures_of_layouts_can_be_drawn(tmp_path: Path) -> None:
+def test_layout_figures_can_be_drawn(tmp_path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     text = (ROOT / "docs" / "guides" / "parallel.md").read_text()

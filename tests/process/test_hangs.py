@@ -108,7 +108,7 @@ def check(fault: str, ranks: list[Rank], transport: str, faulty: int) -> None:
         assert ranks[faulty].code in (1, WATCHDOG_EXIT_CODE), "it was left behind"
 
 
-def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:
+def test_each_fault_is_diagnosed_by_its_cause(tmp_path: Path) -> None:
     """All faults run at once, which takes as long as the longest."""
     faults = ["save", "eval", "gather", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, "gloo", 1).items():
@@ -116,7 +116,7 @@ def test_each_fault_is_told_by_its_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_that_is_caught_inside_what_ranks_compute_together(tmp_path: Path) -> None:
+def test_error_caught_inside_a_collective_computation(tmp_path: Path) -> None:
     """An error caught on one of two ranks along tp ends the run; an error caught on both does not.
 
     Collectives are never matched with others.
@@ -129,7 +129,7 @@ def test_an_error_that_is_caught_inside_what_ranks_compute_together(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "faulty"), [("shm", 1), ("shm", 0), ("gloo", 0)])
-def test_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Path) -> None:
+def test_faults_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Path) -> None:
     """The faults are reported for either transport and rank. Rank 0 hosts the store with all heartbeats."""
     faults = ["save", "return", "raise", "kill", "stop", "slow"]
     for fault, ranks in run(tmp_path, faults, transport, faulty).items():
@@ -137,7 +137,7 @@ def test_on_either_transport_and_rank(transport: str, faulty: int, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_other_ends_and_a_run_that_is_suspended(tmp_path: Path) -> None:
+def test_other_exits_and_a_suspended_run(tmp_path: Path) -> None:
     """Other ends are reported by their cause, and a suspended run continues.
 
     A rank may be killed at once, report its own error, or have another exception hook. Ranks that are all stopped for

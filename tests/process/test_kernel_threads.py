@@ -29,7 +29,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @native
-def test_a_forked_child_steps_with_threads_of_its_own() -> None:
+def test_forked_child_updates_with_its_own_threads() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _FORK]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["7"]
@@ -51,7 +51,7 @@ print(all(torch.equal(a.parameter, b.parameter) for a, b in zip(pieces, alone)))
 
 
 @native
-def test_python_threads_may_step_at_the_same_time() -> None:
+def test_python_threads_may_update_concurrently() -> None:
     command = [sys.executable, "-c", _SIDE_BY_SIDE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["True"]

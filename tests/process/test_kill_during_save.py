@@ -37,7 +37,7 @@ print("the end", flush=True)
 """
 
 
-def test_kills_at_calls_of_the_file_system_lose_nothing_but_steps(tmp_path: Path) -> None:
+def test_kill_at_any_file_system_call_keeps_a_checkpoint(tmp_path: Path) -> None:
     command = [
         sys.executable,
         str(BENCH / "kill_and_resume.py"),
@@ -58,7 +58,7 @@ def test_kills_at_calls_of_the_file_system_lose_nothing_but_steps(tmp_path: Path
     assert [one["kept"] for one in found["rounds"]] == sorted(one["kept"] for one in found["rounds"])
 
 
-def test_the_interpreter_ends_when_the_save_is_written(tmp_path: Path) -> None:
+def test_interpreter_exits_after_the_save_is_written(tmp_path: Path) -> None:
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-c", HASTY, str(tmp_path)], env={**os.environ, **single}, capture_output=True, text=True

@@ -22,7 +22,7 @@ SPOTS = [0, 1, (1 << 30) + 3, (1 << 31) - 1, 1 << 31]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
-def test_a_layout_cuts_it_once(ranks: int) -> None:
+def test_large_parameter_is_split_at_one_shard_boundary(ranks: int) -> None:
     layout = layout_of([(7,), (NUMEL,), (3, 5), (1 << 16, 1 << 16)], ranks)
     found = [0] * 4
     for rank in range(ranks):
@@ -44,7 +44,7 @@ def test_boxes_beyond_32_bits() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_and_the_disk_reach_its_end(tmp_path: Path) -> None:
+def test_kernels_and_disk_reach_the_last_element(tmp_path: Path) -> None:
     parameter = torch.zeros(NUMEL, dtype=torch.bfloat16)
     gradient = torch.zeros(NUMEL, dtype=torch.bfloat16)  # never written: takes no memory
     for number, spot in enumerate(SPOTS):

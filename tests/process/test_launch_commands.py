@@ -137,7 +137,7 @@ def test_a_program_and_a_path(program: Callable[..., subprocess.CompletedProcess
     assert done.stdout == "said by 0\n" and told(tmp_path)[0]["arguments"] == ["x"]
 
 
-def test_inside_another_launcher_nothing_is_started(
+def test_nested_launcher_starts_no_ranks(
     program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     """Under srun, mpirun and torchrun no ranks are started, unless a flag names their hosts."""
@@ -185,7 +185,7 @@ def _both(tmp_path: Path, *flags: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_nodes_that_start_by_themselves_meet(tmp_path: Path) -> None:
+def test_separately_started_nodes_rendezvous(tmp_path: Path) -> None:
     expected = [f"{rank} {rank % 2} 10.0" for rank in range(4)]
     assert _both(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port())) == expected
     endpoint = f"127.0.0.1:{free_port()}"

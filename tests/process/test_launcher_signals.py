@@ -87,7 +87,7 @@ while children:
 """
 
 
-def test_no_way_to_end_leaves_a_rank(tmp_path: Path) -> None:
+def test_every_exit_ends_all_ranks(tmp_path: Path) -> None:
     killed = Launched(tmp_path / "killed", SAVER)
     asked = Launched(tmp_path / "asked", SAVER)
     ignored = Launched(tmp_path / "ignored", STUBBORN, "--grace", "1")
@@ -120,7 +120,7 @@ def test_no_way_to_end_leaves_a_rank(tmp_path: Path) -> None:
     ] == "windlass run: stopped by SIGINT, all ranks have ended"
 
 
-def test_a_launcher_that_is_gone_already_is_noticed(tmp_path: Path) -> None:
+def test_dead_launcher_is_detected(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     not_the_parent = str(os.getpid())
     command = [sys.executable, exec_rank.__file__, not_the_parent, sys.executable, "-c", f"open({str(trace)!r}, 'w')"]

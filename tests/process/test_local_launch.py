@@ -40,7 +40,9 @@ def reports(folder: Path) -> list[dict[str, str]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
-def test_ranks_find_their_place(tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_have_their_environment(
+    tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))  # other tests launch ranks at the same time
@@ -61,7 +63,7 @@ def test_ranks_find_their_place(tmp_path: Path, script: Callable[[str], str], mo
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_threads_that_the_user_set_are_kept(
+def test_thread_count_of_the_user_is_kept(
     tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -69,7 +71,7 @@ def test_threads_that_the_user_set_are_kept(
     assert reports(tmp_path)[0]["OMP_NUM_THREADS"] == "7"
 
 
-def test_a_module_runs_too(tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_is_run(tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     script(REPORT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert launch(["script", "one"], 1, module=True) == 0
@@ -77,7 +79,7 @@ def test_a_module_runs_too(tmp_path: Path, script: Callable[[str], str], monkeyp
     assert reports(tmp_path)[0]["arguments"] == ["one"]
 
 
-def test_the_worst_exit_code_comes_back(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_worst_exit_code_is_returned(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     outcome = start_ranks([script("import os, sys; sys.exit([4, 9, 2][int(os.environ['RANK'])])")], 3)
     # It is random which failures the launcher sees before it stops the others; those it saw count.
     assert outcome.exit_code == max(failure.status for failure in outcome.failures)
@@ -103,7 +105,7 @@ def test_a_rank_killed_by_a_signal(script: Callable[[str], str]) -> None:
     assert str(outcome.failures[0]).startswith("rank 0 was ended by SIGKILL")
 
 
-def test_a_busy_default_port_is_no_obstacle(script: Callable[[str], str], tmp_path: Path) -> None:
+def test_busy_default_port_is_replaced(script: Callable[[str], str], tmp_path: Path) -> None:
     source = REPORT + (
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -141,9 +143,7 @@ windlass.initialize(model=torch.nn.Linear(2, 2), config=config)
 
 
 @pytest.mark.slow
-def test_who_does_not_come_to_initialize_is_named(
-    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_that_never_initializes_is_named(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     """Ranks that have not reached `initialize`, e.g. because they tokenize, are named before any watchdog runs."""
     assert launch([script(LATE)], 3) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if "has waited in initialize" in line]
@@ -178,7 +178,7 @@ def test_nohup_is_respected(script: Callable[[str], str]) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_threads_that_the_caller_gives_are_not_announced_over(
+def test_thread_count_given_by_the_caller_is_not_logged(
     tmp_path: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -188,7 +188,7 @@ def test_threads_that_the_caller_gives_are_not_announced_over(
     assert not said and reports(tmp_path)[0]["OMP_NUM_THREADS"] == "5"
 
 
-def test_run_leaves_the_scripts_options_alone(script: Callable[[str], str]) -> None:
+def test_run_forwards_the_options_of_the_script(script: Callable[[str], str]) -> None:
     source = "import sys; sys.exit(0 if sys.argv[1:] == ['--debug', '--nproc', 'x', '-h'] else 9)"
     for ours, theirs, code in (("--nproc", ["--debug", "--nproc", "x", "-h"], 0), ("-n", [], 9)):
         with pytest.raises(SystemExit) as ended:

@@ -25,7 +25,7 @@ for step in range(10**9):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
-def test_an_interrupted_run_leaves_whole_rows(tmp_path: Path) -> None:
+def test_interrupted_run_leaves_complete_rows(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

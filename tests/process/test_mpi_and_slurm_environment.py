@@ -40,7 +40,7 @@ def pods(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("variables", [open_mpi, slurm, pods])
-def test_two_processes_meet(variables: Callable[[int], dict[str, str]]) -> None:
+def test_two_processes_rendezvous(variables: Callable[[int], dict[str, str]]) -> None:
     port = free_port() if variables is not slurm else 29500  # Slurm's port is computed from the job id
     plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     ranks = [

@@ -127,7 +127,7 @@ WAYS = {
 }
 
 
-def test_no_way_to_end_leaves_anything_on_any_host(machines: Machines, tmp_path: Path) -> None:
+def test_every_exit_ends_all_processes_on_all_hosts(machines: Machines, tmp_path: Path) -> None:
     """All kinds of ends run at once, since most of them wait."""
     runs = {
         name: Launched(machines, tmp_path / name, SLEEPS, *way.words, options=way.options) for name, way in WAYS.items()
@@ -188,7 +188,7 @@ HOSTILE = [
 ]
 
 
-def test_arguments_and_environment_arrive_as_they_were(machines: Machines, tmp_path: Path) -> None:
+def test_arguments_and_environment_are_forwarded_unchanged(machines: Machines, tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s $HOME; "a"'
     folder.mkdir()
     value = " $HOME '\" ; \\ é☃ %n `id`"
@@ -215,7 +215,7 @@ def test_arguments_and_environment_arrive_as_they_were(machines: Machines, tmp_p
         assert [line.split("] ")[1] for line in lines] == ["one", "two"]
 
 
-def test_hosts_that_cannot_serve_are_named(machines: Machines, tmp_path: Path) -> None:
+def test_unusable_hosts_are_named(machines: Machines, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("node-0 slots=1\nnobody slots=1\n")
     unknown = Launched(machines, tmp_path / "unknown", TELLS, options=("--hostfile", str(tmp_path / "hosts")))
     missing = Launched(machines, tmp_path / "missing", TELLS, options=("--include", "node-1", "--run-path"))
@@ -249,7 +249,7 @@ for step in range(4):
 """
 
 
-def test_two_hosts_train_as_one(machines: Machines, tmp_path: Path) -> None:
+def test_two_hosts_train_equal_to_one(machines: Machines, tmp_path: Path) -> None:
     folder = tmp_path / "two"
     folder.mkdir()
     (folder / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=wl0\n")
@@ -279,7 +279,7 @@ if os.environ["WINDLASS_RESTARTS"] == "0":
 
 
 @pytest.mark.slow
-def test_a_lost_host_is_left_out_of_the_next_start(machines: Machines, tmp_path: Path) -> None:
+def test_lost_host_is_excluded_from_the_restart(machines: Machines, tmp_path: Path) -> None:
     options = ("--include", "node-0@node-1", "--max-restarts", "1")
     run = Launched(machines, tmp_path / "again", AGAIN, options=options)
     agent = run.folder / "0.1of2"
@@ -291,7 +291,7 @@ def test_a_lost_host_is_left_out_of_the_next_start(machines: Machines, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_suspended_launcher_ends_nothing(machines: Machines, tmp_path: Path) -> None:
+def test_suspended_launcher_ends_no_rank(machines: Machines, tmp_path: Path) -> None:
     run = Launched(machines, tmp_path / "suspended", SLEEPS, options=("--include", "node-0@node-1"))
     until(lambda: len(run.pids("rank")) == 2, "ranks start")
     run.process.send_signal(signal.SIGTSTP)
@@ -307,7 +307,7 @@ def test_a_suspended_launcher_ends_nothing(machines: Machines, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
-def test_the_same_over_pdsh(machines: Machines, tmp_path: Path) -> None:
+def test_launch_over_pdsh(machines: Machines, tmp_path: Path) -> None:
     """pdsh passes arguments, a failed rank ends those of the other host, and Ctrl-C and a kill end all."""
     options = ("--launcher", "pdsh", "--include", "node-0@node-1")
     tells = Launched(machines, tmp_path / "tells", TELLS, *HOSTILE, options=options)

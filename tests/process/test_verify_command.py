@@ -121,7 +121,7 @@ def verify(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_a_script_is_verified_as_it_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unmodified_script_is_verified(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("script.py", "--lr", "0.01", "--config", "ds.json", "--steps", "2", "--alone") == 0
     said = capfd.readouterr().out
     lines = said.splitlines()
@@ -134,7 +134,7 @@ def test_a_script_is_verified_as_it_is(folder: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_a_fault_is_told_to_people_and_to_programs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fault_is_reported_as_text_and_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify("faulty.py", "--lr", "0.01", "--config", "ds.json") == 1
     said = capfd.readouterr().out
     assert "NOT equal: the first difference is at step 1, phase reduce" in said
@@ -146,9 +146,7 @@ def test_a_fault_is_told_to_people_and_to_programs(folder: Path, capfd: pytest.C
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_before_the_steps_that_were_asked_for(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_script_that_ends_before_the_requested_steps(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A script may end early with `SystemExit(0)`, as `sys.exit(main())` does."""
     source = SCRIPT.replace(
         "    engine.step()\n", "    engine.step()\n    if engine.global_steps == 2: raise SystemExit(0)\n"
@@ -163,7 +161,7 @@ def test_a_script_that_ends_before_the_steps_that_were_asked_for(
 
 
 @pytest.mark.slow
-def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_model_by_name(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     named = ["--model", "named_model:net", "--config", "adam.json", "--nproc", "1,2", "--steps", "3", "--json"]
     assert verify(*named, "--batch", "named_model:batch") == 0
     alone, together = json.loads(capfd.readouterr().out)
@@ -174,7 +172,7 @@ def test_a_model_that_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-def test_a_plain_run_that_takes_its_time_is_no_hang(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_slow_plain_run_is_no_hang(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A slow plain run is not reported as a hang.
 
     Rank 0 repeats the forwards of all ranks one after the other while the others wait.
@@ -208,7 +206,7 @@ def test_a_hugging_face_configuration(folder: Path, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compared_is_said(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_incomparable_runs_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "empty.py").write_text("print('nothing')")
     (folder / "broken.py").write_text("raise ValueError('the data are gone')")
     assert verify("empty.py") == 1

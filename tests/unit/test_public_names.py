@@ -94,7 +94,7 @@ def test_initialize_stays_a_function_when_its_module_is_imported() -> None:
     assert inspect.isfunction(windlass.initialize)
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+def test_unknown_name_error_lists_the_known_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'initialise'.*initialize"):
         _ = windlass.initialise  # type: ignore[attr-defined]
 
@@ -103,7 +103,7 @@ def test_public_names_are_offered_by_dir() -> None:
     assert set(windlass.__all__) <= set(dir(windlass))
 
 
-def test_the_examples_of_topologies_hold() -> None:
+def test_topology_docstring_examples_hold() -> None:
     import windlass.topology
 
     found = doctest.testmod(windlass.topology)
@@ -111,7 +111,7 @@ def test_the_examples_of_topologies_hold() -> None:
 
 
 @pytest.mark.parametrize("module", ["windlass", "windlass.cli.main", "windlass.cli.run", "windlass.cli.check"])
-def test_import_costs_no_torch(module: str) -> None:
+def test_import_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

@@ -55,7 +55,7 @@ def says_so(call: ast.Call) -> bool:
     return False
 
 
-def test_every_call_that_reads_a_model_directory_says_whether_its_code_may_run() -> None:
+def test_calls_that_read_a_model_directory_pass_trust_remote_code() -> None:
     files = [path for folder in ("windlass", "bench", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
     assert len(files) > 300
     loose = {f"{path.relative_to(ROOT)}:{line}" for path in files for line in loose_calls(path.read_text())}
@@ -76,7 +76,7 @@ def test_every_call_that_reads_a_model_directory_says_whether_its_code_may_run()
         ("get_class_from_dynamic_module('a', 'b', trust_remote_code=False)", True),
     ],
 )
-def test_the_walk_tells_loose_calls_from_others(source: str, loose: bool) -> None:
+def test_walk_finds_calls_without_trust_remote_code(source: str, loose: bool) -> None:
     assert bool(loose_calls(source)) == loose
 
 
@@ -175,7 +175,7 @@ REFUSING = [generated, trained, initialised, verified, called]
 
 
 @pytest.mark.parametrize("read", REFUSING, ids=lambda read: read.__name__)
-def test_code_in_a_directory_is_refused_whatever_stdin_says(
+def test_code_in_a_directory_is_refused_regardless_of_stdin(
     read: Callable[..., Any], strange: tuple[Path, Path], alone: None
 ) -> None:
     folder, mark = strange
@@ -186,20 +186,20 @@ def test_code_in_a_directory_is_refused_whatever_stdin_says(
     assert sys.stdin.read().count("y") == 20  # no prompt consumed the answers on stdin
 
 
-def test_a_generate_of_its_own_is_left_out(strange: tuple[Path, Path], alone: None) -> None:
+def test_custom_generate_is_ignored(strange: tuple[Path, Path], alone: None) -> None:
     folder, mark = strange
     assert called_by_class(folder).config.vocab_size > 256
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("read", REFUSING, ids=lambda read: read.__name__)
-def test_it_runs_where_the_user_says_so(read: Callable[..., Any], strange: tuple[Path, Path], alone: None) -> None:
+def test_remote_code_runs_with_the_flag(read: Callable[..., Any], strange: tuple[Path, Path], alone: None) -> None:
     folder, mark = strange
     read(folder, trust_remote_code=True)
     assert mark.exists()
 
 
-def test_the_command_asks_nobody(strange: tuple[Path, Path], tmp_path: Path) -> None:
+def test_command_does_not_prompt(strange: tuple[Path, Path], tmp_path: Path) -> None:
     folder, mark = strange
     command = [sys.executable, "-m", "windlass", "generate", str(folder), "--max-new-tokens", "2"]
     ended = subprocess.run(command, input="y\ny\n", capture_output=True, text=True, timeout=120)

@@ -45,7 +45,7 @@ class Case:
         variant: key of `VARIANTS`.
         route: "trainer", or "engine": a direct call of `deepspeed.initialize`.
         config: DeepSpeed configuration; None: without DeepSpeed.
-        born: at stage 3, construct the base after the configuration is known, and so under `zero.Init`.
+        sharded_init: at stage 3, construct the base after the configuration is known, and so under `zero.Init`.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Case:
     route: str
     config: dict[str, Any] | None = None
     ranks: int = 1
-    born: bool = False
+    sharded_init: bool = False
 
 
 def base(out: Path, variant: str) -> LlamaForCausalLM:
@@ -87,7 +87,7 @@ def logits(model: Any, grown: bool) -> torch.Tensor:
 
 def by_trainer(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.Tensor]:
     """Train with transformers' Trainer. Return losses and final logits."""
-    model = None if case.born else adapted(out, case.variant)
+    model = None if case.sharded_init else adapted(out, case.variant)
     losses = Losses()
     args = TrainingArguments(
         output_dir=str(folder),
@@ -116,7 +116,7 @@ def by_trainer(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.
 
 def by_engine(case: Case, out: Path, folder: Path) -> tuple[list[float], torch.Tensor]:
     """Train with an engine. Rank 0 saves the adapter while parameters are gathered, as DeepSpeed's users do."""
-    known = HfDeepSpeedConfig(case.config) if case.born else None
+    known = HfDeepSpeedConfig(case.config) if case.sharded_init else None
     model = adapted(out, case.variant)
     del known
     data, losses = Lines(vocabulary=limit(case)), []

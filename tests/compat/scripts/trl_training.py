@@ -38,8 +38,8 @@ class Case:
         kind: "sft", "dpo" or "grpo".
         config: DeepSpeed configuration; None: without DeepSpeed.
         lora: train adapters.
-        born: the trainer loads the model, and so at stage 3 under `zero.Init`. Otherwise the model is built before the
-            configuration is known.
+        sharded_init: the trainer loads the model, and so at stage 3 under `zero.Init`. Otherwise the model is built
+            before the configuration is known.
         options: of the trainer's arguments.
     """
 
@@ -48,7 +48,7 @@ class Case:
     config: dict[str, Any] | None = None
     ranks: int = 1
     lora: bool = False
-    born: bool = False
+    sharded_init: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def trainer_of(case: Case, out: Path, folder: Path, losses: Losses) -> Any:
     """Return the trainer of a case."""
     start = out / "start"
-    known = None if case.born else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    known = None if case.sharded_init else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
     reference = LlamaForCausalLM.from_pretrained(out / "reference") if case.options.get("reference") else None
     common: dict[str, Any] = {
         "output_dir": str(folder),

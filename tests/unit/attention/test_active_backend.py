@@ -54,7 +54,7 @@ def tensors(heads: int = 4, keys: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def test_contexts_nest_and_an_exception_leaves_none_behind() -> None:
+def test_backend_contexts_nest_and_are_removed_by_an_exception() -> None:
     outer, inner = Doubling(), Doubling()
     assert get_active_backend() is None
     with use_backend(outer) as found:
@@ -68,7 +68,7 @@ def test_contexts_nest_and_an_exception_leaves_none_behind() -> None:
     assert get_active_backend() is None
 
 
-def test_a_thread_has_its_own_backends() -> None:
+def test_active_backends_are_thread_local() -> None:
     seen: dict[str, Any] = {}
     inside, done = threading.Event(), threading.Event()
 
@@ -93,7 +93,7 @@ def test_a_thread_has_its_own_backends() -> None:
 
 @pytest.mark.parametrize("backend", [None, "sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["all", "causal", "padded", "tensor"])
-def test_the_function_is_torchs(backend: str | None, kind: str) -> None:
+def test_attention_function_equals_torch_sdpa(backend: str | None, kind: str) -> None:
     q, k, v = tensors()
     given: dict[str, Any] = {"is_causal": True} if kind == "causal" else {}
     wanted: dict[str, Any] = dict(given)
@@ -113,7 +113,7 @@ def test_the_function_is_torchs(backend: str | None, kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-def test_a_bound_mask_and_a_recomputation_keep_their_backend() -> None:
+def test_bound_mask_and_recomputation_use_the_backend_of_the_forward() -> None:
     q, k, v = tensors()
     plain = scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True)
     wanted = torch.autograd.grad((2 * plain).square().sum(), q)[0]
@@ -129,7 +129,7 @@ def test_a_bound_mask_and_a_recomputation_keep_their_backend() -> None:
         torch.testing.assert_close(torch.autograd.grad(output.square().sum(), q)[0], wanted)
 
 
-def test_windlass_checkpointing_keeps_the_backend() -> None:
+def test_activation_checkpointing_keeps_the_backend() -> None:
     from windlass.checkpointing import checkpoint as windlass_checkpoint
 
     q, k, v = tensors()
@@ -140,7 +140,7 @@ def test_windlass_checkpointing_keeps_the_backend() -> None:
     torch.testing.assert_close(torch.autograd.grad(output.square().sum(), q)[0], wanted)
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_refused_by_name() -> None:
     q, k, v = tensors()
     with pytest.raises(ModelError, match="mask and is_causal=True"):
         attention(q, k, v, AttentionMask(2, 7, 7), is_causal=True)
@@ -152,7 +152,7 @@ def test_wrong_arguments_are_named() -> None:
         attention(q, k, v, "causal")  # type: ignore[arg-type]
 
 
-def test_registry(names: None) -> None:
+def test_backend_registry(names: None) -> None:
     assert {"sdpa", "eager"} <= set(backend_names())
     register_backend("doubling", Doubling)
     register_backend("doubling", Doubling)
@@ -172,6 +172,6 @@ def test_registry(names: None) -> None:
     assert get_active_backend() is None
 
 
-def test_a_backend_is_one_by_its_methods() -> None:
+def test_backend_protocol_is_structural() -> None:
     assert isinstance(EagerBackend(), AttentionBackend)
     assert not isinstance(nn.Linear(1, 1), AttentionBackend)

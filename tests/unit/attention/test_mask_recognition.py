@@ -76,7 +76,7 @@ def full(mask: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "pattern", "arguments"), list(masks()))
-def test_the_description_is_dense_as_sdpa_masks_are(kind: str, pattern: Any, arguments: dict[str, Any]) -> None:
+def test_mask_description_equals_dense_sdpa_mask(kind: str, pattern: Any, arguments: dict[str, Any]) -> None:
     with use_backend(Describing()):
         found = make(kind, ATTENTION_NAME, arguments)
     assert isinstance(found, BoundMask) and isinstance(found.mask, AttentionMask)
@@ -121,12 +121,12 @@ def test_masks_with_a_cache_have_offsets(kind: str, steps: int) -> None:
     assert torch.equal(dense, made[1])
 
 
-def test_without_a_backend_the_mask_is_that_of_sdpa() -> None:
+def test_mask_without_a_backend_equals_sdpa_mask() -> None:
     for arguments in ({}, {"attention_mask": PADDING}, {"position_ids": POSITIONS}):
         assert torch.equal(make("causal", ATTENTION_NAME, arguments), make("causal", "sdpa", arguments))
 
 
-def test_an_unknown_argument_is_named() -> None:
+def test_unknown_argument_is_refused_by_name() -> None:
     sizes = {"batch_size": 1, "q_length": 3, "kv_length": 3}
     with use_backend(Describing()):
         assert make_transformers_mask(**sizes, new_feature=None, local_size=3).mask.pattern == CAUSAL

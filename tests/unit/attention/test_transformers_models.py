@@ -88,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("backend", "name", "kind"), CASES)
-def test_every_backend_is_eager_attention(backend: str | None, name: str, kind: str) -> None:
+def test_every_backend_equals_eager_attention(backend: str | None, name: str, kind: str) -> None:
     model = build(name)
     install_attention(model)
     assert model.config._attn_implementation == ATTENTION_NAME
@@ -166,7 +166,7 @@ class Refusing(AttentionBackend):
         raise AssertionError("not reached")
 
 
-def test_what_a_backend_refuses() -> None:
+def test_unsupported_calls_are_refused_by_the_backend() -> None:
     model = build("llama", "sdpa")
     with pytest.raises(ModelError, match="LlamaForCausalLM is refused"):
         install_attention(model, EagerBackend(), Refusing())
@@ -184,7 +184,7 @@ def test_what_a_backend_refuses() -> None:
         install_attention(bloom)
 
 
-def test_arguments_of_layers_that_a_backend_does_not_support_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_layer_arguments_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     gemma = build("gemma2")
     install_attention(gemma)
     with pytest.raises(ModelError, match='Gemma2Attention passes softcap .* "sdpa" does not'), use_backend("sdpa"):

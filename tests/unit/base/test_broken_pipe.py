@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 # 1: the line stays in the buffer until exit; 100,000: lines are written before exit
 @pytest.mark.parametrize("lines", [1, 100_000])
-def test_a_command_that_nobody_reads_ends_without_a_word(lines: int) -> None:
+def test_command_with_closed_output_exits_silently(lines: int) -> None:
     text = f"""
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 @exit_quietly_on_broken_pipe()
@@ -32,7 +32,7 @@ command()
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_the_report_that_nobody_reads() -> None:
+def test_report_with_closed_output_exits_silently() -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     text = "from windlass.cli.environment.ds_report import cli_main; cli_main()"

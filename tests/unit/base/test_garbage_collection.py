@@ -10,7 +10,7 @@ from windlass.base.garbage_collection import suspend_garbage_collection
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_the_last_to_go_leaves_it_as_it_was(on: bool) -> None:
+def test_last_resume_restores_the_former_setting(on: bool) -> None:
     (gc.enable if on else gc.disable)()
     try:
         first, second = suspend_garbage_collection(), suspend_garbage_collection()
@@ -24,7 +24,7 @@ def test_the_last_to_go_leaves_it_as_it_was(on: bool) -> None:
         gc.enable()
 
 
-def test_an_engine_holds_it_off_until_it_is_destroyed() -> None:
+def test_engine_suspends_collection_until_destroy() -> None:
     import torch
     import torch.distributed as dist
 

@@ -22,12 +22,12 @@ def _level_stays() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["loud", "10", "warn ing"])
-def test_a_level_that_there_is_not_names_those_that_there_are(name: str) -> None:
+def test_unknown_level_error_lists_the_levels(name: str) -> None:
     with pytest.raises(ConfigError, match=f"log_level = '{name}' is no level.*DEBUG, INFO, WARNING, ERROR, CRITICAL"):
         log.set_log_level(name, "log_level")
 
 
-def test_the_environment_is_told_so_too() -> None:
+def test_unknown_level_in_the_environment_is_refused() -> None:
     command = [sys.executable, "-c", "import windlass.base.log"]
     done = subprocess.run(command, env={**os.environ, "WINDLASS_LOG_LEVEL": "loud"}, capture_output=True, text=True)
     assert done.returncode == 1
@@ -35,7 +35,7 @@ def test_the_environment_is_told_so_too() -> None:
     assert last.startswith("windlass.base.errors.ConfigError: WINDLASS_LOG_LEVEL = 'loud' is no level; write one of")
 
 
-def test_the_environment_goes_before_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_level_overrides_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WINDLASS_LOG_LEVEL", raising=False)
     log.set_config_log_level("error")
     assert log.logger.level == logging.ERROR
@@ -52,7 +52,7 @@ def test_the_environment_goes_before_the_configuration(monkeypatch: pytest.Monke
     ("3", logging.WARNING, ""),
     ("3", logging.ERROR, "windlass: [rank 3] hello 7\n"),
 ])  # fmt: skip
-def test_other_ranks_say_only_what_is_wrong(
+def test_other_ranks_log_warnings_only(
     rank: str, level: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", rank)

@@ -19,7 +19,7 @@ class Output:
     more: object = None
 
 
-def test_every_container_is_searched_and_each_tensor_comes_once() -> None:
+def test_search_visits_all_containers_and_yields_each_tensor_once() -> None:
     a, b, c, d, e = (torch.full((), float(i)) for i in range(5))
     value = [a, (b, {"x": Pair(c, [d])}), Output(e, OrderedDict(again=a)), SimpleNamespace(y=b), None, "text", 3]
     assert [t.item() for t in iterate_tensors(value)] == [0, 1, 2, 3, 4]
@@ -32,7 +32,7 @@ def test_cycles_and_modules_end_the_search() -> None:
     assert len(list(iterate_tensors(box))) == 1
 
 
-def test_replace_keeps_what_has_nothing_to_replace() -> None:
+def test_replace_keeps_containers_without_a_match() -> None:
     a, b = torch.zeros(1), torch.ones(1)
     kept = (b, "x")
     value = {"p": Pair(a, kept), "l": [a, 1]}

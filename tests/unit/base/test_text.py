@@ -26,7 +26,7 @@ def is_harmless(text: str) -> bool:
 
 
 @given(st.text(st.characters()))
-def test_printable_text_is_harmless_and_stays_so(text: str) -> None:
+def test_printable_text_is_idempotent(text: str) -> None:
     once = escape_unprintable(text)
     assert is_harmless(once) and escape_unprintable(once) == once
     assert "\n" not in one_line(text) and len(one_line(text, 10)) <= 60
@@ -34,7 +34,7 @@ def test_printable_text_is_harmless_and_stays_so(text: str) -> None:
         assert once == text
 
 
-def test_every_way_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_output_path_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.table import Table
 
     error = CheckpointError(f"no checkpoint {HOSTILE}")
@@ -82,19 +82,19 @@ def test_the_nearest_name() -> None:
         (b"\xff\xfe\x00", "no|not"),
     ],
 )
-def test_json_beyond_its_limits(text: str | bytes, reason: str) -> None:
+def test_json_over_the_limits_is_refused(text: str | bytes, reason: str) -> None:
     with pytest.raises(JsonError, match=reason):
         parse_json(text)
     assert parse_json("[" * 100 + "]" * 100) and not exceeds_depth({"a": [1]}, 2)
 
 
 @given(st.text(max_size=8))
-def test_numbers_as_people_write_them(text: str) -> None:
+def test_human_readable_numbers_are_parsed(text: str) -> None:
     whole, real = parse_int(text), parse_finite_float(text)
     assert whole is None or whole == int(text)
     assert real is None or abs(real) < float("inf")
 
 
-def test_numbers_beyond_reason() -> None:
+def test_absurd_numbers_are_refused() -> None:
     assert [parse_int(text) for text in ("9" * 5000, "", "-", "1.5", "٣", "1_0")] == [None] * 6
     assert [parse_finite_float(text) for text in ("nan", "inf", "1e999", "x")] == [None] * 4

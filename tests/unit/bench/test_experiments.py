@@ -26,13 +26,13 @@ from windlass.cli.benches.expected_order import (
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(1, 100), min_size=1), st.floats(0, 0.5))
-def test_an_order_never_contradicts_itself(values: dict[str, float], tolerance: float) -> None:
+def test_described_order_has_no_contradictions(values: dict[str, float], tolerance: float) -> None:
     ranked = describe_order(values, tolerance).replace("=", "<").split(" < ")
     assert sorted(ranked) == sorted(values)
     assert find_contradictions(values, ranked, tolerance) == []
 
 
-def test_a_verdict_names_the_pair_that_stands_the_other_way_round() -> None:
+def test_order_comparison_names_the_reversed_pair() -> None:
     values = {"stage 0": 10.0, "stage 1": 8.0, "stage 2": 8.1}
     line = compare_with_expected_order("speed (ms a step)", values, ("stage 0", "stage 1", "stage 2"), 0.05)
     assert "measured stage 1 = stage 2 < stage 0" in line
@@ -53,12 +53,12 @@ def test_names_of_engines(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["windlass-4", "windlass-0-mpi", "windlass", "fsdp", ""])
-def test_a_wrong_name_is_told_the_right_ones(name: str) -> None:
+def test_unknown_engine_error_lists_the_known_names(name: str) -> None:
     with pytest.raises(ConfigError, match=r"windlass-STAGE.*ddp"):
         check_engine_name(name)
 
 
-def test_the_language_model_sees_no_future() -> None:
+def test_language_model_is_causal() -> None:
     torch.manual_seed(0)
     model = LanguageModel(vocabulary=50, hidden=64, layers=2, length=16)
     tokens = torch.randint(0, 50, (2, 16))
@@ -80,11 +80,11 @@ def _hidden(model: LanguageModel, tokens: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def test_the_stack_is_the_tutorials() -> None:
+def test_layer_stack_equals_the_tutorial() -> None:
     assert sum(p.numel() for p in linear_stack(30, 4).parameters()) == 4 * (30 * 30 + 30)
 
 
-def test_a_result_says_where_it_was_measured(tmp_path: Path) -> None:
+def test_result_records_its_machine_and_commit(tmp_path: Path) -> None:
     path = bench_results.write_result(tmp_path / "new" / "x.json", {"answer": 42})
     written = json.loads(path.read_text())
     assert written["answer"] == 42
@@ -110,7 +110,7 @@ def _row(seconds: float, losses: list[float]) -> training_bench.ConfigMeasuremen
     return training_bench.ConfigMeasurement([seconds], 1.0, seconds, 1, [1, 1], "PSS", {}, losses, "shm", 1)
 
 
-def test_offload_names_what_missed_its_promise_and_whose_losses_differ() -> None:
+def test_offload_report_names_missed_targets_and_differing_losses() -> None:
     rows = {
         offload_bench.COMPUTE_ONLY: _row(1.0, [9.0]),
         "stage 1, none": _row(1.1, [2.0]),
@@ -125,7 +125,7 @@ def test_offload_names_what_missed_its_promise_and_whose_losses_differ() -> None
     assert not offload_bench._compare_losses_and_times(rows, 1e-5)[1]
 
 
-def test_deepspeed_is_asked_for_the_same_training() -> None:
+def test_deepspeed_gets_an_equivalent_configuration() -> None:
     sizes = training_bench.BenchSizes(64, 1, 8, 2, 1, 1)
     ours = offload_bench._config(sizes, 3, "all on host", False, "/disk", pin=False)
     theirs = deepspeed_baseline.deepspeed_engine_config(ours)
@@ -138,12 +138,12 @@ def test_deepspeed_is_asked_for_the_same_training() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
-def test_without_deepspeed_its_rows_are_absent_with_the_reason() -> None:
+def test_rows_of_deepspeed_are_skipped_with_a_reason_if_absent() -> None:
     found, notes = offload_bench._deepspeed_configs(training_bench.BenchSizes(64, 1, 8, 2, 1, 1), False, "/disk")
     assert found == {} and len(notes) == 6 and all("not installed" in note for note in notes)
 
 
-def test_rows_are_doubled_by_pinning_where_that_means_something() -> None:
+def test_pinning_variants_double_the_rows_of_host_offload() -> None:
     sizes = training_bench.BenchSizes(64, 1, 8, 2, 1, 1)
     once, twice = (
         dict(offload_bench._windlass_configs(sizes, False, "/disk", pins)) for pins in ((True,), (True, False))

@@ -29,7 +29,7 @@ def script() -> Any:
 # ------------------------------------------------------------------------------------------------ bytes of axes
 
 
-def test_every_axis_and_stage_is_among_the_meshes_and_no_mesh_is_there_twice() -> None:
+def test_meshes_cover_every_axis_and_stage_without_duplicates() -> None:
     from rig.axis_cases import CASES
 
     from windlass.comm.mesh_shape import AXES
@@ -40,7 +40,7 @@ def test_every_axis_and_stage_is_among_the_meshes_and_no_mesh_is_there_twice() -
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_an_operation_is_equal_when_formula_and_scalars_are_what_moved() -> None:
+def test_measured_volume_equals_formula_plus_scalars() -> None:
     from rig.axis_cases import Case, compare, formulas, scalars, unequal
 
     case = Case(2, {"sp": 2}, stage=1)
@@ -62,7 +62,7 @@ def test_an_operation_is_equal_when_formula_and_scalars_are_what_moved() -> None
     assert ("data", "reduce") in [(line.axis, line.operation) for line in unequal(compare(case, 0, moved))]
 
 
-def test_scalars_of_experts_and_of_stages() -> None:
+def test_scalar_volume_of_experts_and_stages() -> None:
     from rig.axis_cases import EXPERTS, MICRO_BATCHES, Case, scalars
 
     each = MICRO_BATCHES * EXPERTS.layers * (EXPERTS.experts // 2) * 8
@@ -73,7 +73,7 @@ def test_scalars_of_experts_and_of_stages() -> None:
     assert scalars(piped, 1) == {"ep": {"all_to_all": each // 2}}
 
 
-def test_what_a_pipeline_passes_is_told_by_what_it_is() -> None:
+def test_pipeline_messages_are_classified_by_kind() -> None:
     from rig.axis_cases import Case, formulas
 
     case = Case(2, {"pp": 2})
@@ -95,7 +95,7 @@ def _race(**rounds: list[list[float]]) -> Any:
     return Race("tp", Load(4, 256), outcomes)
 
 
-def test_ratios_are_of_the_same_round_and_to_the_fastest_rival() -> None:
+def test_ratios_are_per_round_and_relative_to_the_fastest_rival() -> None:
     found = _race(tp=[[1.0, 1.0], [4.0, 4.0]], torch=[[2.0], [8.0]], cut=[[1.5], [7.0]], dp=[[1.0], [2.0]])
     assert found.rival("tp") == "torch tp, loss cut"
     assert found.ratios("tp", "torch tp") == [0.5, 0.5]
@@ -104,12 +104,12 @@ def test_ratios_are_of_the_same_round_and_to_the_fastest_rival() -> None:
     assert found.slower == []
 
 
-def test_who_is_slower_than_torch_is_named() -> None:
+def test_engines_slower_than_torch_are_named() -> None:
     found = _race(tp=[[2.2], [2.2]], torch=[[2.0], [2.0]])
     assert found.slower == ["tp: 1.100 x torch tp"]
 
 
-def test_losses_that_differ_are_found_wherever_they_are() -> None:
+def test_differing_losses_are_found_at_any_position() -> None:
     from rig.contest import compare, furthest
 
     assert furthest([1.0, 2.0], [1.0, 2.0]) == 0.0
@@ -123,14 +123,14 @@ def test_losses_that_differ_are_found_wherever_they_are() -> None:
     assert found.unequal == ["tp"]  # `none` runs on one rank, with other losses
 
 
-def test_a_step_is_its_slowest_ranks_and_its_loss_is_the_mean_of_those_who_have_one() -> None:
+def test_step_time_is_the_maximum_and_loss_the_mean_over_ranks() -> None:
     from rig.contest import slowest, whole_losses
 
     told = [{"seconds": [1.0, 2.0], "losses": [None, 4.0]}, {"seconds": [3.0, 1.0], "losses": [2.0, 6.0]}]
     assert slowest(told) == [3.0, 2.0] and whole_losses(told) == [2.0, 5.0]
 
 
-def test_the_limit_counts_the_bubble_the_update_and_the_bytes() -> None:
+def test_limit_counts_bubble_update_and_bytes() -> None:
     from rig.contestants import DENSE, FIELDS, Load, floor
     from rig.floor import Roofs
 
@@ -156,7 +156,7 @@ def test_the_limit_counts_the_bubble_the_update_and_the_bytes() -> None:
     assert theirs == pytest.approx(4 * ours)
 
 
-def test_a_slow_link_is_a_limit_of_its_own() -> None:
+def test_slow_link_is_a_separate_limit() -> None:
     from rig.contestants import DENSE, FIELDS, Load, floor
     from rig.floor import Roofs
 
@@ -185,7 +185,7 @@ def test_a_model_of_another_size_is_timed_and_not_compared() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux paces connections")
-def test_connections_that_are_there_are_paced() -> None:
+def test_open_connections_are_paced() -> None:
     from rig.link import pace
 
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as made:
@@ -195,7 +195,7 @@ def test_connections_that_are_there_are_paced() -> None:
             assert made.getsockopt(socket.SOL_SOCKET, 47) == -1 and other.fileno() >= 0
 
 
-def test_links_are_compared_with_what_their_limits_say() -> None:
+def test_link_speeds_are_compared_with_their_limits() -> None:
     from rig.contest import Outcome, Race, links
     from rig.contestants import Load
 
@@ -205,7 +205,7 @@ def test_links_are_compared_with_what_their_limits_say() -> None:
     assert [next(iter(column.cells)) for column in table.columns] == ["10", "3.000", "3.000", "4.000"]
 
 
-def test_tables_and_json_hold_everybody() -> None:
+def test_tables_and_json_contain_every_engine() -> None:
     from rig.contest import notes, plain, table
 
     found = _race(dp=[[1.0]], tp=[[2.0]], torch=[[1.0]])
@@ -219,7 +219,7 @@ def test_tables_and_json_hold_everybody() -> None:
     assert again["results"]["tp"]["x_rival"] == 2.0 and set(again["results"]) == set(found.outcomes)
 
 
-def test_parts_that_are_asked_for() -> None:
+def test_requested_parts_are_run() -> None:
     module = script()
     assert module.parse_parts("length, bytes") == ["bytes", "length"]
     assert module.parse_parts(",".join(module.BENCH_PARTS)) == list(module.BENCH_PARTS)
@@ -237,7 +237,7 @@ def _points(rows: dict[int, int]) -> list[Any]:
 
 
 @given(st.integers(1, 1000), st.integers(0, 200_000), st.integers(1, 400_000))
-def test_the_search_ends_near_the_longest_that_fits(each: int, fixed: int, cap: int) -> None:
+def test_length_search_ends_near_the_maximum(each: int, fixed: int, cap: int) -> None:
     from rig.tricks import longest, search
 
     asked: list[int] = []
@@ -255,14 +255,14 @@ def test_the_search_ends_near_the_longest_that_fits(each: int, fixed: int, cap: 
         assert best.peak <= cap and min(fits, 4096) - best.length <= max(64, 0.04 * best.length)
 
 
-def test_a_length_that_fits_beyond_one_that_does_not_is_no_answer() -> None:
+def test_length_search_ignores_fits_beyond_a_failure() -> None:
     from rig.tricks import longest
 
     assert longest(_points({64: 10, 128: 30, 256: 15}), 20).length == 64  # type: ignore[union-attr]
     assert longest(_points({64: 30}), 20) is None
 
 
-def test_each_trick_is_once_alone_and_once_left_out() -> None:
+def test_each_option_is_ablated_alone_and_left_out() -> None:
     from dataclasses import fields
 
     from rig.tricks import ROWS, Tricks
@@ -310,7 +310,7 @@ def test_losses_of_rows_are_compared_on_one_length() -> None:
     assert losses_apart(found) == math.inf
 
 
-def test_ranks_find_their_environment_and_leave_none_behind() -> None:
+def test_rank_environment_is_set_and_restored() -> None:
     import os
 
     from rig.lengths import _environment

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 120))
-def test_every_engine_is_in_one_group_with_the_base_and_within_the_budget(sizes: list[int], budget: int) -> None:
+def test_groups_contain_each_engine_once_beside_the_base_within_the_budget(sizes: list[int], budget: int) -> None:
     from rig.plan import BASE, groups
 
     needs = {BASE: 10, **{f"e{i}": size for i, size in enumerate(sizes)}}
@@ -21,7 +21,7 @@ def test_every_engine_is_in_one_group_with_the_base_and_within_the_budget(sizes:
         assert sum(needs[e] for e in group) <= budget or len(group) == 2
 
 
-def test_groups_are_as_full_as_the_budget_allows() -> None:
+def test_groups_fill_the_budget() -> None:
     from rig.plan import groups
 
     assert groups(["none", "a", "b", "c"], {"none": 1, "a": 2, "b": 2, "c": 2}, 5) == [
@@ -30,7 +30,7 @@ def test_groups_are_as_full_as_the_budget_allows() -> None:
     ]
 
 
-def test_growth_ends_with_the_size_itself() -> None:
+def test_growing_sizes_end_with_the_requested_size() -> None:
     from rig.growth import sizes_up_to
     from rig.job import Size
 
@@ -38,13 +38,13 @@ def test_growth_ends_with_the_size_itself() -> None:
     assert [(s.hidden, s.layers) for s in sizes_up_to(Size(64, 1))] == [(64, 1)] * 3
 
 
-def test_turns_alternate() -> None:
+def test_engines_alternate_between_rounds() -> None:
     from rig.plan import turn
 
     assert [turn("abc", number) for number in range(3)] == [list("abc"), list("cba"), list("abc")]
 
 
-def test_floor_counts_what_each_stage_must_do() -> None:
+def test_floor_counts_the_required_traffic_of_each_stage() -> None:
     from rig.floor import Roofs, floor
 
     roofs = Roofs(memory=4.0, adam=28.0)  # one element a second each
@@ -99,7 +99,7 @@ def test_ratios_are_of_the_same_round() -> None:
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.9e-5, 1.1e-5, float("inf")])
-def test_a_loss_that_differs_is_found_wherever_it_is(apart: float) -> None:
+def test_differing_loss_is_found_at_any_position(apart: float) -> None:
     from rig.measure import _compare
     from rig.show import equality_line
 
@@ -112,7 +112,7 @@ def test_a_loss_that_differs_is_found_wherever_it_is(apart: float) -> None:
     assert ("NOT equal (windlass-2-shm)" in equality_line(measured)) == (apart > 1e-5)
 
 
-def test_missed_targets_are_named_for_the_promised_work_only() -> None:
+def test_missed_targets_are_reported_for_the_target_workload_only() -> None:
     from dataclasses import replace
 
     from rig.targets import missed
@@ -140,7 +140,7 @@ def test_tables_and_json_hold_every_engine() -> None:
     assert again["results"]["windlass-0-shm"]["ratio"] == 1.0
 
 
-def test_promises_are_about_engines_that_a_default_run_has() -> None:
+def test_targets_name_engines_of_the_default_run() -> None:
     import importlib.util
 
     from rig.targets import AGAINST, MEMORY, SPEED

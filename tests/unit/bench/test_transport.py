@@ -16,7 +16,7 @@ from windlass.cli.benches.training_bench import BenchSizes
 SIZES = BenchSizes(64, 1, 8, 2, 2, 3)
 
 
-def test_on_gpus_each_of_the_eight_settings_is_run_once_and_says_all_three() -> None:
+def test_gpu_settings_are_eight_distinct_nccl_environments() -> None:
     found = transport_bench.available_settings(4)
     nccl = [one for one in found if one.device == "cuda"]
     assert (
@@ -71,7 +71,7 @@ def run(
     return equal, json.loads((out / "transport.json").read_text())
 
 
-def test_settings_take_turns_and_the_slowest_rank_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_alternate_and_the_slowest_rank_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
     equal, written = run(monkeypatch, ranks, tmp_path, transport_bench.available_settings(2))
     labels = [label for label, _ in ranks.calls]
@@ -93,15 +93,13 @@ def test_losses_are_equal_on_a_device_and_close_between_them(
 
 
 @pytest.mark.parametrize("off", [1e-2, math.nan])
-def test_a_way_that_changes_the_losses_is_a_failure(
+def test_transport_that_changes_the_losses_is_a_failure(
     off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not run(monkeypatch, Ranks(off={"gloo": off}), tmp_path, transport_bench.available_settings(0))[0]
 
 
-def test_a_setting_that_leaves_no_way_is_told_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_setting_is_reported_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(fails="nccl without IB, SHM, P2P")
     equal, written = run(monkeypatch, ranks, tmp_path, transport_bench.available_settings(2, cpu=False))
     assert equal and len(written["rows"]) == 7
@@ -109,7 +107,7 @@ def test_a_setting_that_leaves_no_way_is_told_and_the_others_go_on(
     assert written["verdicts"][-1].startswith("nccl without IB, SHM, P2P: absent, a rank of this experiment ended")
 
 
-def test_if_nothing_ran_nothing_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equality_fails_if_nothing_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = transport_bench.available_settings(0)[:1]
     equal, written = run(monkeypatch, Ranks(fails="shm"), tmp_path, settings)
     assert not equal and written["rows"] == {} and written["verdicts"][0] == "no setting ran"

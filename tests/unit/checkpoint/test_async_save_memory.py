@@ -18,9 +18,7 @@ from windlass.checkpoint.checkpoint_save import CheckpointSave
 STATE = SavedState(tensors={"x": torch.ones(3)})
 
 
-def test_waits_of_the_thread_that_writes_are_not_taken_for_those_of_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_of_the_writer_thread_are_not_waits_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meets, goes_on = threading.Event(), threading.Event()
     gather = CheckpointRanks._all_gather_object
 
@@ -42,7 +40,7 @@ def test_waits_of_the_thread_that_writes_are_not_taken_for_those_of_training(
 
 
 @pytest.mark.parametrize(("ranks", "blocks"), [("1", False), ("4", True)])
-def test_the_memory_for_copies_is_that_of_all_ranks_of_the_host(
+def test_copy_memory_is_counted_for_all_ranks_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: str, blocks: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

@@ -58,7 +58,7 @@ class Planted:
         return Path.touch, (self.path,)
 
 
-def test_each_flipped_byte_of_the_data_is_noticed(saved: Path) -> None:
+def test_flipped_bytes_of_the_data_are_detected(saved: Path) -> None:
     path = saved / DATA
     good = path.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
@@ -74,7 +74,7 @@ def _all_names(root: Path) -> list[str]:
     return list(json.loads((root / INDEX).read_text())["tensors"])
 
 
-def test_each_flipped_byte_of_the_index_is_noticed(saved: Path) -> None:
+def test_flipped_bytes_of_the_index_are_detected(saved: Path) -> None:
     path = saved / INDEX
     good = path.read_bytes()
     for at in range(0, len(good) - 1, 13):
@@ -83,7 +83,7 @@ def test_each_flipped_byte_of_the_index_is_noticed(saved: Path) -> None:
             load_all(saved)
 
 
-def test_a_planted_header_leads_to_no_bytes_before_the_data(saved: Path) -> None:
+def test_forged_header_cannot_address_bytes_before_the_data(saved: Path) -> None:
     path, name = saved / DATA, _all_names(saved)[0]
     good = path.read_bytes()
     length = 8 + int.from_bytes(good[:8], "little")
@@ -98,7 +98,7 @@ def test_a_planted_header_leads_to_no_bytes_before_the_data(saved: Path) -> None
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, -1])
-def test_files_cut_short_are_noticed(saved: Path, length: int) -> None:
+def test_truncated_files_are_detected(saved: Path, length: int) -> None:
     for name in (DATA, INDEX):
         path = saved / name
         good = path.read_bytes()
@@ -109,7 +109,7 @@ def test_files_cut_short_are_noticed(saved: Path, length: int) -> None:
     load_all(saved)
 
 
-def test_missing_files_are_named(saved: Path, tmp_path: Path) -> None:
+def test_missing_files_are_reported_by_name(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint 'u' in .*Checkpoints there: t"):
         load_all(saved, "u")
     with pytest.raises(CheckpointError, match=r"directory .*absent does not exist"):
@@ -126,7 +126,7 @@ def test_missing_files_are_named(saved: Path, tmp_path: Path) -> None:
         load_all(saved)
 
 
-def test_a_planted_pickle_is_never_opened(saved: Path, tmp_path: Path) -> None:
+def test_planted_pickle_is_never_opened(saved: Path, tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     payload = pickle.dumps(Planted(trap))
     assert pickle.loads(payload) is None and trap.exists()  # the trap works
@@ -154,7 +154,7 @@ def test_an_index_cannot_name_other_files(saved: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("tag", ["../outside", "/etc", "..", ".hidden", "", "a\nb", "a/b", "latest", "x" * 201])
-def test_a_tag_that_leads_outside_is_refused(saved: Path, tag: str) -> None:
+def test_tag_outside_the_directory_is_refused(saved: Path, tag: str) -> None:
     with pytest.raises(CheckpointError, match="tag"):
         save(saved, tag, sample_states.state(0, 1))
     with pytest.raises(CheckpointError, match="tag"):
@@ -165,7 +165,7 @@ def test_a_tag_that_leads_outside_is_refused(saved: Path, tag: str) -> None:
             load_all(saved)
 
 
-def test_a_link_that_leads_outside_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_link_outside_the_directory_is_refused(saved: Path, tmp_path: Path) -> None:
     shutil.move(saved / "t", tmp_path / "elsewhere")
     (saved / "t").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="leads outside"):
@@ -199,7 +199,7 @@ def test_a_link_that_leads_outside_is_refused(saved: Path, tmp_path: Path) -> No
         ),
     ],
 )
-def test_an_index_that_contradicts_itself_is_refused(saved: Path, change: dict[str, object], message: str) -> None:
+def test_inconsistent_index_is_refused(saved: Path, change: dict[str, object], message: str) -> None:
     change_index(saved, lambda fields: fields.update(change))
     with pytest.raises(CheckpointError, match=message):
         load_all(saved)
@@ -212,7 +212,7 @@ def assert_former_is_good(root: Path) -> None:
     assert {path.name for path in root.iterdir()} == {"t", "latest"}
 
 
-def test_no_room_is_told_before_a_byte_is_written(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_space_is_reported_before_writing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(saved)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     opened: list[Path] = []
@@ -228,7 +228,7 @@ def test_no_room_is_told_before_a_byte_is_written(saved: Path, monkeypatch: pyte
 # The fsyncs of a save: data, index, their directory, the parent, `latest`, the parent.
 @pytest.mark.parametrize("call", range(6))
 @pytest.mark.parametrize("tag", ["t", "u"])
-def test_a_disk_that_fails_at_any_fsync_leaves_the_former_checkpoint(
+def test_fsync_failure_leaves_the_former_checkpoint(
     saved: Path, monkeypatch: pytest.MonkeyPatch, call: int, tag: str
 ) -> None:
     real, calls = os.fsync, iter(range(100))
@@ -255,7 +255,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("tag", ["t", "u"])
 @pytest.mark.parametrize("step", range(13))
-def test_a_writer_killed_between_any_two_steps_leaves_a_whole_checkpoint(
+def test_killed_writer_leaves_a_complete_checkpoint(
     saved: Path, monkeypatch: pytest.MonkeyPatch, step: int, tag: str
 ) -> None:
     steps = iter(range(1000))
@@ -285,7 +285,7 @@ def test_a_writer_killed_between_any_two_steps_leaves_a_whole_checkpoint(
     assert sorted({path.name for path in saved.iterdir()}) == sorted({"t", tag, "latest"})
 
 
-def test_a_writer_killed_twice_leaves_the_former_checkpoint(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_killed_twice_leaves_the_former_checkpoint(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.rename(saved / "t", saved / ".t.replaced")  # killed between the two renames of a replacement
     (saved / ".t.writing").mkdir()
 
@@ -302,7 +302,7 @@ def test_a_writer_killed_twice_leaves_the_former_checkpoint(saved: Path, monkeyp
     sample_states.assert_loaded(into)
 
 
-def test_a_directory_that_is_no_checkpoint_is_not_replaced(saved: Path) -> None:
+def test_save_does_not_replace_a_foreign_directory(saved: Path) -> None:
     (saved / "notes").mkdir()
     save(saved, "notes", SavedState(tensors={"x": torch.zeros(1)}))  # an empty folder is accepted
     (saved / "mine").mkdir()
@@ -313,7 +313,7 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(saved: Path) -> None:
     assert list_tags(saved) == ["t", "notes"]
 
 
-def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_path_is_reported_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/\.t\.writing cannot be written"):
         save(tmp_path / "file", "t", sample_states.state(0, 1))

@@ -44,7 +44,7 @@ def run(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_what_is_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listing_of_a_directory(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(str(root)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0].strip() for line in lines] == ["tag", "global_step1", "best (latest)"]
@@ -61,9 +61,7 @@ def test_what_is_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["latest"], found["damaged"], found["leftovers"]) == ("best", False, [])
 
 
-def test_a_flipped_byte_is_found_by_verify_and_a_missing_one_without(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_finds_a_flipped_byte_and_listing_a_missing_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "best" / DATA
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
@@ -81,15 +79,13 @@ def test_a_flipped_byte_is_found_by_verify_and_a_missing_one_without(
 
 
 @pytest.mark.parametrize(("content", "said"), [("gone", "names 'gone', and there is no such"), ("../out", "refused")])
-def test_a_latest_that_leads_nowhere_is_a_problem(
-    root: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dangling_latest_is_a_problem(root: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "latest").write_text(content)
     assert run(str(root)) == 1
     assert said in capsys.readouterr().out
 
 
-def test_what_saves_left_behind_is_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remains_of_interrupted_saves_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / ".next.writing").mkdir()
     (root / ".next.writing" / DATA).write_bytes(b"1234")
     shutil.move(root / "best", root / ".best.replaced")
@@ -99,7 +95,7 @@ def test_what_saves_left_behind_is_listed(root: Path, capsys: pytest.CaptureFixt
     assert "left over: .best.replaced" in said and "which loads as that tag" in said
 
 
-def test_an_absent_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(str(tmp_path / "nowhere")) == 1
     assert "nowhere cannot be read" in capsys.readouterr().err
     save(tmp_path / "run", "t", SavedState())
@@ -121,7 +117,7 @@ def many(tmp_path: Path) -> Path:
     return found
 
 
-def test_the_oldest_of_this_run_go(many: Path) -> None:
+def test_rotation_removes_the_oldest_of_this_run(many: Path) -> None:
     write_latest(many, "global_step11")
     assert remove_old_checkpoints(many, 2, "global_step11", {"mine"}) == ["global_step9", "mine"]
     assert list_tags(many) == ["best", "global_step10", "global_step11", "global_stepx"]
@@ -131,13 +127,13 @@ def test_the_oldest_of_this_run_go(many: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_neither_the_saved_one_nor_the_latest_goes(many: Path, keep: int) -> None:
+def test_rotation_keeps_the_saved_checkpoint_and_latest(many: Path, keep: int) -> None:
     write_latest(many, "global_step9")
     assert remove_old_checkpoints(many, keep, "mine", {"mine"}) == ["global_step10", "global_step11"]
     assert "global_step9" in list_tags(many) and "mine" in list_tags(many)
 
 
-def test_what_cannot_be_removed_is_told_and_stays(
+def test_rotation_warns_of_a_checkpoint_it_cannot_remove(
     many: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*paths: object) -> None:
@@ -152,7 +148,7 @@ def test_what_cannot_be_removed_is_told_and_stays(
     assert remove_old_checkpoints(many, 1, "global_step11", set()) == []
 
 
-def test_a_kill_in_the_middle_leaves_no_half_checkpoint(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_rotation_leaves_no_partial_checkpoint(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(path: Path, **_: object) -> None:
         raise KeyboardInterrupt
 
@@ -166,7 +162,7 @@ def test_a_kill_in_the_middle_leaves_no_half_checkpoint(many: Path, monkeypatch:
     assert not list_checkpoints(many).leftovers
 
 
-def test_what_goes_while_it_is_looked_at_is_left_out(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_skips_a_checkpoint_removed_meanwhile(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = checkpoint_listing.read_any_index
 
     def removed(path: Path) -> object:
@@ -179,7 +175,7 @@ def test_what_goes_while_it_is_looked_at_is_left_out(many: Path, monkeypatch: py
     assert "global_step9" not in [one.tag for one in list_checkpoints(many).checkpoints]
 
 
-def test_a_save_is_written_whatever_becomes_of_what_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_save_succeeds_if_the_rotation_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def failing() -> None:
         raise PermissionError(13, "not yours")
 

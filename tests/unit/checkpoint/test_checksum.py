@@ -13,12 +13,12 @@ from windlass.checkpoint.safetensors_file import tensor_bytes
 
 
 @given(st.binary(max_size=5000), st.binary(max_size=300))
-def test_it_is_zlibs_in_one_go_and_in_parts(first: bytes, second: bytes) -> None:
+def test_checksum_equals_zlib_whole_and_in_parts(first: bytes, second: bytes) -> None:
     assert checksum.crc32(first) == zlib.crc32(first)
     assert checksum.crc32(second, checksum.crc32(first)) == zlib.crc32(first + second)
 
 
-def test_memory_of_a_tensor_is_taken_as_it_is() -> None:
+def test_checksum_reads_tensor_memory_without_a_copy() -> None:
     flat = torch.arange(1000, dtype=torch.int16)
     assert checksum.crc32(tensor_bytes(flat)) == zlib.crc32(flat.numpy().tobytes())
     assert checksum.crc32(tensor_bytes(flat[:0])) == 0

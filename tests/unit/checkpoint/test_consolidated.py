@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.deepspeed_writer import write
+from tests.deepspeed_checkpoint_writer import write
 from tests.unit.checkpoint.test_deepspeed_index import MODEL, OPTIM, changed, trained
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import consolidated
@@ -39,7 +39,7 @@ def made(path: Path, stage: int = 2, own: bool = False) -> dict[str, torch.Tenso
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_weights_are_the_masters(stage: int, own: bool, lazy: bool, tmp_path: Path) -> None:
+def test_exported_weights_equal_master_weights(stage: int, own: bool, lazy: bool, tmp_path: Path) -> None:
     weights = made(tmp_path, stage, own)
     found = consolidated.get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=lazy)
     assert found.keys() == weights.keys() and found["head.weight"] is found["up.weight"]
@@ -52,7 +52,7 @@ def test_weights_are_the_masters(stage: int, own: bool, lazy: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_files_have_the_dtype_and_size_that_was_asked_for(own: bool, tmp_path: Path) -> None:
+def test_files_have_the_requested_dtype_and_size(own: bool, tmp_path: Path) -> None:
     weights = made(tmp_path / "run", own=own)
     out = tmp_path / "out"
     assert consolidated.zero_to_fp32([str(tmp_path / "run"), str(out)]) == 0
@@ -78,7 +78,7 @@ def test_files_have_the_dtype_and_size_that_was_asked_for(own: bool, tmp_path: P
     assert sorted(path.name for path in out.iterdir()) == ["pytorch_model.bin"], "nothing else is left"
 
 
-def test_a_plain_model_takes_them(tmp_path: Path) -> None:
+def test_plain_model_loads_the_files(tmp_path: Path) -> None:
     weights = made(tmp_path)
     model = torch.nn.Module()
     model.up = torch.nn.Linear(3, 5)
@@ -90,7 +90,7 @@ def _stage(value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda saved: saved["optimizer_state_dict"].update(zero_stage=value)
 
 
-def test_errors_are_those_that_callers_expect(tmp_path: Path) -> None:
+def test_errors_have_the_types_that_callers_expect(tmp_path: Path) -> None:
     made(tmp_path)
     get = consolidated.get_fp32_state_dict_from_zero_checkpoint
     tag = tmp_path / "global_step4"
@@ -137,7 +137,9 @@ def test_errors_are_those_that_callers_expect(tmp_path: Path) -> None:
         consolidated.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "o", max_shard_size="big")
 
 
-def test_scripts_are_written_where_files_have_no_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_is_written_on_a_file_system_without_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -146,7 +148,7 @@ def test_scripts_are_written_where_files_have_no_rights(tmp_path: Path, monkeypa
     assert {path.name for path in tmp_path.iterdir()} == set(SCRIPTS)
 
 
-def test_universal_is_what_windlass_has_anyway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_universal_conversion_is_a_no_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = trained(epoch=3)
     source = write(tmp_path, "global_step4", state, stage=3, ranks=2)
     target = tmp_path / "uni"
@@ -185,7 +187,7 @@ def test_clones_have_their_own_storage() -> None:
     assert flat[2] == 2
 
 
-def test_states_under_numbers_are_not_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_numbered_states_are_not_dropped_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = write(tmp_path, "global_step4", trained(), stage=0, ranks=1)
     with caplog.at_level("WARNING", logger="windlass"):
         convert_to_windlass(source, tmp_path / "uni")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.deepspeed_writer import Trained, write
+from tests.deepspeed_checkpoint_writer import Trained, write
 from tests.unit.checkpoint import sample_states
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import read_full, save
@@ -53,7 +53,7 @@ def trained(**client: Any) -> Trained:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_value_is_found(stage: int, ranks: int, tmp_path: Path) -> None:
+def test_every_value_is_read(stage: int, ranks: int, tmp_path: Path) -> None:
     state = trained(epoch=3)
     write(tmp_path, "t", state, stage=stage, ranks=ranks)
     with StoredCheckpoint(tmp_path, parameter_order=state.groups) as stored:
@@ -80,7 +80,7 @@ def test_every_value_is_found(stage: int, ranks: int, tmp_path: Path) -> None:
         assert torch.equal(value, state.module[name]) and value.dtype == state.module[name].dtype, name
 
 
-def test_they_are_listed_and_verified(tmp_path: Path) -> None:
+def test_deepspeed_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
     write(tmp_path, "t", trained(), stage=2, ranks=2)
     (found,) = list_checkpoints(tmp_path, verify=True).checkpoints
     assert (found.tag, found.step, found.stage, found.ranks, found.latest, found.problem) == ("t", 4, 2, 2, True, "")
@@ -92,7 +92,7 @@ def test_they_are_listed_and_verified(tmp_path: Path) -> None:
     assert "is damaged: record" in list_checkpoints(tmp_path, verify=True).checkpoints[0].problem
 
 
-def test_a_dynamic_loss_scale_goes_on(tmp_path: Path) -> None:
+def test_dynamic_loss_scale_is_restored(tmp_path: Path) -> None:
     state = trained()
     state.scaler = {"dynamic": True, "cur_scale": 512.0, "cur_iter": 10, "last_overflow_iter": 6, "cur_hysteresis": 2}
     write(tmp_path, "t", state, stage=1, ranks=1)
@@ -149,7 +149,7 @@ def test_a_malicious_pickle_is_refused_by_name(file: str, kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_one_planted_in_our_own_directory_does_nothing(kept: bool, tmp_path: Path) -> None:
+def test_pickle_planted_in_a_windlass_directory_is_ignored(kept: bool, tmp_path: Path) -> None:
     root, trap = tmp_path / "run", tmp_path / "trap"
     save(root, "t", sample_states.state(0, 1))
     for name in (MODEL, OPTIM, "pytorch_model.bin", "rank_00001.safetensors"):
@@ -197,7 +197,7 @@ ODD = {
 
 
 @pytest.mark.parametrize(("pickled", "said"), ODD.values(), ids=ODD)
-def test_what_would_change_the_reader_is_refused(pickled: bytes, said: str, tmp_path: Path) -> None:
+def test_pickle_that_would_change_the_reader_is_refused(pickled: bytes, said: str, tmp_path: Path) -> None:
     path = write(tmp_path, "t", trained(), stage=0, ranks=1) / MODEL
     good = path.read_bytes()
     repacked(path, pickled)
@@ -208,7 +208,7 @@ def test_what_would_change_the_reader_is_refused(pickled: bytes, said: str, tmp_
     assert StoredCheckpoint(tmp_path).plain["engine"]["global_steps"] == 4, "the reader is as it was"
 
 
-def test_what_the_caller_saved_comes_back_as_plain_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_state_is_read_as_plain_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     np = pytest.importorskip("numpy")
     options = argparse.Namespace(lr=0.1, path=Path("/a/b"), inner=argparse.Namespace(n=1))
     client = {"args": options, "best": np.float64(1.5), "kinds": {"a"}, "dtype": torch.bfloat16, "raw": b"\x00\xff"}
@@ -232,7 +232,7 @@ def test_what_the_caller_saved_comes_back_as_plain_data(tmp_path: Path, caplog: 
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    from tests.deepspeed_writer import deepspeed_classes
+    from tests.deepspeed_checkpoint_writer import deepspeed_classes
 
     with deepspeed_classes():
         value = torch.load(path, weights_only=False)
@@ -240,7 +240,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         torch.save(value, path)
 
 
-def test_files_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_mismatched_files_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "t", trained(), stage=1, ranks=2)
     good = (path / OPTIM).read_bytes()
 
@@ -279,7 +279,7 @@ def test_files_that_do_not_fit_are_told(tmp_path: Path) -> None:
     assert "an old file of torch.save" in said()
 
 
-def test_the_names_of_files_are_those_of_the_directory(tmp_path: Path) -> None:
+def test_file_names_are_those_of_the_directory(tmp_path: Path) -> None:
     """`latest` cannot point outside the directory, whatever it contains."""
     write(tmp_path / "run", "t", trained(), stage=0, ranks=1)
     os.rename(tmp_path / "run" / "t", tmp_path / "outside")
@@ -303,7 +303,7 @@ def test_the_names_of_files_are_those_of_the_directory(tmp_path: Path) -> None:
         (1, (2**70,), NumpyDtypeStandIn(("f8",)), False, b""),
     ],
 )
-def test_an_array_that_does_not_fit_its_bytes_is_refused(saved: Any) -> None:
+def test_array_larger_than_its_bytes_is_refused(saved: Any) -> None:
     """An array whose metadata does not fit its bytes raises CheckpointError before memory is allocated."""
     pytest.importorskip("numpy")
     array = NumpyArrayStandIn()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.deepspeed_writer import write
+from tests.deepspeed_checkpoint_writer import write
 from tests.fuzz.mutations import time_limit
 from tests.unit.checkpoint import sample_states
 from tests.unit.checkpoint.test_checkpoint_damage import DATA, change_index, saved
@@ -55,7 +55,7 @@ READERS: dict[str, Reader] = {
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("reader", READERS)
-def test_a_flipped_bit_of_deepspeeds_files_is_noticed(stage: int, reader: str, tmp_path: Path) -> None:
+def test_flipped_bit_of_deepspeed_files_is_detected(stage: int, reader: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     path = write(root, "t", trained(), stage=stage, ranks=2 if stage else 1)
     if reader == "zero_to_fp32" and not stage:
@@ -77,7 +77,7 @@ def test_a_flipped_bit_of_deepspeeds_files_is_noticed(stage: int, reader: str, t
         read(root, tmp_path / "out")
 
 
-def test_a_part_of_a_box_is_checked(saved: Path) -> None:
+def test_partial_read_of_a_box_is_checked(saved: Path) -> None:
     with StoredCheckpoint(saved) as stored:
         assert torch.cat([part.clone() for part in stored.iter_span("param/embed.weight", 3, 20)]).tolist() == [
             float(value) for value in sample_states.whole("param/embed.weight").view(-1)[3:20]
@@ -92,7 +92,7 @@ def test_a_part_of_a_box_is_checked(saved: Path) -> None:
         list(stored.iter_span("param/embed.weight", 3, 20))
 
 
-def test_conversion_to_deepspeeds_files_checks_what_it_reads(saved: Path, tmp_path: Path) -> None:
+def test_export_to_deepspeed_checks_its_input(saved: Path, tmp_path: Path) -> None:
     path = saved / DATA
     good = bytearray(path.read_bytes())
     good[-3] ^= 1
@@ -132,13 +132,13 @@ def _one_tensor(root: Path, boxes: list[tuple[tuple[int, int], tuple[int, int]]]
         [((0, 0), (4, 2)), ((0, 0), (4, 2))],
     ],
 )
-def test_boxes_that_overlap_are_refused(boxes: Any, tmp_path: Path) -> None:
+def test_overlapping_boxes_are_refused(boxes: Any, tmp_path: Path) -> None:
     _one_tensor(tmp_path, boxes)
     with pytest.raises(CheckpointError, match="overlap"):
         dict(read_full(tmp_path))
 
 
-def test_boxes_that_tile_are_read_whatever_their_order(tmp_path: Path) -> None:
+def test_tiling_boxes_are_read_in_any_order(tmp_path: Path) -> None:
     """Boxes in any order are accepted, even a pinwheel, which no straight line separates."""
     _one_tensor(
         tmp_path,
@@ -148,7 +148,7 @@ def test_boxes_that_tile_are_read_whatever_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["I32", "F16", "F99"])
-def test_a_dtype_that_is_not_the_headers_is_refused(dtype: str, saved: Path) -> None:
+def test_dtype_other_than_the_header_is_refused(dtype: str, saved: Path) -> None:
     def change(fields: Any) -> None:
         fields["tensors"]["buffer/running_mean"]["dtype"] = dtype
 
@@ -174,7 +174,7 @@ BAD_FIELDS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize(("key", "value"), BAD_FIELDS.values(), ids=BAD_FIELDS)
-def test_a_chunk_of_wrong_types_is_refused(key: str, value: Any, saved: Path) -> None:
+def test_chunk_with_wrong_types_is_refused(key: str, value: Any, saved: Path) -> None:
     def change(fields: Any) -> None:
         fields["tensors"]["buffer/running_mean"]["chunks"][0][key] = value
 
@@ -183,7 +183,7 @@ def test_a_chunk_of_wrong_types_is_refused(key: str, value: Any, saved: Path) ->
         read_plain(saved)
 
 
-def test_a_shape_that_the_files_do_not_hold_takes_no_memory(saved: Path) -> None:
+def test_shape_beyond_the_files_allocates_no_memory(saved: Path) -> None:
     def change(fields: Any) -> None:
         record = fields["tensors"]["buffer/running_mean"]
         record["shape"] = record["chunks"][0]["sizes"] = [10**12]
@@ -195,7 +195,7 @@ def test_a_shape_that_the_files_do_not_hold_takes_no_memory(saved: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "dict", "text"])
-def test_plain_data_that_is_too_deep_is_refused_by_every_reader(kind: str, saved: Path) -> None:
+def test_too_deeply_nested_plain_data_is_refused_by_every_reader(kind: str, saved: Path) -> None:
     value: Any = 0
     for _ in range(300):
         value = [value] if kind == "list" else {"a": value} if kind == "dict" else {"$": ["tuple", [value]]}
@@ -214,7 +214,7 @@ def test_plain_data_that_is_too_deep_is_refused_by_every_reader(kind: str, saved
     assert "deep" in (problem := list_checkpoints(saved).checkpoints[0].problem) or "not JSON" in problem
 
 
-def test_what_is_too_deep_to_be_read_is_not_saved(tmp_path: Path) -> None:
+def test_too_deeply_nested_state_is_not_saved(tmp_path: Path) -> None:
     value: Any = 0
     for _ in range(60):
         value = {1: [value]} if len(str(value)) % 2 else [value]
@@ -241,7 +241,7 @@ BAD_PLAIN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("value", BAD_PLAIN.values(), ids=BAD_PLAIN)
-def test_plain_data_of_wrong_kinds_is_refused_before_anything_is_overwritten(value: Any, saved: Path) -> None:
+def test_plain_data_of_wrong_types_is_refused_before_any_change(value: Any, saved: Path) -> None:
     change_index(saved, lambda fields: fields["plain"].update(x=value))  # type: ignore[index]
     into = sample_states.empty()
     with pytest.raises(CheckpointError, match="plain data"):
@@ -249,7 +249,7 @@ def test_plain_data_of_wrong_kinds_is_refused_before_anything_is_overwritten(val
     assert all((shard.tensor == -1).all() for shard in into.shards)
 
 
-def test_one_tensor_is_not_read_many_times_over(saved: Path) -> None:
+def test_repeated_reference_to_a_tensor_is_refused(saved: Path) -> None:
     name = next(name for name in json.loads((saved / "t/checkpoint.json").read_text())["tensors"] if "rank/" in name)
     twice = [{"$": ["tensor", name]}] * 2
     change_index(saved, lambda fields: fields["plain"].update(x=twice))  # type: ignore[index]
@@ -261,7 +261,7 @@ def test_one_tensor_is_not_read_many_times_over(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
-def test_a_name_that_no_file_can_hold_is_refused(name: str, tmp_path: Path) -> None:
+def test_unencodable_name_is_refused(name: str, tmp_path: Path) -> None:
     for state in (
         SavedState(tensors={name: torch.zeros(2)}),
         SavedState(shards=[FlatShard(name, (2,), 0, torch.zeros(2))]),
@@ -271,7 +271,7 @@ def test_a_name_that_no_file_can_hold_is_refused(name: str, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_a_parameter_with_the_headers_own_name_is_not_exported_to_an_unreadable_file(tmp_path: Path) -> None:
+def test_export_refuses_the_reserved_header_name(tmp_path: Path) -> None:
     plain = {"states": {}, "groups": []}
     save(tmp_path / "run", "t", SavedState(tensors={"param/__metadata__": torch.ones(2)}, plain=plain))
     with pytest.raises(CheckpointError, match="'__metadata__' cannot name a tensor"):
@@ -299,7 +299,7 @@ def _text(text: str) -> bytes:
 STORAGE = b"(" + _text("storage") + b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu") + b"K\x01tQ"
 
 
-def test_state_is_given_to_stand_ins_alone(tmp_path: Path) -> None:
+def test_pickle_sets_state_of_placeholders_only(tmp_path: Path) -> None:
     """Setting the state of any object but a stand-in is refused.
 
     Once a BUILD opcode could set the attributes of a storage, which a forged file could exploit.
@@ -340,7 +340,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_no_pickle_takes_more_than_four_times_its_file(bomb: str, tmp_path: Path) -> None:
+def test_pickle_memory_is_at_most_four_times_its_file(bomb: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     _archive(path, b"\x80\x02" + BOMBS[bomb]())
     _bounded(path)
@@ -369,7 +369,7 @@ def _bounded(path: Path) -> None:
     assert peak <= 4 * path.stat().st_size + (24 << 20)
 
 
-def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
+def test_overlapping_records_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"a": torch.arange(8.0), "b": torch.arange(8.0)}, path)
     data = bytearray(path.read_bytes())
@@ -383,7 +383,7 @@ def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
         read_torch_file(path)
 
 
-def test_a_large_file_of_small_tensors_is_within_the_bound(tmp_path: Path) -> None:
+def test_large_file_of_small_tensors_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({f"module.layers.{n}.weight": torch.zeros(4) for n in range(6_000)}, path)
     read_torch_file(path)  # exclude objects that are created once per process from the measurement
@@ -404,7 +404,7 @@ def test_every_protocol_of_torch_save_is_read(protocol: int, tmp_path: Path) -> 
     assert found == value and tensor.shape == (2, 3) and tensor.dtype is torch.float32
 
 
-def test_an_array_of_the_other_byte_order_is_not_misread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_array_of_the_other_byte_order_is_read_correctly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     numpy = pytest.importorskip("numpy")
     write(tmp_path, "t", trained(big=numpy.arange(3, dtype=">i4"), small=numpy.arange(3)), stage=0, ranks=1)
     with caplog.at_level("WARNING", logger="windlass"):
@@ -415,7 +415,7 @@ def test_an_array_of_the_other_byte_order_is_not_misread(tmp_path: Path, caplog:
 # tests of links, pipes and devices in a checkpoint
 
 
-def test_no_link_out_of_a_checkpoint_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_links_out_of_a_checkpoint_are_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, secret = tmp_path / "run", tmp_path / "secret.json"
     save(root, "t", SavedState(tensors={"param/w": torch.ones(2)}, plain={"client": {}}))
     secret.write_text('{"key": "private"}')
@@ -448,7 +448,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", ["t/checkpoint.json", DATA, "latest", "zero_to_fp32.py", "config.json"])
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(kind: str, name: str, saved: Path) -> None:
+def test_irregular_files_are_refused_without_blocking(kind: str, name: str, saved: Path) -> None:
     if (saved / name).exists():
         (saved / name).unlink()
     SPECIAL[kind](saved / name)
@@ -472,7 +472,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(kind: str, name: 
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", [MODEL, OPTIM])
-def test_deepspeeds_files_are_regular_files(kind: str, name: str, tmp_path: Path) -> None:
+def test_irregular_deepspeed_files_are_refused(kind: str, name: str, tmp_path: Path) -> None:
     path = write(tmp_path, "t", trained(), stage=1, ranks=2) / name
     path.unlink()
     SPECIAL[kind](path)
@@ -480,13 +480,13 @@ def test_deepspeeds_files_are_regular_files(kind: str, name: str, tmp_path: Path
         StoredCheckpoint(tmp_path)
 
 
-def test_a_hubs_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+def test_hub_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with time_limit(20), pytest.raises(CheckpointError, match="FIFO"):
         deferred_from_files([tmp_path / "model.safetensors"], computes=True)
 
 
-def test_what_has_no_checksum_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_without_checksums_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from safetensors.torch import save_file
 
     from windlass.zero.sharded_init import weight_files
@@ -514,7 +514,7 @@ def _hold(root: Path, tag: str, pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_two_jobs_in_one_directory_leave_a_whole_latest_at_any_time(tmp_path: Path) -> None:
+def test_two_jobs_in_one_directory_keep_latest_valid(tmp_path: Path) -> None:
     save(tmp_path, "first", SavedState(tensors={"x": torch.zeros(4)}))
     jobs = [get_context("fork").Process(target=_save_often, args=(tmp_path, name)) for name in "ab"]
     for job in jobs:
@@ -531,7 +531,7 @@ def test_two_jobs_in_one_directory_leave_a_whole_latest_at_any_time(tmp_path: Pa
     assert all(torch.equal(dict(read_full(tmp_path, tag))["x"], torch.zeros(4)) for tag in ("a0", "b2"))
 
 
-def test_the_other_job_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_names_the_other_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     here, there = Pipe()
     other = get_context("fork").Process(target=_hold, args=(tmp_path, "t", there))
     other.start()
@@ -550,7 +550,7 @@ def test_the_other_job_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert dict(read_full(tmp_path))["x"].all()
 
 
-def test_a_planted_link_at_a_temporary_name_is_not_written_through(tmp_path: Path) -> None:
+def test_link_planted_at_a_temporary_name_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     root = tmp_path / "run"

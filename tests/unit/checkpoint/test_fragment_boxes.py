@@ -40,20 +40,20 @@ def test_boxes_are_the_range_in_order(case: Range) -> None:
 
 
 @given(ranges())
-def test_at_most_2n_minus_1_boxes(case: Range) -> None:
+def test_range_has_at_most_2n_minus_1_boxes(case: Range) -> None:
     shape, start, stop = case
     longer_than_one = sum(size > 1 for size in shape)
     assert len(boxes_of_range(shape, start, stop)) <= max(1, 2 * longer_than_one - 1)
 
 
 @given(st.lists(st.integers(3, 5), min_size=1, max_size=4))
-def test_the_bound_is_reached(sizes: list[int]) -> None:
+def test_box_count_bound_is_tight(sizes: list[int]) -> None:
     shape = tuple(sizes)
     assert len(boxes_of_range(shape, 1, math.prod(shape) - 1)) == 2 * len(shape) - 1
 
 
 @given(ranges(), st.integers(1, 8))
-def test_cuts_over_ranks_partition_the_tensor(case: Range, ranks: int) -> None:
+def test_shards_of_all_ranks_partition_the_tensor(case: Range, ranks: int) -> None:
     shape, _, _ = case
     numel = math.prod(shape)
     cuts = [numel * rank // ranks for rank in range(ranks + 1)]
@@ -61,12 +61,12 @@ def test_cuts_over_ranks_partition_the_tensor(case: Range, ranks: int) -> None:
     assert [position for box in parts for position in elements(shape, box)] == list(range(numel))
 
 
-def test_a_whole_tensor_is_one_box() -> None:
+def test_full_tensor_is_one_box() -> None:
     for shape in [(), (1,), (1, 1), (7,), (3, 4), (2, 1, 5)]:
         assert boxes_of_range(shape, 0, math.prod(shape)) == [FlatBox((0,) * len(shape), shape, 0)]
 
 
-def test_an_empty_range_or_tensor_is_no_box() -> None:
+def test_empty_range_or_tensor_has_no_boxes() -> None:
     assert (
         boxes_of_range((), 0, 0)
         == boxes_of_range((4, 2), 3, 3)
@@ -83,7 +83,7 @@ def test_a_range_outside_the_tensor_is_an_error(start: int, stop: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.data()), min_size=0, max_size=4))
-def test_is_contiguous_says_what_counting_says(dims: list[tuple[int, st.DataObject]]) -> None:
+def test_is_contiguous_equals_counting(dims: list[tuple[int, st.DataObject]]) -> None:
     shape = tuple(size for size, _ in dims)
     sizes = tuple(data.draw(st.integers(1, size)) for size, data in dims)
     positions = elements(shape, FlatBox((0,) * len(shape), sizes, 0))

@@ -23,7 +23,7 @@ def test_a_version_1_checkpoint_of_two_ranks_loads_in_one_process() -> None:
     assert dict(read_full(GOLDEN))["param/conv"].equal(sample_states.whole("param/conv"))
 
 
-def test_today_an_index_is_still_written_as_version_1_was() -> None:
+def test_index_is_written_in_the_format_of_version_1() -> None:
     path = GOLDEN / "global_step12" / "checkpoint.json"
     text = path.read_text()
     assert FORMAT_VERSION == 1

@@ -75,7 +75,9 @@ def shelves(shape: tuple[int, ...], points: list[int], *, fill: bool) -> tuple[l
     cuts=st.lists(st.integers(0, 999), max_size=5),
     others=st.lists(st.integers(0, 999), max_size=5),
 )
-def test_places_are_opened_once_and_alone(tmp_path: Path, shape: list[int], cuts: list[int], others: list[int]) -> None:
+def test_lazy_handles_are_opened_once_and_one_at_a_time(
+    tmp_path: Path, shape: list[int], cuts: list[int], others: list[int]
+) -> None:
     before, shards = shelves(tuple(shape), cuts, fill=True)
     save(tmp_path, "t", SavedState(shards=shards, tensors={"count": torch.tensor(7)}))
     after, into = shelves(tuple(shape), others, fill=False)
@@ -99,7 +101,7 @@ def test_places_are_opened_once_and_alone(tmp_path: Path, shape: list[int], cuts
         assert torch.equal(found, (torch.arange(numel) + number).to(kind)), name
 
 
-def test_what_rests_is_cast_too(tmp_path: Path) -> None:
+def test_offloaded_tensors_are_cast_on_load(tmp_path: Path) -> None:
     save(tmp_path, "t", SavedState(shards=[FlatShard("x", (10,), 0, torch.arange(10.0))]))
     drawers = [Shelf({"x": torch.zeros(5, dtype=torch.bfloat16)}) for _ in range(2)]
     shards = [resting(shelf, "x", (10,), 5 * number) for number, shelf in enumerate(drawers)]
@@ -108,7 +110,7 @@ def test_what_rests_is_cast_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [[(0, 4), (4, 9), (9, 12)], [(3, 5)], [(0, 1)], [(11, 12)]])
-def test_a_box_that_is_read_in_parts_is_checked_whole(tmp_path: Path, wanted: list[tuple[int, int]]) -> None:
+def test_box_read_in_parts_is_checked_completely(tmp_path: Path, wanted: list[tuple[int, int]]) -> None:
     save(tmp_path, "t", SavedState(shards=[FlatShard("x", (12,), 0, torch.arange(12.0))]))
     path = tmp_path / "t" / "rank_00000.safetensors"
     good = path.read_bytes()
@@ -120,7 +122,7 @@ def test_a_box_that_is_read_in_parts_is_checked_whole(tmp_path: Path, wanted: li
         _open.clear()  # handles that were open when the error was noticed
 
 
-def test_a_place_that_does_not_have_what_was_said_is_told(tmp_path: Path) -> None:
+def test_handle_that_differs_from_its_declaration_is_refused(tmp_path: Path) -> None:
     shelf = Shelf({"x": torch.zeros(4)})
     shard = resting(shelf, "x", (4,), 0)
     shelf.away["x"] = torch.zeros(4, dtype=torch.float64)
@@ -131,7 +133,7 @@ def test_a_place_that_does_not_have_what_was_said_is_told(tmp_path: Path) -> Non
     _open.clear()
 
 
-def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_many_ranks_opens_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.checkpoint import open_file_cache
 
     monkeypatch.setattr(open_file_cache, "_OPEN", 2)
@@ -174,7 +176,7 @@ def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeyp
     assert most == 2 and all(file._file is None for file in opened)
 
 
-def test_ranges_that_overlap_are_all_filled(tmp_path: Path) -> None:
+def test_overlapping_ranges_are_all_filled(tmp_path: Path) -> None:
     save(tmp_path, "t", SavedState(shards=[FlatShard("x", (3, 4), 0, torch.arange(12.0))]))
     spans = [(0, 7), (0, 2), (3, 9), (6, 12)]
     drawers = [Shelf({"x": torch.zeros(stop - start)}) for start, stop in spans]
@@ -185,7 +187,7 @@ def test_ranges_that_overlap_are_all_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_only_what_goes_away_is_awaited_before_the_next(
+def test_writer_waits_only_for_tensors_that_are_freed(
     stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer waits only for tensors that are freed before the next handle opens.

@@ -32,7 +32,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_plain_data_survives_strict_json(value: object) -> None:
+def test_plain_data_round_trips_through_strict_json(value: object) -> None:
     encoded, found = encode(value, "plain/")
     back = decode(json.loads(json.dumps(encoded, allow_nan=False)), {})
     assert not found
@@ -40,13 +40,13 @@ def test_plain_data_survives_strict_json(value: object) -> None:
     assert repr(back) == repr(value)  # tells 1 from 1.0 and True, and lists from tuples
 
 
-def test_nan_survives() -> None:
+def test_nan_round_trips() -> None:
     encoded, _ = encode({"loss": math.nan, "best": -math.inf}, "plain/")
     back = decode(json.loads(json.dumps(encoded, allow_nan=False)), {})
     assert math.isnan(back["loss"]) and back["best"] == -math.inf
 
 
-def test_tensors_are_set_aside_by_name() -> None:
+def test_tensors_are_extracted_by_name() -> None:
     first, second = torch.arange(3), torch.ones(())
     encoded, found = encode({"ema": [first], "deep": {"t": (second,)}}, "rank/2/")
     assert all(name.startswith("rank/2/") for name in found)
@@ -55,7 +55,7 @@ def test_tensors_are_set_aside_by_name() -> None:
     assert back["ema"][0] is first and back["deep"]["t"][0] is second
 
 
-def test_states_of_random_and_of_a_scheduler_survive() -> None:
+def test_states_of_rng_and_scheduler_round_trip() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 5])
     state: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_states_of_random_and_of_a_scheduler_survive() -> None:
     assert torch.equal(back["torch"], state["torch"])
 
 
-def test_what_scripts_put_into_their_client_state_survives() -> None:
+def test_client_state_of_scripts_round_trips() -> None:
     """Values in the client state of DeepSpeed scripts survive: argparse options, numpy generator states, sets."""
     state: dict[str, Any] = {
         "args": argparse.Namespace(lr=1e-3, out=Path("a") / "b", dtype=torch.bfloat16, **{"$": 1}),
@@ -94,7 +94,7 @@ def test_what_scripts_put_into_their_client_state_survives() -> None:
     numpy.random.RandomState().set_state(back["numpy"])
 
 
-def test_an_array_that_would_hold_objects_is_refused() -> None:
+def test_object_array_is_refused() -> None:
     raw = {"$": ["tensor", "t"]}
     for code in ("O", "no type"):
         with pytest.raises(CheckpointError, match="holds"):
@@ -117,6 +117,6 @@ def test_other_values_are_refused_with_their_path(value: object) -> None:
         '{"$": [1], "a": 2}',
     ],
 )
-def test_text_that_encode_never_writes_is_refused(text: str) -> None:
+def test_non_canonical_text_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match="cannot (be )?read"):
         decode(json.loads(text), {})

@@ -63,7 +63,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "300B"])
-def test_every_name_of_a_tied_weight_is_found_again(saved: Path, tmp_path: Path, shard_size: str) -> None:
+def test_every_name_of_a_tied_weight_is_restored(saved: Path, tmp_path: Path, shard_size: str) -> None:
     assert run("export", str(saved / "t"), str(tmp_path / "out"), "--dtype", "fp32", "--shard-size", shard_size) == 0
     model = Tied()
     if shard_size == "1GB":
@@ -80,7 +80,7 @@ def test_every_name_of_a_tied_weight_is_found_again(saved: Path, tmp_path: Path,
     assert torch.equal(model.mean, values((5,), 3))
 
 
-def test_configuration_and_tokenizer_are_taken_along(saved: Path, tmp_path: Path) -> None:
+def test_configuration_and_tokenizer_are_copied(saved: Path, tmp_path: Path) -> None:
     (saved / "config.json").write_text('{"dtype": "float32", "n": 1}')
     (saved / "t" / "tokenizer.json").write_text("{}")
     (saved / "notes.txt").write_text("mine")
@@ -90,7 +90,7 @@ def test_configuration_and_tokenizer_are_taken_along(saved: Path, tmp_path: Path
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*found.companions, "model.safetensors"}
 
 
-def test_what_is_there_is_not_replaced_unless_asked(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_existing_files_are_kept_without_overwrite(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine").write_text("keep")
@@ -103,7 +103,7 @@ def test_what_is_there_is_not_replaced_unless_asked(saved: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("out", ["run", "run/t", "run/u", "."])
-def test_overwriting_removes_no_checkpoint(saved: Path, tmp_path: Path, out: str) -> None:
+def test_overwrite_removes_no_checkpoint(saved: Path, tmp_path: Path, out: str) -> None:
     save(saved, "u", SavedState(), save_latest=False)
     with pytest.raises(CheckpointError, match="holds checkpoints, which would be removed"):
         export_safetensors(saved, tmp_path / out, overwrite=True)
@@ -111,13 +111,13 @@ def test_overwriting_removes_no_checkpoint(saved: Path, tmp_path: Path, out: str
     export_safetensors(saved, saved / "hf")  # a new folder beside the tags is accepted
 
 
-def test_a_file_in_the_place_of_the_directory_is_replaced(saved: Path, tmp_path: Path) -> None:
+def test_file_at_the_directory_path_is_replaced(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("old")
     export_safetensors(saved, tmp_path / "out", overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
 
 
-def test_a_checkpoint_of_trained_parameters_alone_says_what_is_absent(
+def test_export_of_trained_parameters_only_reports_the_missing_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     plain = {"trainable_only": True, "absent": ["base.weight", "base.bias"]}
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_trained_parameters_alone_says_what_is_absent(
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"up.weight"}
 
 
-def test_damage_leaves_nothing_behind(saved: Path, tmp_path: Path) -> None:
+def test_failed_export_leaves_no_files(saved: Path, tmp_path: Path) -> None:
     path = saved / "t" / "rank_00000.safetensors"
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
@@ -147,6 +147,6 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "GB", "-1GB", "1TB!", "5 zettabytes"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match="is not a size"):
         parse_size(text)

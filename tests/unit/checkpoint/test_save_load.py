@@ -41,7 +41,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_state_comes_back(saved: Path) -> None:
+def test_state_round_trips(saved: Path) -> None:
     into = sample_states.empty()
     loaded = load(saved, None, into)
     sample_states.assert_loaded(into)
@@ -55,7 +55,9 @@ def test_a_state_comes_back(saved: Path) -> None:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=st.lists(st.integers(1, 5), max_size=4), cuts=st.lists(st.integers(0, 625), max_size=4), data=st.data())
-def test_any_ranges_load_into_any_other(tmp_path: Path, shape: list[int], cuts: list[int], data: st.DataObject) -> None:
+def test_any_sharding_loads_into_any_other(
+    tmp_path: Path, shape: list[int], cuts: list[int], data: st.DataObject
+) -> None:
     numel = math.prod(shape)
     values = torch.arange(numel, dtype=torch.int32)
 
@@ -76,7 +78,7 @@ def test_any_ranges_load_into_any_other(tmp_path: Path, shape: list[int], cuts: 
     "dtype",
     [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool],
 )
-def test_every_bit_of_every_dtype_survives(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_round_trips_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
     bits = torch.randint(0, 2, (64 * dtype.itemsize,), dtype=torch.uint8)
     value = (bits if dtype == torch.bool else bits * 173).view(dtype)
     save(tmp_path, "t", SavedState(tensors={"x": value}))
@@ -85,7 +87,7 @@ def test_every_bit_of_every_dtype_survives(tmp_path: Path, dtype: torch.dtype) -
     assert torch.equal(into.view(torch.uint8), value.view(torch.uint8))
 
 
-def test_memory_that_is_not_contiguous_is_saved_and_filled(tmp_path: Path) -> None:
+def test_non_contiguous_memory_is_saved_and_loaded(tmp_path: Path) -> None:
     value = torch.arange(12.0).view(3, 4).t()
     save(tmp_path, "t", SavedState(tensors={"x": value}))
     into = torch.zeros(3, 4).t()
@@ -102,7 +104,7 @@ def test_autograd_notices_that_a_saved_tensor_was_loaded_over(tmp_path: Path) ->
         torch.autograd.backward(loss)
 
 
-def test_an_equal_cut_is_read_straight_into_its_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_shard_is_read_directly_into_its_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[int] = []
     real = TensorFile.read_into
 
@@ -117,7 +119,7 @@ def test_an_equal_cut_is_read_straight_into_its_memory(saved: Path, monkeypatch:
     assert {shard.tensor.data_ptr() for shard in into.shards if shard.tensor.numel()} <= set(filled)
 
 
-def test_small_neighbours_are_read_together_and_each_is_checked(
+def test_small_adjacent_tensors_are_read_together_and_checked_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
@@ -167,7 +169,7 @@ def test_names_can_be_left_out_by_prefix(saved: Path) -> None:
     assert load(saved, None, into, ignore=("state/", "master/", "buffer/")).unexpected == ()
 
 
-def test_another_shape_or_dtype_is_an_error_that_names_all(saved: Path) -> None:
+def test_mismatched_shapes_and_dtypes_are_all_named(saved: Path) -> None:
     into = SavedState(
         shards=[FlatShard("param/bias", (12,), 0, torch.zeros(12, dtype=torch.bfloat16))],
         tensors={"buffer/running_mean": torch.zeros(4, dtype=torch.float64)},
@@ -181,7 +183,7 @@ def test_another_shape_or_dtype_is_an_error_that_names_all(saved: Path) -> None:
     assert torch.equal(into.tensors["buffer/running_mean"], torch.arange(4.0, dtype=torch.float64))
 
 
-def test_whole_tensors_are_read_without_a_process_group(saved: Path) -> None:
+def test_full_tensors_are_read_without_a_process_group(saved: Path) -> None:
     names = [*sample_states.SHAPES, "buffer/running_mean", "buffer/count"]
     found = dict(read_full(saved))
     assert list(found) == names
@@ -192,7 +194,7 @@ def test_whole_tensors_are_read_without_a_process_group(saved: Path) -> None:
         read_full(saved, None, ["param/absent"])
 
 
-def test_the_data_files_are_ordinary_safetensors(saved: Path) -> None:
+def test_data_files_are_valid_safetensors(saved: Path) -> None:
     with safe_open(saved / "global_step12" / "rank_00000.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("param/embed.weight"), sample_states.whole("param/embed.weight"))
         assert torch.equal(file.get_tensor("param/scale"), sample_states.whole("param/scale"))
@@ -200,7 +202,7 @@ def test_the_data_files_are_ordinary_safetensors(saved: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_own_planners_use_the_storage(saved: Path) -> None:
+def test_torch_dcp_planners_use_the_storage(saved: Path) -> None:
     name = "param/embed.weight"
     target = {name: torch.zeros(7, 5, dtype=torch.bfloat16)}
     reader = SafetensorsReader(saved / "global_step12")
@@ -248,7 +250,7 @@ def test_bad_shards_and_names_are_refused() -> None:
         save("/nowhere", "t", SavedState(tensors={"x": torch.zeros(1, dtype=torch.complex128)}))
 
 
-def test_a_dtype_that_cannot_be_kept_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_refused_with_the_tensor_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'buffer/phases': a checkpoint cannot hold .* torch.complex128"):
         save(tmp_path, "t", SavedState(tensors={"buffer/phases": torch.zeros(2, dtype=torch.complex128)}))
 
@@ -263,9 +265,7 @@ def elsewhere() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def test_a_default_device_of_the_script_is_none_of_ours(
-    saved: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_default_device_of_the_script_is_ignored(saved: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     into = sample_states.empty()
     request.getfixturevalue("elsewhere")
     load(saved, None, into)

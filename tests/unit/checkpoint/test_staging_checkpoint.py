@@ -17,7 +17,7 @@ from windlass.checkpoint.staging_checkpoint import StagingCheckpoint
 STATE = SavedState(tensors={"x": torch.ones(3)})
 
 
-def test_drafts_of_older_versions_and_of_any_tag_are_removed(tmp_path: Path) -> None:
+def test_staging_checkpoints_of_older_versions_and_any_tag_are_removed(tmp_path: Path) -> None:
     for name in (".a.writing", ".b.12345678.writing"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank_00000.safetensors").write_text("half")
@@ -32,7 +32,7 @@ def test_drafts_of_older_versions_and_of_any_tag_are_removed(tmp_path: Path) -> 
     )
 
 
-def test_a_draft_that_another_run_removes_before_it_is_locked_is_made_again(
+def test_staging_checkpoint_removed_before_its_lock_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, seen = staging_checkpoint._try_lock, list[Path]()
@@ -51,7 +51,7 @@ def test_a_draft_that_another_run_removes_before_it_is_locked_is_made_again(
         StagingCheckpoint(tmp_path, "u")
 
 
-def test_where_there_are_no_locks_only_drafts_of_processes_that_died_here_are_removed(
+def test_without_locks_only_staging_checkpoints_of_dead_local_processes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(file: int, how: int) -> None:
@@ -76,7 +76,7 @@ def test_where_there_are_no_locks_only_drafts_of_processes_that_died_here_are_re
     assert os.listdir(own.commit()) == []
 
 
-def test_what_was_replaced_by_a_run_that_died_is_removed_by_a_save_of_any_tag(tmp_path: Path) -> None:
+def test_next_save_removes_checkpoints_replaced_by_a_dead_run(tmp_path: Path) -> None:
     save(tmp_path, "t", STATE)
     shutil.copytree(tmp_path / "t", tmp_path / ".t.replaced")
     shutil.copytree(tmp_path / "t", tmp_path / ".gone.replaced")  # the only copy of that tag
@@ -84,7 +84,7 @@ def test_what_was_replaced_by_a_run_that_died_is_removed_by_a_save_of_any_tag(tm
     assert sorted(os.listdir(tmp_path)) == [".gone.replaced", "latest", "t", "u"]
 
 
-def test_a_former_checkpoint_that_cannot_be_removed_is_told_and_no_error(
+def test_unremovable_former_checkpoint_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(path: Path) -> None:
@@ -98,9 +98,7 @@ def test_a_former_checkpoint_that_cannot_be_removed_is_told_and_no_error(
     assert (tmp_path / "latest").read_text() == "t" and not dict(read_full(tmp_path))["x"].any()
 
 
-def test_a_checkpoint_that_cannot_get_its_name_leaves_the_former_one_under_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rename_keeps_the_former_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = os.rename
 
     def refused(old: Path, new: Path) -> None:

@@ -28,7 +28,9 @@ def hashed(flat: torch.Tensor, name: str = "w", shape: tuple[int, ...] = (), sta
 
 
 @given(st.integers(1, 20_000), st.integers(1, 6), st.sampled_from(DTYPES), st.randoms(use_true_random=False))
-def test_any_cut_in_any_order_adds_up(numel: int, parts: int, dtype: torch.dtype, order: random.Random) -> None:
+def test_hash_is_additive_over_any_partition_and_order(
+    numel: int, parts: int, dtype: torch.dtype, order: random.Random
+) -> None:
     flat = values(numel, dtype)
     ends = sorted(order.randint(0, numel) for _ in range(parts - 1))
     spans = list(zip([0, *ends], [*ends, numel], strict=True))
@@ -38,7 +40,7 @@ def test_any_cut_in_any_order_adds_up(numel: int, parts: int, dtype: torch.dtype
 
 
 @given(st.integers(1, 10_000), st.integers(0, 1 << 60), st.sampled_from(DTYPES[:-1]))
-def test_one_bit_of_one_element_changes_it(numel: int, which: int, dtype: torch.dtype) -> None:
+def test_hash_changes_with_one_bit(numel: int, which: int, dtype: torch.dtype) -> None:
     flat = values(numel, dtype)
     raw = flat.clone().view(torch.uint8)
     bit = which % (8 * raw.numel())
@@ -46,32 +48,32 @@ def test_one_bit_of_one_element_changes_it(numel: int, which: int, dtype: torch.
     assert hashed(raw.view(dtype)) != hashed(flat)
 
 
-def test_names_shapes_and_dtypes_count() -> None:
+def test_hash_depends_on_names_shapes_and_dtypes() -> None:
     flat = values(12, torch.float32)
     same = {hashed(flat), hashed(flat, "v"), hashed(flat, shape=(3, 4)), hashed(flat.view(torch.int32))}
     assert len(same) == 4
 
 
-def test_elements_that_change_places_change_it() -> None:
+def test_hash_changes_with_permuted_elements() -> None:
     flat = values(9000, torch.float32)
     rolled = [hashed(flat.roll(by)) for by in (1, 4096, 8192)]
     assert len({*rolled, hashed(flat), hashed(flat.flip(0))}) == 5
 
 
-def test_it_stays_what_it_is_from_release_to_release() -> None:
+def test_hash_is_stable_over_releases() -> None:
     found = TensorHash()
     found.add("param/w", (5000,), 0, torch.arange(5000, dtype=torch.float32))
     found.add_plain("state/w/step", 3.0)
     assert fingerprint_digest([found.value()]) == "2c237f1173aef4cc"
 
 
-def test_what_is_hashed_is_not_changed() -> None:
+def test_hashing_does_not_change_the_tensor() -> None:
     flat = values(5000, torch.int64)
     before = flat.clone()
     hashed(flat)
     assert torch.equal(flat, before)
 
 
-def test_elements_without_a_place_are_named() -> None:
+def test_elements_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="'w' has elements of torch.complex128"):
         hashed(torch.zeros(2, dtype=torch.complex128))

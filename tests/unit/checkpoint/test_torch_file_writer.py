@@ -20,7 +20,7 @@ DTYPES += [torch.int8, torch.uint8, torch.bool]
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_torch_reads_what_was_given(mmap: bool, tmp_path: Path) -> None:
+def test_torch_load_reads_the_written_file(mmap: bool, tmp_path: Path) -> None:
     path, whole = tmp_path / "a_states.pt", torch.randn(5, 3)
     planned = PlannedTensor(torch.bfloat16, (4, 2), lambda: [torch.ones(3), torch.zeros(5)])
     value: dict[Any, Any] = {
@@ -49,7 +49,7 @@ def test_torch_reads_what_was_given(mmap: bool, tmp_path: Path) -> None:
     assert read_torch_file(path)["ordered"]["x"].begin % 64 == 0, "aligned, for readers that map the file"
 
 
-def test_objects_are_named_and_not_looked_up(tmp_path: Path) -> None:
+def test_referenced_objects_are_named_without_import(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     write_torch_file(
         path, {"s": PickledObject("deepspeed.runtime.fp16.loss_scaler", "LossScaler", attributes={"cur_scale": 4.0})}
@@ -59,7 +59,7 @@ def test_objects_are_named_and_not_looked_up(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True) == {"a": 1}
 
 
-def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_unsupported_values_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     for value, said in (
         ({"x": {1, 2}}, "a builtins.set cannot be written"),

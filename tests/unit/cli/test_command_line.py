@@ -68,7 +68,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == windlass.__version__
 
 
-def test_a_misspelt_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_command_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("trian") == 2
     assert "'train'" in capsys.readouterr().err
 
@@ -85,7 +85,7 @@ def test_a_misspelt_command_is_refused_with_the_nearest(capsys: pytest.CaptureFi
         (PermissionError(errno.EACCES, "Permission denied", "ds.json"), "Permission denied: ds.json"),
     ],
 )
-def test_foreseen_errors_are_one_message(
+def test_windlass_errors_print_one_message(
     error: Exception, message: str, failing: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing.error = error
@@ -100,23 +100,23 @@ def test_foreseen_errors_are_one_message(
             main(arguments)
 
 
-def test_unforeseen_errors_keep_their_traceback(failing: ModuleType) -> None:
+def test_other_errors_keep_their_traceback(failing: ModuleType) -> None:
     failing.error = KeyError("a bug")
     assert describe_expected_error(failing.error) is None
     with pytest.raises(KeyError):
         main(["fail"])
 
 
-def test_ctrl_c_is_130(failing: ModuleType) -> None:
+def test_ctrl_c_exits_with_130(failing: ModuleType) -> None:
     failing.error = KeyboardInterrupt()
     assert call("fail") == 130
 
 
-def test_a_commands_own_exit_code_comes_back(failing: ModuleType) -> None:
+def test_exit_code_of_a_command_is_returned(failing: ModuleType) -> None:
     assert call("fail", "--code", "7") == 7
 
 
-def test_env_says_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_prints_all_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("env") == 0
     printed = capsys.readouterr().out
     assert windlass.__version__ in printed
@@ -124,7 +124,7 @@ def test_env_says_what_it_can(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("before", [0o000, 0o022, 0o077])
-def test_no_command_makes_files_that_every_user_may_write(
+def test_commands_create_no_world_writable_files(
     before: int, tmp_path: Path, failing: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"

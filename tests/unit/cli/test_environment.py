@@ -50,7 +50,7 @@ def call(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_json_has_the_schema_that_is_promised(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json_has_the_documented_schema(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert call("env", "--json", "--disk", str(tmp_path)) == 0
     facts = json.loads(capsys.readouterr().out)
     assert list(facts) == list(SCHEMA) and facts["format"] == FACTS_FORMAT == 1
@@ -68,7 +68,7 @@ def test_the_json_has_the_schema_that_is_promised(capsys: pytest.CaptureFixture[
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_and_lines_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_text_have_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("env") == 0
     printed = capsys.readouterr().out
     for line in format_facts(collect_facts()):
@@ -77,7 +77,7 @@ def test_json_and_lines_say_the_same(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("missing", ["folder", "file"])
-def test_a_disk_that_cannot_be_measured_is_told_and_nothing_is_made(missing: str, tmp_path: Path) -> None:
+def test_unmeasurable_disk_is_reported_and_nothing_is_created(missing: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
     if missing == "file":
         place.write_text("")
@@ -87,7 +87,7 @@ def test_a_disk_that_cannot_be_measured_is_told_and_nothing_is_made(missing: str
     assert place.exists() == (missing == "file")
 
 
-def test_a_driver_in_trouble_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_driver_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'the driver does not answer' >&2\nexit 9\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
@@ -103,7 +103,7 @@ def test_a_driver_in_trouble_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         output_of("nvidia-smi")
 
 
-def test_everything_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_facts_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("no such thing here")
 
@@ -113,7 +113,7 @@ def test_everything_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [one.name for one in costly_settings.COSTLY_SETTINGS])
-def test_a_setting_that_hurts_is_named_with_what_it_costs(name: str) -> None:
+def test_harmful_setting_is_reported_with_its_cost(name: str) -> None:
     harmful = {
         "NCCL_NET": "Socket",
         "NCCL_DEBUG": "info",
@@ -144,11 +144,11 @@ def test_a_setting_that_hurts_is_named_with_what_it_costs(name: str) -> None:
         {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "OMP_NUM_THREADS": "2", "WINDLASS_KERNELS": "AVX2"},
     ],
 )
-def test_settings_that_do_no_harm_are_not_told(harmless: dict[str, str]) -> None:
+def test_harmless_settings_are_not_reported(harmless: dict[str, str]) -> None:
     assert costly_settings.find_costly_settings(harmless, Path("/nowhere"), cores=2) == []
 
 
-def test_nccls_own_file_counts_and_the_environment_goes_before_it(tmp_path: Path) -> None:
+def test_nccl_conf_is_read_and_overridden_by_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "nccl.conf"
     file.write_text("# of the cluster\nNCCL_IB_DISABLE=1 # why?\n\nNCCL_P2P_DISABLE = 1\n")
     told = {one["name"]: one["source"] for one in costly_settings.find_costly_settings({"NCCL_P2P_DISABLE": "0"}, file)}
@@ -159,7 +159,7 @@ def test_nccls_own_file_counts_and_the_environment_goes_before_it(tmp_path: Path
     ] == ["NCCL_IB_DISABLE"]
 
 
-def test_too_many_threads_and_narrow_limits_are_told() -> None:
+def test_excess_threads_and_low_limits_are_reported() -> None:
     (told,) = costly_settings.find_costly_settings({"OMP_NUM_THREADS": "64"}, Path("/nowhere"), cores=2)
     assert "64 threads a rank share 2 cores" in told["costs"]
     wide = costly_settings.MachineLimits(8, True, None, None, 64 << 30)
@@ -173,7 +173,7 @@ def test_too_many_threads_and_narrow_limits_are_told() -> None:
     assert costly_settings.find_low_limits(costly_settings.MachineLimits(0, False, 65536, 1024, 64 << 20)) == []
 
 
-def test_interfaces_are_read_as_the_kernel_shows_them(tmp_path: Path) -> None:
+def test_network_interfaces_are_read_from_sysfs(tmp_path: Path) -> None:
     for name, files in {
         "eth0": {"operstate": "up\n", "speed": "25000\n", "mtu": "9000\n", "device": None},
         "ib0": {"operstate": "down\n", "mtu": "2044\n", "device": None},
@@ -212,9 +212,7 @@ def test_ds_report_has_the_table_and_the_environment(capsys: pytest.CaptureFixtu
     assert {"torch version", "torch install path", "deepspeed info", "shared memory (/dev/shm) size"} <= set(names)
 
 
-def test_ds_report_hides_what_it_is_told_to(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ds_report_honors_its_hide_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "windlass.kernels._disk", None)  # as if the extension had not been built
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
     assert ds_report([]) == 0
@@ -235,7 +233,7 @@ def test_ds_report_hides_what_it_is_told_to(
     assert ended.value.code == 2
 
 
-def test_the_command_reads_its_line_and_ends_with_its_code(
+def test_command_parses_its_arguments_and_returns_its_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["ds_report", "--hide_operator_status"])
@@ -244,7 +242,7 @@ def test_the_command_reads_its_line_and_ends_with_its_code(
     assert ended.value.code == 0 and "op name" not in capsys.readouterr().out
 
 
-def test_a_folder_in_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_in_memory_is_not_reported_as_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = collect_facts()
     facts["disk"]["rates"] = {
         "folder": "/dev/shm", "file_system": "tmpfs", "memory": True, "free_bytes": 1 << 30, "measured_bytes": 1 << 27,

@@ -35,11 +35,11 @@ def test_every_class_of_connection_is_read(machine: str) -> None:
     assert all(found.links[one, other] == found.links[other, one] for one, other in found.links)
 
 
-def test_all_tables_here_are_read_by_a_test() -> None:
+def test_every_table_of_the_data_folder_is_tested() -> None:
     assert {path.stem for path in TABLES.iterdir()} == set(MACHINES)
 
 
-def test_cards_have_the_systems_names_and_the_nearest_is_told() -> None:
+def test_network_cards_have_system_names_and_the_nearest_is_reported() -> None:
     near = {gpu: (best, cards) for gpu, best, cards in gpu_topology.nearest_cards(read("eight_gpus_nvswitch"))}
     assert near["GPU0"] == ("PXB", ["mlx5_0", "mlx5_1"]) and near["GPU7"] == ("PXB", ["mlx5_6", "mlx5_7"])
     near = {gpu: (best, cards) for gpu, best, cards in gpu_topology.nearest_cards(read("eight_gpus_cube"))}
@@ -47,7 +47,7 @@ def test_cards_have_the_systems_names_and_the_nearest_is_told() -> None:
     assert list(gpu_topology.nearest_cards(read("two_gpus_pcie"))) == []
 
 
-def test_affinities_are_read_and_absent_where_the_driver_has_none() -> None:
+def test_affinities_are_read_if_the_driver_reports_them() -> None:
     found = read("eight_gpus_nvswitch")
     assert found.cpus["GPU0"] == "0-63,128-191" and found.numa == {f"GPU{n}": str(n // 4) for n in range(8)}
     found = read("four_gpus_direct")
@@ -65,12 +65,12 @@ def test_affinities_are_read_and_absent_where_the_driver_has_none() -> None:
         ("\tGPU0\tGPU1\nGPU0\t X \n", "cannot be parsed: GPU0"),
     ],
 )
-def test_what_is_no_such_table_is_named(table: str, says: str) -> None:
+def test_text_without_a_table_is_refused(table: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         gpu_topology.parse_topology(table)
 
 
-def test_the_table_is_printed_with_what_its_classes_mean() -> None:
+def test_table_is_printed_with_the_meaning_of_its_classes() -> None:
     from windlass.cli.environment.collect_facts import collect_facts
 
     facts = collect_facts() | {"topology": gpu_topology.topology_to_json(read("eight_gpus_nvswitch"))}

@@ -7,7 +7,7 @@ from pathlib import Path
 from windlass.cli.training.run_folder import checkpoint_directory_of, export_directory_of, model_file_folders
 
 
-def test_a_runs_folder(tmp_path: Path) -> None:
+def test_run_folder(tmp_path: Path) -> None:
     out = tmp_path / "OUT"
     (out / "checkpoint" / "step20").mkdir(parents=True)
     assert checkpoint_directory_of(out) == out and model_file_folders(out / "checkpoint") == ()

@@ -33,14 +33,14 @@ def config_of(tmp_path: Path, **values: Any) -> str:
     return str(path)
 
 
-def test_a_plan_is_complete_and_comes_back_from_its_folder(options: TrainOptions) -> None:
+def test_plan_round_trips_through_its_folder(options: TrainOptions) -> None:
     plan = make_training_plan(options)
     assert plan.config["zero_optimization"]["stage"] == 2 and plan.config["optimizer"]["type"] == "AdamW"
     assert plan.eval_every == 10 and plan.token_file.is_file()
     assert read_plan(plan.plan_file) == plan
 
 
-def test_auto_is_filled_from_the_run_and_what_is_written_stays() -> None:
+def test_auto_values_are_filled_and_explicit_values_kept() -> None:
     given = {
         "optimizer": {"type": "Adam", "params": {"lr": "auto", "eps": 1e-7}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 7}},
@@ -52,7 +52,7 @@ def test_auto_is_filled_from_the_run_and_what_is_written_stays() -> None:
     assert json.dumps(given) == before
 
 
-def test_the_default_configuration_leaves_nothing_auto() -> None:
+def test_default_configuration_has_no_auto_left() -> None:
     assert "auto" not in json.dumps(fill_auto(default_config(), 10, 1e-3))
 
 
@@ -69,13 +69,13 @@ def test_resume_takes_everything_from_the_run_and_needs_no_data(options: TrainOp
     assert make_training_plan(TrainOptions(out=options.out, resume=True, nproc=3, steps=50)).steps == 50
 
 
-def test_a_resume_trusts_only_the_code_that_its_own_command_line_trusts(options: TrainOptions) -> None:
+def test_resume_trusts_remote_code_only_by_its_own_flag(options: TrainOptions) -> None:
     assert make_training_plan(replace(options, trust_remote_code=True)).trust_remote_code
     assert not make_training_plan(TrainOptions(out=options.out, resume=True)).trust_remote_code
     assert make_training_plan(TrainOptions(out=options.out, resume=True, trust_remote_code=True)).trust_remote_code
 
 
-def test_a_run_that_was_moved_is_resumed_where_it_lies_now(options: TrainOptions, tmp_path: Path) -> None:
+def test_moved_run_is_resumed_at_its_new_path(options: TrainOptions, tmp_path: Path) -> None:
     make_training_plan(options)
     moved = options.out.rename(tmp_path / "moved")
     plan = make_training_plan(TrainOptions(out=moved, resume=True))
@@ -125,7 +125,7 @@ def test_a_world_size_that_divides_nothing_is_refused_before_the_corpus_is_packe
     assert not options.out.exists()
 
 
-def test_what_a_resume_cannot_change_is_named(options: TrainOptions) -> None:
+def test_resume_refuses_changed_options_by_name(options: TrainOptions) -> None:
     make_training_plan(options)
     with pytest.raises(ConfigError, match="--data, --seq-len"):
         make_training_plan(TrainOptions(out=options.out, resume=True, data=["x"], seq_len=64))
@@ -160,9 +160,7 @@ def test_another_tokenizer_is_not_resumed(options: TrainOptions) -> None:
         make_training_plan(TrainOptions(out=options.out, resume=True))
 
 
-def test_more_steps_than_the_schedule_was_made_for_are_told(
-    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_beyond_the_schedule_are_warned_about(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     make_training_plan(options)
     said: list[str] = []
     monkeypatch.setattr(train_options.logger, "warning", lambda text, *values: said.append(text % values))

@@ -43,7 +43,7 @@ def row(step: int) -> MetricsRow:
     return MetricsRow(step=step, loss=2.0, perplexity=perplexity(2.0), learning_rate=1e-3, tokens_per_second=1234.5)
 
 
-def test_metrics_come_back_and_a_resume_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
+def test_metrics_round_trip_and_a_resume_drops_repeated_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     first = MetricsLog(path, None, after_step=0)
     for step in range(1, 6):
@@ -56,7 +56,7 @@ def test_metrics_come_back_and_a_resume_drops_the_steps_that_are_done_again(tmp_
     assert read_rows(path) == [row(step) for step in range(1, 5)]
 
 
-def test_half_a_row_that_a_killed_run_left_is_dropped(tmp_path: Path) -> None:
+def test_partial_row_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     first = MetricsLog(path, None, after_step=0)
     first.append(row(1))
@@ -75,7 +75,7 @@ def test_a_fresh_run_starts_a_fresh_file(tmp_path: Path) -> None:
     assert read_rows(path) == []
 
 
-def test_without_tensorboard_one_line_says_so(
+def test_missing_tensorboard_logs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[str]]
 ) -> None:
     def missing(folder: Path) -> None:
@@ -104,7 +104,7 @@ def logged() -> Any:
     logging.getLogger("windlass").removeHandler(handler)
 
 
-def test_off_a_terminal_a_run_of_any_length_is_a_few_lines(logged: Callable[[], list[str]]) -> None:
+def test_progress_without_a_terminal_is_a_few_lines(logged: Callable[[], list[str]]) -> None:
     for total in (3, 1000):
         before = len(logged())
         display = ProgressDisplay(total, 0, Console(file=io.StringIO()))
@@ -115,7 +115,7 @@ def test_off_a_terminal_a_run_of_any_length_is_a_few_lines(logged: Callable[[], 
     assert "step 1000/1000  loss 2.000  ppl 7.4  1,234 tok/s  lr 1.00e-03  left 0:00" in logged()[-1]
 
 
-def test_on_a_terminal_it_is_one_live_line(logged: Callable[[], list[str]]) -> None:
+def test_progress_on_a_terminal_is_one_live_line(logged: Callable[[], list[str]]) -> None:
     screen = io.StringIO()
     display = ProgressDisplay(10, 4, Console(file=screen, force_terminal=True, width=200))
     display.show_step(row(5))
@@ -129,16 +129,16 @@ def test_clock(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_what_was_not_measured_is_not_shown_and_overflow_is_infinite() -> None:
+def test_unmeasured_values_are_hidden_and_overflow_is_infinite() -> None:
     assert describe_row(MetricsRow(step=1, loss=1.0)) == "loss 1.000"
     assert perplexity(1e4) == float("inf")
 
 
-def test_smoothing_keeps_a_constant_and_starts_without_a_pull_to_zero() -> None:
+def test_smoothing_keeps_a_constant_and_has_no_bias_to_zero() -> None:
     assert smooth([3.0] * 5) == pytest.approx([3.0] * 5)
 
 
-def test_the_picture_is_a_png_and_a_missing_matplotlib_is_one_line(
+def test_plot_is_a_png_and_missing_matplotlib_logs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[str]]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -153,7 +153,7 @@ def test_the_picture_is_a_png_and_a_missing_matplotlib_is_one_line(
     assert len(logged()) == 1 and "windlass[plot]" in logged()[0]
 
 
-def test_the_first_failure_is_kept_and_told_once(tmp_path: Path) -> None:
+def test_first_failure_is_kept_and_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "failure"
     assert record_failure(path, describe_failure(LossError("not finite at step 3"), rank=1))
     assert not record_failure(path, "what followed from it")
@@ -169,11 +169,11 @@ def test_the_first_failure_is_kept_and_told_once(tmp_path: Path) -> None:
         (ZeroDivisionError("by zero"), ["rank 3", "ZeroDivisionError: by zero", "--debug"]),
     ],
 )
-def test_failures_say_what_and_what_to_do(error: BaseException, words: list[str]) -> None:
+def test_failure_messages_name_cause_and_fix(error: BaseException, words: list[str]) -> None:
     assert all(word in describe_failure(error, rank=3) for word in words)
 
 
-def test_a_signal_is_a_wish_and_its_echo_is_not_a_second_one() -> None:
+def test_first_signal_requests_a_stop_and_its_duplicates_are_ignored() -> None:
     interrupt = StopSignals()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -258,14 +258,16 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
     return run
 
 
-def test_the_parent_tells_a_rank_s_failure(parent: Any) -> None:
+def test_parent_reports_the_failure_of_a_rank(parent: Any) -> None:
     with pytest.raises(TrainingRunError, match="^the loss is not finite$"):
         parent(lambda plan, failure: record_failure(failure, "the loss is not finite") * 1)
     with pytest.raises(TrainingRunError, match="exit code 9"):
         parent(lambda plan, failure: 9)
 
 
-def test_a_stopped_run_is_130_and_says_how_to_go_on(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopped_run_exits_with_130_and_prints_the_resume_command(
+    parent: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     def ranks(plan: TrainingPlan, failure: Path) -> int:
         stopped_marker_path(failure).touch()
         return 1
@@ -289,9 +291,7 @@ def test_the_exit_code_is_that_of_the_signal(
     assert "nothing was saved" in said and "--resume" not in said
 
 
-def test_a_signal_before_a_save_names_the_checkpoint_that_is_there(
-    parent: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_signal_before_a_save_names_the_existing_checkpoint(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
         plan.checkpoint_folder.mkdir()
         (plan.checkpoint_folder / "latest").write_text("step3")
@@ -301,7 +301,7 @@ def test_a_signal_before_a_save_names_the_checkpoint_that_is_there(
     assert "last checkpoint with: windlass train --resume" in capsys.readouterr().err
 
 
-def test_the_last_lines_are_the_score_and_where_things_lie(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_lines_are_the_score_and_the_output_paths(parent: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def ranks(plan: TrainingPlan, failure: Path) -> int:
         result = {"bits_before": 3.456, "bits_after": 1.7, "checkpoint": "c", "picture": "p", "exported": "e"}
         plan.result_file.write_text(json.dumps(result | {"prompt": "def ", "sample": "f():"}))
@@ -313,7 +313,7 @@ def test_the_last_lines_are_the_score_and_where_things_lie(parent: Any, capsys: 
     assert [line.split()[-1] for line in lines[-3:]] == ["c", "p", "e"]
 
 
-def test_a_result_of_an_earlier_run_cannot_pass_for_this_one(parent: Any) -> None:
+def test_result_of_an_earlier_run_is_not_reported(parent: Any) -> None:
     def ranks(plan: TrainingPlan, failure: Path) -> int:
         assert not plan.result_file.exists()
         return 3
@@ -339,7 +339,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return transformers.LlamaForCausalLM(config), folder
 
 
-def test_an_exported_model_loads_with_the_same_logits_and_writes_text(llama: Any, tmp_path: Path) -> None:
+def test_exported_model_loads_with_equal_logits_and_generates_text(llama: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer_dir = llama
@@ -365,7 +365,7 @@ def test_weights_that_do_not_fit_are_not_exported(llama: Any, tmp_path: Path) ->
     assert not any(tmp_path.iterdir())
 
 
-def test_a_failed_export_keeps_the_old_one(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_keeps_the_former_export(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer_dir = llama
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "old").touch()
@@ -379,7 +379,7 @@ def test_a_failed_export_keeps_the_old_one(llama: Any, tmp_path: Path, monkeypat
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["hf", "old"]
 
 
-def test_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:
+def test_directory_replaces_another(tmp_path: Path) -> None:
     for name in ("new", "target"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"of_{name}").touch()
@@ -387,7 +387,7 @@ def test_a_directory_takes_the_place_of_another(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["of_new", "target"]
 
 
-def test_generating_from_no_model_is_refused(tmp_path: Path) -> None:
+def test_generation_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no config.json"):
         generate_continuation(tmp_path, "x", max_new_tokens=1)
 
@@ -417,7 +417,7 @@ def test_a_signal_while_packing_unwinds(number: int, tmp_path: Path, monkeypatch
         signal.signal(number, inherited)
 
 
-def test_a_killed_rank_is_told_and_not_what_followed_from_it(parent: Any) -> None:
+def test_killed_rank_is_reported_without_secondary_failures(parent: Any) -> None:
     def ranks(plan: TrainingPlan, failure: Path) -> LaunchExitStatus:
         record_failure(failure, "connection reset by peer")
         return LaunchExitStatus(137, (RankFailure(1, -9, 0), RankFailure(0, 1, 0)))
@@ -428,7 +428,7 @@ def test_a_killed_rank_is_told_and_not_what_followed_from_it(parent: Any) -> Non
         parent(lambda plan, failure: LaunchExitStatus(139, (RankFailure(0, -11, 0),)))
 
 
-def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_rank_sends_its_reason_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that fails reports the failure to the watchdog.
 
     It exits without reaching the exception hook and would otherwise be taken for a killed rank.
@@ -444,7 +444,7 @@ def test_a_rank_that_fails_tells_the_others_why(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("option", "value"), [("temperature", -1.0), ("temperature", float("nan")), ("max_new_tokens", 0), ("top_p", 2.0)]
 )
-def test_a_draw_out_of_range_is_told_by_its_option_alone(option: str, value: float, tmp_path: Path) -> None:
+def test_sampling_option_out_of_range_is_named(option: str, value: float, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 8, option: value}
     with pytest.raises(ConfigError) as raised:
         generate_continuation(tmp_path, "def", **asked)

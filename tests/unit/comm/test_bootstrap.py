@@ -47,13 +47,13 @@ def warned() -> Iterator[list[str]]:
     logging.getLogger("windlass").removeHandler(handler)
 
 
-def test_half_an_environment_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_environment_is_refused_with_the_missing_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(CommunicationError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"):
         init_distributed()
 
 
-def test_ranks_that_cannot_meet_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rendezvous_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -64,7 +64,7 @@ def test_ranks_that_cannot_meet_are_one_message(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("count", "lines"), [("4", 1), ("1", 0)])
-def test_a_process_of_an_allocation_that_srun_did_not_start_is_told_that_it_is_alone(
+def test_process_not_started_by_srun_is_warned_that_it_trains_alone(
     count: str, lines: int, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", count)
@@ -80,7 +80,7 @@ def test_ranks_on_several_hosts_need_a_master(monkeypatch: pytest.MonkeyPatch) -
         init_distributed()
 
 
-def test_mpi_tells_where_the_master_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_address_is_read_from_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     several_hosts(monkeypatch)
     world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, bcast=lambda value, root: "127.0.0.1")
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
@@ -99,13 +99,13 @@ def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("", DEFAULT_TIMEOUT), ("2", timedelta(minutes=2))])
-def test_patience_comes_from_the_environment(text: str, wanted: timedelta, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_is_read_from_the_environment(text: str, wanted: timedelta, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", text)
     assert default_timeout() == wanted
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1"])
-def test_patience_is_a_positive_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_must_be_positive(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", text)
     with pytest.raises(CommunicationError, match="DEEPSPEED_TIMEOUT = "):
         default_timeout()

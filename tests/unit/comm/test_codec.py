@@ -42,7 +42,7 @@ def through(codec: Codec, tensor: torch.Tensor, out_dtype: torch.dtype) -> torch
 @pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("numel", [1, 7, 64, 65, 1000])
-def test_decoded_values_agree_in_the_dtype_and_in_that_of_sums(codec: Codec, dtype: torch.dtype, numel: int) -> None:
+def test_decoded_values_have_the_requested_and_the_sum_dtype(codec: Codec, dtype: torch.dtype, numel: int) -> None:
     tensor = values(numel, dtype)
     same, wide = through(codec, tensor, dtype), through(codec, tensor, accumulation_dtype(dtype))
     assert bool(torch.isfinite(wide).all())
@@ -61,7 +61,7 @@ def test_bf16_rounds_as_torch_does(dtype: torch.dtype) -> None:
     assert get_codec("bf16").encoded_size(1001, dtype) == 2002
 
 
-def test_identity_takes_every_dtype_and_bf16_floats_alone() -> None:
+def test_identity_accepts_every_dtype_and_bf16_only_floats() -> None:
     for dtype in (torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e5m2):
         assert get_codec("identity").accepts(dtype) and not get_codec("bf16").accepts(dtype)
         tensor = torch.ones(5).to(dtype)
@@ -79,7 +79,7 @@ def test_sums_are_in_float32_or_wider() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_registry() -> None:
+def test_codec_registry() -> None:
     assert list_codecs() == ["bf16", "identity"]
     mine = SignCodec()
     register_codec(mine)

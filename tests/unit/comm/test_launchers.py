@@ -102,7 +102,7 @@ PLACES: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_place_is_read(name: str) -> None:
+def test_rank_environment_is_read(name: str) -> None:
     environ, wanted = PLACES[name]
     place = rank_environment(environ)
     assert place is not None
@@ -111,11 +111,11 @@ def test_a_place_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_NTASKS": "4"}, {"PMI_RANK": "0"}, {"MASTER_ADDR": "a"}])
-def test_no_launcher_is_no_place(environ: dict[str, str]) -> None:
+def test_rank_environment_is_none_without_a_launcher(environ: dict[str, str]) -> None:
     assert rank_environment(environ) is None
 
 
-def test_other_launchers_are_looked_for_only_where_wanted() -> None:
+def test_other_launchers_are_detected_only_on_request() -> None:
     assert rank_environment(OMPI, others=False) is None
 
 
@@ -128,12 +128,12 @@ def test_other_launchers_are_looked_for_only_where_wanted() -> None:
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is missing"),
     ],
 )
-def test_what_is_wrong_is_named(environ: dict[str, str], words: str) -> None:
+def test_invalid_environment_is_refused_by_variable(environ: dict[str, str], words: str) -> None:
     with pytest.raises(CommunicationError, match=words):
         rank_environment(environ)
 
 
-def test_what_looks_wrong_is_said() -> None:
+def test_suspicious_environment_is_warned_about() -> None:
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}
     alone = {**OMPI, "RANK": "0", "WORLD_SIZE": "1"}
     for environ, words in (
@@ -144,7 +144,7 @@ def test_what_looks_wrong_is_said() -> None:
         assert place is not None and words in place.warning
 
 
-def test_the_local_rank_is_the_first_that_is_said() -> None:
+def test_local_rank_is_the_first_variable_set() -> None:
     assert local_rank_of({"LOCAL_RANK": "2", "SLURM_LOCALID": "1"}) == 2
     assert local_rank_of({"SLURM_LOCALID": "1"}) == 1
     assert local_rank_of({}) is None

@@ -21,7 +21,7 @@ def test_loopback_addresses(address: str | None, expected: bool) -> None:
     assert is_loopback(address) == expected
 
 
-def test_an_interface_that_the_user_named_is_kept() -> None:
+def test_interface_set_by_the_user_is_kept() -> None:
     interfaces = {name for _, name in socket.if_nameindex()}
     assert gloo_at_loopback({GLOO_INTERFACE: "eth7"}) == {}
     assert gloo_at_loopback({})[GLOO_INTERFACE] in interfaces & {"lo", "lo0"}
@@ -46,6 +46,6 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "1"}
         ({**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"}, False),
     ],
 )
-def test_ranks_of_one_host_are_known(environ: dict[str, str], expected: bool) -> None:
+def test_ranks_of_one_host_are_detected(environ: dict[str, str], expected: bool) -> None:
     place = rank_environment(environ)
     assert place is not None and place.one_host == expected

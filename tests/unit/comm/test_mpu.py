@@ -45,13 +45,13 @@ small = st.integers(1, 3)
 
 
 @given(small, small, small, small, small)
-def test_sizes_in_the_order_of_the_mesh_are_read_on_every_rank(pp: int, shard: int, ep: int, sp: int, tp: int) -> None:
+def test_mpu_sizes_are_read_on_every_rank(pp: int, shard: int, ep: int, sp: int, tp: int) -> None:
     grid = MeshShape(pp=pp, dp_shard=shard, ep=ep, sp=sp, tp=tp)
     for rank in range(0, grid.world, max(1, grid.world // 7)):
         assert read_at(rank, unit(grid, rank), grid.world) == {"pp": pp, "ep": ep, "sp": sp, "tp": tp}
 
 
-def test_words_of_each_kind_of_unit() -> None:
+def test_method_names_of_each_kind_of_mpu() -> None:
     grid = MeshShape(pp=2, dp_shard=2, tp=2)
     deepspeed = unit(grid, 5, {"pp": "pipe_parallel", "tp": "slice_parallel"}, model_parallel_world_size=4)
     assert read_at(5, deepspeed, 8) == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
@@ -63,16 +63,16 @@ def test_words_of_each_kind_of_unit() -> None:
     assert read_at(1, both, 4)["sp"] == 2
 
 
-def test_data_ranks_may_be_counted_with_those_of_a_sequence() -> None:
+def test_data_ranks_may_include_sequence_ranks() -> None:
     grid = MeshShape(dp_shard=2, sp=2)
     assert read_at(1, unit(grid, 1, data_parallel_world_size=4, data_parallel_rank=1), 4)["sp"] == 2
 
 
-def test_nothing_is_asked_of_a_unit_that_knows_no_other_axis() -> None:
+def test_mpu_without_other_axes_has_sizes_of_one() -> None:
     assert sizes_of_mpu(SimpleNamespace(), 6) == {"pp": 1, "ep": 1, "sp": 1, "tp": 1}
 
 
-def test_sizes_multiply_to_the_world() -> None:
+def test_product_of_sizes_must_equal_the_world() -> None:
     mpu = unit(MeshShape(pp=2, dp_shard=2, tp=2), 0)
     with pytest.raises(ConfigError, match=r"pp 2 x sp 1 x tp 2 x ep 1 do not divide the world of 6"):
         sizes_of_mpu(mpu, 6)
@@ -80,7 +80,7 @@ def test_sizes_multiply_to_the_world() -> None:
         sizes_of_mpu(mpu, 16)
 
 
-def test_another_order_of_ranks_is_refused_with_both_places() -> None:
+def test_other_rank_order_is_refused_with_both_coordinates() -> None:
     grid = MeshShape(pp=2, dp_shard=2)  # pp is the slowest axis here, but faster than data in the mpu's order
     mpu = unit(grid, 1, pipeline_model_parallel_rank=1, data_parallel_rank=0)
     with pytest.raises(ConfigError) as caught:
@@ -91,7 +91,7 @@ def test_another_order_of_ranks_is_refused_with_both_places() -> None:
         read_at(0, unit(MeshShape(dp_shard=2, tp=2), 0, data_parallel_rank=1), 4)
 
 
-def test_a_unit_that_was_never_set_up_is_told() -> None:
+def test_uninitialized_mpu_is_refused() -> None:
     def unset() -> int:
         raise AssertionError("tensor model parallel group is not initialized")
 
@@ -100,7 +100,7 @@ def test_a_unit_that_was_never_set_up_is_told() -> None:
         sizes_of_mpu(mpu, 4)
 
 
-def test_ranks_that_hear_different_sizes_are_told() -> None:
+def test_sizes_that_differ_between_ranks_are_refused() -> None:
     def gathered(heard: list[Any], said: Any) -> None:
         heard[:] = [said, ({**said[0], "tp": 1}, "")]
 

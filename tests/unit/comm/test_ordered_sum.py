@@ -16,7 +16,7 @@ def parts_of(count: int, numel: int, dtype: torch.dtype = torch.float32) -> list
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("numel", [0, 1, 33, CHUNK + 5])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_equals_adding_in_rank_order(count: int, numel: int, add: bool) -> None:
+def test_ordered_sum_equals_addition_in_rank_order(count: int, numel: int, add: bool) -> None:
     parts = parts_of(count, numel)
     out = torch.ones(numel)
     wanted = parts[0].clone()

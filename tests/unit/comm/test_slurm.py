@@ -20,11 +20,11 @@ from windlass.comm.slurm import allocated_hosts, expand_counts, expand_hosts, po
         ("n-1-[2-3].site.org", ["n-1-2.site.org", "n-1-3.site.org"]),
     ],
 )
-def test_lists_of_hosts(text: str, expected: list[str]) -> None:
+def test_host_lists_are_expanded(text: str, expected: list[str]) -> None:
     assert expand_hosts(text) == expected
 
 
-def test_what_is_no_list_of_slurms() -> None:
+def test_invalid_host_lists_are_refused() -> None:
     for text in ("", "n[1", "n]1", "n[x]", "n[1-]", "n[3-1]", "a;b", "a,,b", "a b", "$(a)"):
         with pytest.raises(CommunicationError, match="not a Slurm host list"):
             expand_hosts(text)

@@ -24,7 +24,7 @@ def named(dims: list[int]) -> ProcessTopology:
 
 
 @given(sizes)
-def test_every_place_has_one_rank(dims: list[int]) -> None:
+def test_every_coordinate_has_one_rank(dims: list[int]) -> None:
     box = named(dims)
     assert sorted(box.mapping.values()) == list(range(box.world_size()))
     for place, rank in box.mapping.items():
@@ -34,7 +34,7 @@ def test_every_place_has_one_rank(dims: list[int]) -> None:
 
 
 @given(sizes, st.data())
-def test_groups_of_an_axis_hold_every_rank_once_and_differ_in_it_alone(dims: list[int], data: st.DataObject) -> None:
+def test_groups_of_an_axis_partition_the_ranks(dims: list[int], data: st.DataObject) -> None:
     box = named(dims)
     axis = data.draw(st.sampled_from(box.axes))
     groups = box.get_axis_comm_lists(axis)
@@ -47,7 +47,7 @@ def test_groups_of_an_axis_hold_every_rank_once_and_differ_in_it_alone(dims: lis
         assert box.get_axis_list(axis, idx) == sorted(group[idx] for group in groups)
 
 
-def test_the_words_of_deepspeed() -> None:
+def test_topology_methods_equal_deepspeed() -> None:
     box = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     assert (box.get_axis_names(), box.dims) == (["pipe", "data", "model"], [2, 2, 2])
     assert box.get_rank(pipe=1, data=0, model=1) == 5
@@ -71,7 +71,7 @@ def test_the_words_of_deepspeed() -> None:
     assert str(two) == "pipe 2 x data 3"
 
 
-def test_a_place_is_named_whole_and_lies_inside() -> None:
+def test_incomplete_or_invalid_coordinates_are_refused() -> None:
     box = PipeDataParallelTopology(num_pp=2, num_dp=2)
     with pytest.raises(ValueError, match="filter_match accepts a subset"):
         box.get_rank(pipe=0)
@@ -92,7 +92,7 @@ small = st.integers(1, 3)
 
 
 @given(small, small, small, small, small, small)
-def test_a_grid_in_these_words(pp: int, replicate: int, shard: int, ep: int, sp: int, tp: int) -> None:
+def test_topology_of_a_mesh_has_its_groups(pp: int, replicate: int, shard: int, ep: int, sp: int, tp: int) -> None:
     grid = MeshShape(pp, replicate, shard, ep, sp, tp)
     box = topology_of(grid)
     assert [tuple(group) for group in box.get_axis_comm_lists("pipe")] == grid.groups("pp")

@@ -67,7 +67,7 @@ def test_the_host() -> None:
     assert host.lazy_call(lambda: 5) == 5
 
 
-def test_memory_figures_are_the_processes_own() -> None:
+def test_memory_figures_are_per_process() -> None:
     host = CPU_Accelerator()
     before = host.memory_allocated()
     assert 0 < before <= host.total_memory() and 0 < host.available_memory() <= host.total_memory()
@@ -101,14 +101,14 @@ def test_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CPU_Accelerator().device_count() == 3
 
 
-def test_cuda_names_need_no_cuda() -> None:
+def test_cuda_names_exist_without_cuda() -> None:
     cuda = CUDA_Accelerator()
     assert (cuda.device_name(), cuda.device_name(1), cuda.device_name("2")) == ("cuda", "cuda:1", "cuda:2")
     assert cuda.communication_backend_name() == "nccl" and not cuda.use_host_timers()
     assert cuda.visible_devices_envs() == ["CUDA_VISIBLE_DEVICES"] and "NCCL" in cuda.export_envs()
 
 
-def test_one_is_chosen_and_another_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_is_detected_and_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_accelerator() is get_accelerator()
     assert get_accelerator()._name == ("cuda" if torch.cuda.is_available() else "cpu")
     assert real_accelerator.is_current_accelerator_supported()

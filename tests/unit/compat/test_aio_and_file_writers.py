@@ -19,7 +19,7 @@ DATA = torch.arange(10_000, dtype=torch.float32)
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_tensors_come_back(threads: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tensors_round_trip(threads: int, dtype: torch.dtype, tmp_path: Path) -> None:
     handle = aio_handle(4096, 8, False, True, threads)
     data, file = DATA.to(dtype), str(tmp_path / "one")
     assert handle.sync_pwrite(data, file) == 1
@@ -29,7 +29,7 @@ def test_tensors_come_back(threads: int, dtype: torch.dtype, tmp_path: Path) -> 
     assert handle.get_block_size() == 4096 and handle.get_intra_op_parallelism() == threads
 
 
-def test_several_at_once(tmp_path: Path) -> None:
+def test_parallel_requests(tmp_path: Path) -> None:
     handle = aio_handle(1024, intra_op_parallelism=2)
     files = [str(tmp_path / str(n)) for n in range(3)]
     assert [handle.async_pwrite(DATA + n, file) for n, file in enumerate(files)] == [0, 0, 0]
@@ -54,7 +54,7 @@ def test_offsets_and_functions(tmp_path: Path) -> None:
     assert part.tolist() == [20, 21, 22]
 
 
-def test_what_goes_wrong_is_said(tmp_path: Path) -> None:
+def test_io_errors_are_reported(tmp_path: Path) -> None:
     handle, file = aio_handle(), str(tmp_path / "short")
     (tmp_path / "short").write_bytes(b"1234")
     with pytest.raises(StorageError, match="short ends at byte 4, but the tensor needs 36 bytes more"):
@@ -87,7 +87,7 @@ def test_torch_saves_through_the_fast_writer(double: bool, memory: int, zipped: 
     assert torch.equal(loaded["weight"], saved["weight"]) and loaded["step"] == 3  # type: ignore[arg-type]
 
 
-def test_the_plain_writer_and_the_mock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_writer_and_mock_writer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = PyFileWriter(tmp_path / "model.pt")
     torch.save({"weight": DATA}, writer)
     writer.flush()
@@ -102,7 +102,7 @@ def test_the_plain_writer_and_the_mock(tmp_path: Path, capsys: pytest.CaptureFix
     assert mock._stats["bytes"] >= DATA.nbytes
 
 
-def test_a_file_that_is_open_is_written_by_its_number(tmp_path: Path) -> None:
+def test_open_file_is_written_by_its_descriptor(tmp_path: Path) -> None:
     file = os.open(tmp_path / "one", os.O_CREAT | os.O_WRONLY)
     handle = aio_handle(1024)
     assert handle.async_pwrite(buffer=DATA[:5000], fd=file, file_offset=0) == 0 and handle.wait() == 1
@@ -114,7 +114,7 @@ def test_a_file_that_is_open_is_written_by_its_number(tmp_path: Path) -> None:
         handle.sync_pwrite(DATA)
 
 
-def test_a_smaller_layout_takes_every_old_rank_once() -> None:
+def test_smaller_layout_maps_every_old_rank_once() -> None:
     """Neighbours along an axis merge, and each old rank is used exactly once."""
     old, new = (
         model_3d_desc(pp_degree=2, tp_degree=2, dp_degree=2),

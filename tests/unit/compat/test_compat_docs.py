@@ -19,12 +19,12 @@ def generator() -> ModuleType:
     return module
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_page_is_up_to_date() -> None:
     text = (ROOT / "docs" / "compat.md").read_text("utf-8")
     assert generator().render_page(text) == text, "run python tools/generate_compat_docs.py"
 
 
-def test_checking_says_that_the_page_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_a_stale_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = generator()
     module.PAGE = tmp_path / "compat.md"
     module.PAGE.write_text("<!-- generated: counts -->old<!-- end generated -->", "utf-8")

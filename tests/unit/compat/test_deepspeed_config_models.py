@@ -20,7 +20,7 @@ from windlass.compat.config_sections import (
 )
 
 
-def test_short_names_of_stage_3() -> None:
+def test_stage_3_aliases_are_accepted() -> None:
     config = DeepSpeedZeroConfig(stage=3, stage3_max_reuse_distance=7, prefetch_bucket_size=8)
     assert (config.max_reuse_distance, config.stage3_prefetch_bucket_size) == (7, 8)
     config.max_reuse_distance = 9
@@ -28,7 +28,7 @@ def test_short_names_of_stage_3() -> None:
     assert DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True).gather_16bit_weights_on_model_save
 
 
-def test_what_depends_on_other_keys() -> None:
+def test_defaults_depend_on_other_keys() -> None:
     assert [DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in range(4)] == [False, False, False, True]
     config = DeepSpeedZeroConfig(cpu_offload=True, cpu_offload_param=True, overlap_comm="auto")
     assert isinstance(config.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
@@ -46,7 +46,7 @@ def test_leaf_modules() -> None:
 
 
 @pytest.mark.parametrize("value", [True, math.inf, math.nan, -1, [], "abc"])
-def test_a_loss_scale_that_is_none(value: Any) -> None:
+def test_missing_loss_scale(value: Any) -> None:
     with pytest.raises(ValidationError):
         DeepSpeedFP16Config(loss_scale=value)
 
@@ -62,7 +62,7 @@ def test_dynamic_scaling_needs_positive_bounds(field: str) -> None:
     assert config.dynamic_loss_scale_args()["init_scale"] == config.initial_dynamic_scale() == 16
 
 
-def test_getters_answer_from_a_dict() -> None:
+def test_getters_read_a_dict() -> None:
     assert isinstance(getters.get_bfloat16_config({}), DeepSpeedBF16Config)
     assert getters.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
     assert getters.get_float16_config({"fp16": {"loss_scale": 4}}).loss_scale == 4
@@ -87,6 +87,6 @@ def test_getters_answer_from_a_dict() -> None:
         ("get_checkpoint_tag_validation_mode", {"tag_validation": "Maybe"}),
     ],
 )
-def test_getters_refuse_what_is_no_value(getter: str, given: dict[str, Any]) -> None:
+def test_getters_refuse_invalid_values(getter: str, given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"max|int8|\[1\]|Maybe"):
         getattr(getters, getter)(given)

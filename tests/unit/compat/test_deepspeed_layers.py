@@ -16,7 +16,7 @@ from windlass.compat.zero_linear import LinearModuleForZeroStage3, zero3_linear_
 
 @pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (2, 3), (5, 1), (7, 11)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_tiles_equal_the_whole_layer(in_splits: int, out_splits: int, bias: bool) -> None:
+def test_tiled_layer_equals_the_layer(in_splits: int, out_splits: int, bias: bool) -> None:
     """Tiles have the output and the gradients of the whole layer."""
     whole = nn.Linear(7, 11, bias=bias)
     tiled = TiledLinear(7, 11, bias=bias, in_splits=in_splits, out_splits=out_splits, init_linear=whole)
@@ -44,7 +44,7 @@ def test_tiles_of_layers_that_return_their_bias() -> None:
 
 
 @pytest.mark.parametrize("splits", [0, 5])
-def test_tiles_that_do_not_fit(splits: int) -> None:
+def test_tiles_of_wrong_sizes_are_refused(splits: int) -> None:
     with pytest.raises(RuntimeError, match="in_splits"):
         TiledLinear(4, 4, in_splits=splits)
     with pytest.raises(RuntimeError, match="out_splits"):
@@ -55,7 +55,7 @@ def test_tiles_that_do_not_fit(splits: int) -> None:
 
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_linear_of_stage_3(shape: tuple[int, ...], autocast: bool) -> None:
+def test_stage_3_linear(shape: tuple[int, ...], autocast: bool) -> None:
     """The function equals `F.linear`, with gradients in the dtype of their operand, also under torch.func."""
     found = []
     for function in (F.linear, zero3_linear_wrap):
@@ -72,7 +72,7 @@ def test_the_linear_of_stage_3(shape: tuple[int, ...], autocast: bool) -> None:
         torch.testing.assert_close(ours, plain, rtol=2e-2 if autocast else 1e-5, atol=2e-2 if autocast else 1e-5)
 
 
-def test_the_linear_of_stage_3_under_transforms() -> None:
+def test_stage_3_linear_under_function_transforms() -> None:
     module = LinearModuleForZeroStage3(8, 4)
     x = torch.randn(3, 8)
     gradients, value = torch.func.grad_and_value(lambda w: zero3_linear_wrap(x, w, None).sum())(module.weight)
@@ -117,7 +117,7 @@ def test_routes_as_masks(k: int, factor: float) -> None:
     assert whole.shape[2] == min(int(counts.max()), 12) and (whole != 0).sum() == 12 * k
 
 
-def test_routes_that_nobody_knows() -> None:
+def test_unknown_routes_are_refused() -> None:
     with pytest.raises(PolicyError, match="drop_policy"):
         topkgating(torch.randn(4, 2), 1, 1.0, 0, drop_policy="luck")
     with pytest.raises(AssertionError, match="min_capacity"):

@@ -54,7 +54,7 @@ def stepped(make: Make) -> list[torch.Tensor]:
         (lambda p: FusedLamb(p, lr=0.1), lambda p: Lamb(p, lr=0.1)),
     ],
 )
-def test_steps_are_the_plain_optimizers(ours: Make, torchs: Make) -> None:
+def test_steps_equal_the_torch_optimizers(ours: Make, torchs: Make) -> None:
     for found, wanted in zip(stepped(ours), stepped(torchs), strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -67,7 +67,7 @@ def test_they_are_torch_optimizers(cls: type[torch.optim.Optimizer]) -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # torch's schedulers accept it
 
 
-def test_arguments_by_place_are_deepspeeds() -> None:
+def test_positional_arguments_equal_deepspeed() -> None:
     parameter = [nn.Parameter(torch.zeros(2))]
     group = FusedAdam(parameter, 0.5, True, (0.1, 0.2), 1e-3, False, 0.3).param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.1, 0.2), 1e-3, 0.3)
@@ -86,7 +86,7 @@ def test_arguments_by_place_are_deepspeeds() -> None:
         (lambda p: DeepSpeedCPUAdagrad(p, amsgrad=True), "amsgrad"),
     ],
 )
-def test_variants_that_are_not_computed_are_refused(make: Make, named: str) -> None:
+def test_unsupported_variants_are_refused(make: Make, named: str) -> None:
     with pytest.raises(RuntimeError, match=named):
         make([nn.Parameter(torch.zeros(2))])
 
@@ -104,7 +104,7 @@ def test_narrow_states() -> None:
     assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_gradients_are_emptied_as_asked() -> None:
+def test_zero_grad_honors_set_to_none() -> None:
     for none in (True, False):
         parameter = nn.Parameter(torch.ones(2))
         parameter.grad = torch.ones(2)
@@ -112,7 +112,7 @@ def test_gradients_are_emptied_as_asked() -> None:
         assert (parameter.grad is None) == none
 
 
-def test_they_are_stepped_span_by_span_and_strangers_of_them_are_not() -> None:
+def test_classes_are_elementwise_and_their_subclasses_are_not() -> None:
     class Mine(FusedAdam):
         pass
 
@@ -132,7 +132,7 @@ def test_hooks_run_once_a_step() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_adagrad_takes_sparse_gradients_as_torchs() -> None:
+def test_adagrad_accepts_sparse_gradients_as_torch_does() -> None:
     """Over several steps with rows that are touched now and then, the values equal those of torch's sparse Adagrad."""
     from windlass.base.errors import ModelError
     from windlass.compat.optimizers.deepspeed_cpu_optimizers import DeepSpeedCPUAdagrad

@@ -31,7 +31,7 @@ class Net(nn.Module):
         self.mixture = MoE(4, nn.Linear(4, 4), num_experts=4, ep_size=ep_size, k=1, use_residual=True)
 
 
-def test_layers_of_experts_take_what_deepspeeds_take() -> None:
+def test_expert_layers_have_deepspeed_arguments() -> None:
     names = list(
         inspect.signature(MoE.__init__.__wrapped__ if hasattr(MoE.__init__, "__wrapped__") else MoE).parameters
     )
@@ -45,7 +45,7 @@ def test_layers_of_experts_take_what_deepspeeds_take() -> None:
         MoE(4, nn.Linear(4, 4), 3, 2)
 
 
-def test_experts_say_what_they_are_and_nothing_is_put_on_them() -> None:
+def test_experts_have_deepspeed_attributes_and_no_others() -> None:
     net = Net()
     told = {name for name, p in net.named_parameters() if expert_parameters.is_moe_param(p)}
     assert told == {name for name, _ in net.named_parameters() if "deepspeed_experts" in name} and len(told) == 8
@@ -61,7 +61,7 @@ def test_experts_say_what_they_are_and_nothing_is_put_on_them() -> None:
     assert all(expert_parameters.is_moe_param(p) for p in stacked.deepspeed_moe.experts.parameters())
 
 
-def test_experts_get_groups_of_their_own() -> None:
+def test_experts_get_separate_groups() -> None:
     net = Net()
     given = {"params": list(net.parameters()), "name": "all", "lr": 0.5}
     made = expert_parameters.split_params_into_different_moe_groups_for_optimizer(given)
@@ -77,7 +77,7 @@ def test_experts_get_groups_of_their_own() -> None:
     torch.optim.AdamW(made)
 
 
-def test_groups_of_experts_have_a_largest_size() -> None:
+def test_expert_groups_have_a_maximum_size() -> None:
     net = Net()
     many = [{"params": list(net.parameters()), "name": "all"}]
     made = expert_parameters.split_params_into_different_moe_groups_for_optimizer(many, max_group_size=20)
@@ -93,7 +93,7 @@ def test_groups_of_experts_have_a_largest_size() -> None:
     assert sizes == [[16], [4]] * 4
 
 
-def test_groups_without_experts_come_back() -> None:
+def test_groups_without_experts_are_returned() -> None:
     """Groups without experts are returned unchanged: scripts call these functions for any model."""
     net = torch.nn.Linear(2, 2)
     for given in ({"params": net.parameters(), "name": "all"}, [{"params": [net.weight]}, {"params": [net.bias]}]):
@@ -107,7 +107,7 @@ def test_groups_without_experts_come_back() -> None:
         expert_parameters.configure_moe_param_groups(["all"])
 
 
-def test_a_script_marks_experts_of_its_own() -> None:
+def test_script_can_mark_its_own_experts() -> None:
     net = torch.nn.Linear(2, 2)
     net.bias.allreduce = False  # type: ignore[attr-defined]
     assert expert_parameters.split_params_into_shared_and_expert_params(net.parameters()) == ([net.weight], [net.bias])
@@ -132,7 +132,7 @@ def test_groups_of_experts_need_an_engine() -> None:
 # ----------------------------------------------------------------------------------------------- tensor parallelism
 
 
-def test_what_tp_model_init_was_told_reaches_the_configuration(tmp_path: Path) -> None:
+def test_arguments_of_tp_model_init_reach_the_configuration(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     assert tp_model_init.tp_model_init(model, tp_size=2, dtype=torch.bfloat16) is model
     assert tp_model_init.tp_model_init(model, 2, torch.bfloat16, config=None) is model
@@ -149,7 +149,7 @@ def test_what_tp_model_init_was_told_reaches_the_configuration(tmp_path: Path) -
     )
 
 
-def test_arguments_that_were_recorded_are_those_of_the_next_model() -> None:
+def test_recorded_arguments_apply_to_the_next_model() -> None:
     tp_model_init.record_tp_model_init_args(4, torch.float32, None, None)
     assert tp_model_init.config_with_tp_arguments(nn.Linear(1, 1), CONFIG)["tensor_parallel"] == {"autotp_size": 4}
     assert tp_model_init.config_with_tp_arguments(nn.Linear(1, 1), CONFIG) is CONFIG
@@ -203,7 +203,7 @@ def unit(**sizes: int) -> Any:
         ({"tensor_parallel": {"autotp_size": 2}}, unit(tensor_model=2, data=4), 4),
     ],
 )
-def test_a_configuration_counts_ranks_that_read_samples(
+def test_batch_sizes_count_data_loading_ranks(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], mpu: Any, readers: int
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -211,13 +211,13 @@ def test_a_configuration_counts_ranks_that_read_samples(
     assert (found.world_size, found.train_batch_size) == (readers, readers * 6)
 
 
-def test_a_configuration_that_contradicts_its_unit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_that_contradicts_its_mpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match="two sizes of one axis, tp"):
         DeepSpeedConfig({**CONFIG, "tensor_parallel": {"autotp_size": 4}}, mpu=unit(tensor_model=2))
 
 
-def test_keys_of_pipelines_are_heard() -> None:
+def test_pipeline_keys_are_applied() -> None:
     given = {**CONFIG, "pipeline": {"stages": "auto", "partition": "uniform", "of_no_version": 1}}
     assert resolve_tolerated_keys(given)["pipeline"] == {"stages": "auto", "partition": "uniform"}
     plain = {**CONFIG, "pipeline": {"stages": 2}}

@@ -53,7 +53,7 @@ def _levels() -> Iterator[None]:
     own_logger.setLevel(before[1])
 
 
-def test_the_loggers_level_is_windlass_own_too() -> None:
+def test_logger_level_is_shared_with_windlass() -> None:
     rank_logging.logger.setLevel(logging.ERROR)
     assert own_logger.level == logging.ERROR
     rank_logging.set_log_level_from_string("Debug")
@@ -62,7 +62,7 @@ def test_the_loggers_level_is_windlass_own_too() -> None:
         rank_logging.set_log_level_from_string("loud")
 
 
-def test_chosen_ranks_speak(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_chosen_ranks_print(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     rank_logging.print_dist("alone")
     assert rank_logging.get_dist_msg("alone", [3]) == "[Rank -1] alone"
     with one_rank(tmp_path):
@@ -73,7 +73,7 @@ def test_chosen_ranks_speak(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "[Rank -1] alone\n"
 
 
-def test_once_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_once_logs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(rank_logging.logger, "warning", lambda text, *_: said.append(text))
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_torch_versions() -> None:
     assert not rank_logging.required_torch_version(max_version="2.9") and not rank_logging.required_torch_version(99)
 
 
-def test_leaves() -> None:
+def test_z3_leaf_modules() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), nn.ReLU()))
     assert z3_leaf_modules.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[1][0]]
     assert z3_leaf_modules.z3_leaf_module(model[0]) and not z3_leaf_modules.z3_leaf_module(model)
@@ -107,7 +107,7 @@ def test_leaves() -> None:
         z3_leaf_modules.set_z3_leaf_modules_by_name(model, ["9"])
 
 
-def test_groups_of_data_ranks_alone(tmp_path: Any) -> None:
+def test_data_parallel_groups(tmp_path: Any) -> None:
     with pytest.raises(AssertionError, match="init_distributed"):
         parallel_groups._get_data_parallel_group()
     with one_rank(tmp_path):
@@ -131,7 +131,7 @@ def test_groups_of_data_ranks_alone(tmp_path: Any) -> None:
         parallel_groups.initialize()
 
 
-def test_a_scripts_own_unit_is_asked(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpu_of_the_script_is_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     unit = SimpleNamespace(
         get_data_parallel_world_size=lambda: 4,
         get_data_parallel_rank=lambda: 2,
@@ -183,7 +183,7 @@ def test_a_log_of_timers_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("[Rank -1] time (ms) | a: 0.")
 
 
-def test_samples_a_second_leave_out_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_excludes_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [0.0]
     monkeypatch.setattr(wall_clock_timers, "_synchronized_time", lambda: moment[0])
     said: list[str] = []
@@ -200,7 +200,7 @@ def test_samples_a_second_leave_out_the_first_steps(monkeypatch: pytest.MonkeyPa
     assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
 
 
-def test_ranges_keep_the_function() -> None:
+def test_nvtx_decorator_keeps_the_function() -> None:
     @nvtx_ranges.instrument_w_nvtx
     def double(x: int) -> int:
         """Twice."""
@@ -209,7 +209,7 @@ def test_ranges_keep_the_function() -> None:
     assert double(3) == 6 and double.__name__ == "double" and double.__doc__ == "Twice."
 
 
-def test_built_on_a_device() -> None:
+def test_on_device_constructs_on_the_device() -> None:
     with OnDevice(torch.float16, "meta"):
         layer = nn.Linear(4, 2)
         index = torch.arange(3)
@@ -224,14 +224,14 @@ def test_built_on_a_device() -> None:
     assert nn.Linear(2, 2).weight.dtype == torch.float32
 
 
-def test_a_loader_begins_again() -> None:
+def test_repeating_loader_restarts() -> None:
     loader = RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
     with pytest.raises(StopIteration):
         next(RepeatingLoader([]))
 
 
-def test_nested_tensors_move() -> None:
+def test_nested_tensors_are_moved() -> None:
     inner = torch.ones(2)
     nested = {"a": [inner, (torch.zeros(1), "text", 3)]}
     moved = runtime_functions.move_to_device(nested, "meta")
@@ -263,7 +263,7 @@ def test_memory_is_shown_only_when_forced(monkeypatch: pytest.MonkeyPatch) -> No
     assert said[0].startswith("here: host resident")
 
 
-def test_norms_are_torchs() -> None:
+def test_norms_equal_torch() -> None:
     torch.manual_seed(0)
     layer, twin = nn.Linear(5, 3), nn.Linear(5, 3)
     for module in (layer, twin):
@@ -281,7 +281,7 @@ def test_norms_are_torchs() -> None:
     assert norm_functions.get_weight_norm(layer.weight) == pytest.approx(layer.weight.norm().item())
 
 
-def test_norms_that_are_none() -> None:
+def test_invalid_norms_are_detected() -> None:
     assert norm_functions.get_global_norm([3.0, 4.0]) == 5.0
     assert norm_functions.get_global_norm([3.0, -1.0]) == norm_functions.get_global_norm([3.0, math.nan]) == math.inf
     assert norm_functions.is_invalid_grad_norm(torch.tensor(-1.0)) and not norm_functions.is_invalid_grad_norm(0.0)
@@ -304,7 +304,7 @@ def test_norms_that_are_none() -> None:
     )
 
 
-def test_parts() -> None:
+def test_balanced_partitions() -> None:
     # values of DeepSpeed 0.19.8
     assert balanced_partition.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
     assert balanced_partition.partition_uniform(3, 5) == [0, 1, 2, 3, 3, 3]
@@ -315,7 +315,7 @@ def test_parts() -> None:
     assert balanced_partition.prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
 
 
-def test_paths_of_modules() -> None:
+def test_module_paths() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.ModuleDict({"a": nn.ModuleList([nn.ReLU(), nn.Linear(2, 2)])}))
     assert attribute_paths.recursive_getattr(model, "1.a.1") is model[1]["a"][1]
     new = nn.Tanh()
@@ -340,7 +340,7 @@ def test_transposed_layers_become_linear() -> None:
     torch.testing.assert_close(model(data), wanted)
 
 
-def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numa_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numa_cores.parse_range_list("0-3,8") == [0, 1, 2, 3, 8] and numa_cores.parse_range_list("") == []
     for wrong in ("3-1", "a", "1,1", "0-"):
         with pytest.raises(ValueError):
@@ -353,7 +353,7 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         numa_cores.get_numactl_cmd("0-1", 3, 0)
 
 
-def test_names_of_files_are_those_that_are_written() -> None:
+def test_file_name_helpers_match_the_written_files() -> None:
     from windlass.checkpoint import deepspeed_export
     from windlass.compat import checkpoint_constants as names
 
@@ -361,7 +361,7 @@ def test_names_of_files_are_those_that_are_written() -> None:
     assert names.get_zero_ckpt_name_for_rank("a", 3, 0) == "a/zero_pp_rank_3_mp_rank_00_optim_states.pt"
 
 
-def test_monitors_answer_by_the_words_of_their_sections(tmp_path: Path) -> None:
+def test_monitors_have_the_attributes_of_their_sections(tmp_path: Path) -> None:
     from windlass.compat.monitor_writers import WandbMonitor, csvMonitor, get_monitor_config
 
     files = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
@@ -371,7 +371,7 @@ def test_monitors_answer_by_the_words_of_their_sections(tmp_path: Path) -> None:
     assert (wandb.enabled, wandb.group, wandb.team, wandb.project) == (False, "g", None, "deepspeed")
 
 
-def test_adamw_is_not_asked_to_be_adam(caplog: pytest.LogCaptureFixture) -> None:
+def test_adamw_has_no_adam_w_mode(caplog: pytest.LogCaptureFixture) -> None:
     """AdamW accepts `adam_w_mode` false and ignores it, with a warning, because DeepSpeed's AdamW ignores it too."""
     from windlass.compat.tolerated_keys import resolve_tolerated_keys
 
@@ -382,7 +382,7 @@ def test_adamw_is_not_asked_to_be_adam(caplog: pytest.LogCaptureFixture) -> None
     assert resolve_tolerated_keys({"optimizer": {**given["optimizer"], "type": "Adam"}})["optimizer"]["type"] == "Adam"
 
 
-def test_pinned_memory_is_summed_and_reported_as_it_doubles(caplog: pytest.LogCaptureFixture) -> None:
+def test_pinned_memory_is_summed_and_logged_at_each_doubling(caplog: pytest.LogCaptureFixture) -> None:
     from windlass.compat import pinned_memory
 
     tracker = pinned_memory.PinnedMemoryTracker()
@@ -401,7 +401,7 @@ def test_pinned_memory_is_summed_and_reported_as_it_doubles(caplog: pytest.LogCa
     assert [pinned_memory.format_bytes(size) for size in (512, 2048, 2**20)] == ["512 B", "2.0 KB", "1.00 MB"]
 
 
-def test_deprecated_keys_are_told_by_the_scripts_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deprecated_keys_are_logged_by_the_logger_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     from windlass.compat.config_sections import DeepSpeedZeroConfig
 
     said: list[str] = []
@@ -410,7 +410,7 @@ def test_deprecated_keys_are_told_by_the_scripts_logger(monkeypatch: pytest.Monk
     assert len(said) == 1 and "elastic checkpointing is deprecated" in said[0]
 
 
-def test_parameters_that_a_backward_uses_are_counted() -> None:
+def test_parameters_used_in_a_backward_are_counted() -> None:
     used, unused, frozen = (nn.Parameter(torch.ones(2), requires_grad=number < 2) for number in range(3))
     seen: list[int] = []
     used.register_hook(

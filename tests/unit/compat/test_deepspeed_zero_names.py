@@ -28,7 +28,7 @@ from windlass.compat.zero_functions import apply_to_tensors_only
 from windlass.optim.loss_scale import DynamicLossScale, StaticLossScale
 
 
-def test_bytes_are_those_that_deepspeed_reckons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_estimates_equal_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
     """Estimates equal DeepSpeed 0.19.8's for 1e9 parameters, 1e7 in the largest layer, 2 nodes of 8 GPUs."""
     sizes = (10**9, 10**7, 8, 2)
     assert estimate_zero3_model_states_mem_needs(*sizes) == (13_500_000_000, 40_000_000, 40_000_000)
@@ -44,7 +44,7 @@ def test_bytes_are_those_that_deepspeed_reckons(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("zero_init=") == 6
 
 
-def test_init_tells_its_parameters() -> None:
+def test_init_has_the_documented_signature() -> None:
     names = list(inspect.signature(Init).parameters)
     assert names[:3] == ["module", "data_parallel_group", "mem_efficient_linear"] and "config_dict_or_path" in names
 
@@ -58,7 +58,7 @@ class Section(DeepSpeedConfigModel):
     named: int = Field(0, alias="other")
 
 
-def test_a_model_of_a_section_passes_old_keys_on() -> None:
+def test_config_model_migrates_deprecated_keys() -> None:
     assert Section(old="a").new == ["a"] and Section(other=2).named == Section(named=2).named == 2
     assert Section(count="auto").count == 0
     for wrong in ({"count": "x"}, {"new": "x"}, {"typo": 1}):
@@ -70,13 +70,13 @@ def test_a_model_of_a_section_passes_old_keys_on() -> None:
         dict_raise_error_on_duplicate_keys([("a", 1), ("a", 2)])
 
 
-def test_a_function_of_tensors_reaches_them_where_they_are() -> None:
+def test_apply_to_tensors_reaches_nested_tensors() -> None:
     pair = namedtuple("pair", "a b")
     made = apply_to_tensors_only(lambda x: x + 1, {"p": pair(torch.zeros(1), "text"), "l": [torch.ones(1), None]})
     assert made["p"].a.item() == 1 and made["p"].b == "text" and made["l"][0].item() == 2 and made["l"][1] is None
 
 
-def test_muon_by_its_old_names() -> None:
+def test_muon_aliases() -> None:
     """Groups choose Muon or Adam by `use_muon`, and omitted settings have DeepSpeed's defaults."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 3)
@@ -95,7 +95,7 @@ def test_muon_by_its_old_names() -> None:
         MuonWithAuxAdam([{"params": [layer.weight]}])
 
 
-def test_a_module_of_parameters_in_the_container_of_stage_3_works_as_before() -> None:
+def test_stage_3_container_keeps_a_module_working() -> None:
     layer = nn.Linear(3, 2)
     given, x = layer._parameters, torch.ones(1, 3)
     wanted = layer(x)
@@ -108,7 +108,7 @@ def test_a_module_of_parameters_in_the_container_of_stage_3_works_as_before() ->
     ensure_zero_ordered_dict(object())
 
 
-def test_the_cast_of_a_module_to_given_dtypes() -> None:
+def test_module_cast_to_given_dtypes() -> None:
     class Holder(Precision):
         def __init__(self) -> None:
             self.module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -140,7 +140,7 @@ def test_the_cast_of_a_module_to_given_dtypes() -> None:
         (3, 2, True, [4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 8]),
     ],
 )
-def test_the_dynamic_loss_scale_is_deepspeeds(
+def test_dynamic_loss_scale_equals_deepspeed(
     window: int, hysteresis: int, consecutive: bool, scales: list[float]
 ) -> None:
     """Scales equal those of DeepSpeed 0.19.8 after each step; `o` is a step that overflows."""
@@ -162,7 +162,7 @@ def scale_at_stage_0(window: int) -> list[float]:
     ]  # fmt: skip
 
 
-def test_sums_of_gradients_go_with_nothing_that_is_not_built() -> None:
+def test_gradient_sum_is_refused_with_unsupported_features() -> None:
     from windlass.compat.deepspeed_config import DeepSpeedConfig
 
     asked = {"train_batch_size": 1, "gradient_allreduce_op": "SUM"}

@@ -79,7 +79,7 @@ def test_a_rate_from_a_section() -> None:
     assert rate({"type": "Nope", "params": {}})[0] is None
 
 
-def test_before_a_step_the_last_rate_is_the_first() -> None:
+def test_last_lr_before_a_step_is_the_first() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     schedule = lr_schedule_arguments.WarmupLR(optimizer, warmup_min_lr=0.01, warmup_max_lr=0.1)
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -90,7 +90,7 @@ def test_before_a_step_the_last_rate_is_the_first() -> None:
         lr_schedule_arguments.WarmupLR(optimizer, warmup_num_steps=0)
 
 
-def test_names_are_the_schedules_own() -> None:
+def test_schedule_names_equal_their_classes() -> None:
     assert set(lr_schedule_arguments.VALID_LR_SCHEDULES) == set(DEEPSPEED_SCHEDULES)
     for name in lr_schedule_arguments.VALID_LR_SCHEDULES:
         assert issubclass(getattr(lr_schedule_arguments, name), DEEPSPEED_SCHEDULES[name])
@@ -110,7 +110,7 @@ def test_rates_and_wrapped_optimizers() -> None:
         lr_schedule_arguments.get_torch_optimizer([])
 
 
-def test_words_and_configurations() -> None:
+def test_arguments_and_configurations() -> None:
     assert (
         runtime_constants.GRADIENT_CLIPPING_DEFAULT == 1.0 and runtime_constants.ONEBIT_LAMB_OPTIMIZER == "onebitlamb"
     )
@@ -135,7 +135,7 @@ def test_muon_flags() -> None:
     assert not hasattr(other.hidden.weight, "use_muon")
 
 
-def test_an_unknown_kind_of_warm_up_is_by_log() -> None:
+def test_unknown_warmup_type_falls_back_to_log() -> None:
     """An unknown kind of warm-up is logarithmic, as in DeepSpeed; windlass's own schedules refuse it."""
     from windlass.compat.tolerated_keys import resolve_tolerated_keys
     from windlass.optim import lr_warmups
@@ -170,7 +170,7 @@ def test_an_unknown_kind_of_warm_up_is_by_log() -> None:
     assert found["scheduler"]["params"] == {"warmup_num_steps": 4} and "warmup_type" in section["params"]
 
 
-def test_the_triangle_has_deepspeeds_lengths() -> None:
+def test_one_cycle_lengths_equal_deepspeed() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     made = lr_schedule_arguments.OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=3, cycle_second_step_size=1)
     assert (made.total_size, made.step_ratio, made.first_step_size, made.second_step_size) == (4, 0.75, 3, 1)

@@ -40,7 +40,7 @@ def _trained(context: CheckpointHiddenStatesOffload | None, *, spoil: bool = Fal
 
 @pytest.mark.usefixtures("_apart")
 @pytest.mark.parametrize(("keeps", "streams"), [(0, True), (1, False), (2, True), (9, True)])
-def test_gradients_are_the_same_and_the_newest_stay(keeps: int, streams: bool) -> None:
+def test_offload_keeps_gradients_and_leaves_the_newest_on_the_device(keeps: int, streams: bool) -> None:
     wanted = _trained(None)
     context = CheckpointHiddenStatesOffload(use_streams=streams, min_offload_bytes=0, keep_last_count=keeps)
     for _ in range(2):  # the second time, all counts start at zero again
@@ -54,13 +54,13 @@ def test_gradients_are_the_same_and_the_newest_stay(keeps: int, streams: bool) -
 
 
 @pytest.mark.usefixtures("_apart")
-def test_a_kept_tensor_that_was_changed_in_place_is_an_error() -> None:
+def test_in_place_change_of_a_saved_tensor_is_an_error() -> None:
     context = CheckpointHiddenStatesOffload(min_offload_bytes=0, keep_last_count=9)
     with context, pytest.raises(ModelError, match="changed in place"):
         _trained(context, spoil=True)
 
 
-def test_nothing_moves_where_memory_is_one() -> None:
+def test_nothing_is_offloaded_on_cpu() -> None:
     context = CheckpointHiddenStatesOffload(min_offload_bytes=0, keep_last_count=0)
     with context:
         _trained(context)
@@ -94,6 +94,6 @@ def test_layers_of_transformers_are_marked_while_a_context_is_active() -> None:
     assert (outer.stats.marked_tensors, inner.stats.marked_tensors) == (1, 1) and not outer._marks
 
 
-def test_counts_below_zero_are_refused() -> None:
+def test_negative_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="keep_last_count = -1 is negative"):
         CheckpointHiddenStatesOffload(keep_last_count=-1)

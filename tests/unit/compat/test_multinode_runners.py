@@ -36,7 +36,7 @@ def test_pdsh_starts_one_agent_on_each_host() -> None:
 
 
 @pytest.mark.parametrize("flag", ["-mca", "--mca"])
-def test_openmpi_takes_the_interface_that_is_named(flag: str) -> None:
+def test_openmpi_uses_the_given_interface(flag: str) -> None:
     plain = _runner(mn.OpenMPIRunner).get_cmd({}, POOL)
     assert plain[:3] == ["mpirun", "-n", "4"] and "eth0" in plain
     assert plain[-6:] == ["UCX_TLS=tcp", sys.executable, "-u", "train.py", "--name", "two words"]
@@ -53,7 +53,7 @@ def test_hydra_sets_the_variables_of_ranks() -> None:
     assert [command[at + 1] for at, word in enumerate(command) if word == "LOCAL_RANK"] == ["0", "1", "0", "1"]
 
 
-def test_slurm_counts_the_slots_that_are_left() -> None:
+def test_slurm_counts_the_remaining_slots() -> None:
     runner = _runner(mn.SlurmRunner, "--include", "worker-1", "--num_gpus", "1")
     command = runner.get_cmd({}, {"worker-1": [0]})
     assert command[:3] == ["srun", "-n", "1"]
@@ -65,7 +65,7 @@ def test_slurm_counts_the_slots_that_are_left() -> None:
         runner.get_cmd({}, {"worker-0": [0, 1], "worker-1": [0]})
 
 
-def test_mvapich_writes_a_hostfile_of_its_own() -> None:
+def test_mvapich_writes_its_hostfile() -> None:
     runner = _runner(mn.MVAPICHRunner)
     hosts = Path(runner.get_cmd({}, POOL)[6])
     try:
@@ -75,7 +75,7 @@ def test_mvapich_writes_a_hostfile_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", [mn.OpenMPIRunner, mn.MPICHRunner, mn.IMPIRunner, mn.MVAPICHRunner])
-def test_mpi_refuses_what_it_cannot_choose(kind: Any) -> None:
+def test_mpi_refuses_unsupported_selections(kind: Any) -> None:
     with pytest.raises(ValueError, match="--include"):
         _runner(kind, "--include", "worker-1")
     with pytest.raises(ValueError, match="--num_gpus"):

@@ -21,7 +21,7 @@ def _count(instructions: list[ps.PipeInstruction], kind: type) -> int:
 
 @pytest.mark.parametrize(("micro_batches", "stages"), SIZES)
 @pytest.mark.parametrize("kind", [ps.TrainSchedule, ps.InferenceSchedule])
-def test_every_send_meets_a_receive(kind: type[ps.PipeSchedule], micro_batches: int, stages: int) -> None:
+def test_every_send_has_a_matching_receive(kind: type[ps.PipeSchedule], micro_batches: int, stages: int) -> None:
     """Each send of a stage has a receive of its neighbour in the same step."""
     for step in _steps(kind, micro_batches, stages):
         for stage in range(stages - 1):

@@ -71,7 +71,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_are_deepspeed_s(name: str) -> None:
+def test_arguments_equal_deepspeed(name: str) -> None:
     wanted = SIGNATURES[name].split()
     assert list(inspect.signature(getattr(comm, name)).parameters)[: len(wanted)] == wanted
 
@@ -109,13 +109,13 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nccl is there")
-def test_without_cuda_ranks_talk_over_gloo(tmp_path: Path) -> None:
+def test_backend_without_cuda_is_gloo(tmp_path: Path) -> None:
     comm.init_distributed("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1, verbose=False)
     assert dist.get_backend() == "gloo" and comm.get_rank() == 0
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_meeting_that_cannot_be_is_one_message() -> None:
+def test_failed_rendezvous_is_one_message() -> None:
     with pytest.raises(CommunicationError, match="could not connect at init_method = 'nowhere://'"):
         comm.init_distributed("gloo", init_method="nowhere://", rank=0, world_size=1)
 
@@ -129,7 +129,7 @@ def test_discovery_fills_the_environment() -> None:
 
 
 @pytest.mark.parametrize("given", [{"comms_logger": {"enabled": True, "prof_ops": "broadcast"}}, "whole", "section"])
-def test_the_log_is_configured_by_what_there_is(given: object) -> None:
+def test_comms_logger_accepts_every_configuration_form(given: object) -> None:
     from windlass.config import load_config
 
     config = {"train_batch_size": 1, "comms_logger": {"enabled": True, "prof_ops": ["broadcast"]}}

@@ -17,7 +17,7 @@ small = st.integers(1, 4)
 
 
 @given(small, small, small, small, small, small)
-def test_data_ranks_fill_what_is_left(pp: int, replicate: int, shard: int, ep: int, sp: int, tp: int) -> None:
+def test_data_axis_fills_the_remaining_ranks(pp: int, replicate: int, shard: int, ep: int, sp: int, tp: int) -> None:
     parallel = {"pp": pp, "dp_replicate": replicate, "ep": ep, "sp": sp, "tp": tp}
     world = pp * replicate * shard * ep * sp * tp
     axes = load_config({"parallel": parallel}).axes(world)
@@ -37,7 +37,7 @@ def _data(axes: Axes) -> tuple[int, int]:
 
 
 @given(small, small, small, small, st.integers(1, 64))
-def test_a_world_that_does_not_fit_is_told_one_that_does(pp: int, ep: int, sp: int, tp: int, world: int) -> None:
+def test_world_size_error_names_a_size_that_fits(pp: int, ep: int, sp: int, tp: int, world: int) -> None:
     config = load_config({"parallel": {"pp": pp, "ep": ep, "sp": sp, "tp": tp}})
     fixed = pp * ep * sp * tp
     if world % fixed == 0:
@@ -50,7 +50,7 @@ def test_a_world_that_does_not_fit_is_told_one_that_does(pp: int, ep: int, sp: i
         assert config.axes(int(count)).world_size == int(count)
 
 
-def test_the_error_has_all_numbers_and_what_would_fit() -> None:
+def test_axis_error_lists_all_sizes_and_what_would_fit() -> None:
     config = load_config({"parallel": {"pp": 2, "tp": 4, "dp_replicate": 2}})
     with pytest.raises(ConfigError) as caught:
         config.axes(24, "torchrun")
@@ -65,7 +65,7 @@ def test_the_error_has_all_numbers_and_what_would_fit() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
-def test_mics_is_how_many_ranks_cut(shard: int, world: int) -> None:
+def test_mics_shard_size_sets_the_shard_axis(shard: int, world: int) -> None:
     config = load_config({"zero_optimization": {"stage": 3, "mics_shard_size": shard}})
     if world % shard:
         with pytest.raises(ConfigError, match=f"mics_shard_size = {shard} does not divide the world size {world};"):
@@ -84,7 +84,7 @@ def test_mics_counts_ranks_along_ep_and_sp() -> None:
         load_config({**source, "zero_optimization": {"mics_shard_size": 3}}).axes(16)
 
 
-def test_mics_and_dp_replicate_say_the_same_or_are_refused() -> None:
+def test_mics_and_dp_replicate_must_agree() -> None:
     def source(replicate: int) -> dict[str, Any]:
         return {"zero_optimization": {"mics_shard_size": 4}, "parallel": {"dp_replicate": replicate}}
 
@@ -94,7 +94,7 @@ def test_mics_and_dp_replicate_say_the_same_or_are_refused() -> None:
             load_config(source(replicate)).axes(8)
 
 
-def test_hpz_names_the_ranks_of_backward_at_stage_three_only() -> None:
+def test_hpz_sets_the_secondary_size_at_stage_three_only() -> None:
     def axes(stage: int, tp: int = 1) -> Axes:
         zero = {"stage": stage, "zero_hpz_partition_size": 2}
         return load_config({"zero_optimization": zero, "parallel": {"tp": tp}}).axes(4)
@@ -122,19 +122,19 @@ DEEPSPEED: list[tuple[dict[str, Any], Axes]] = [
 
 
 @pytest.mark.parametrize(("source", "wanted"), DEEPSPEED)
-def test_keys_of_deepspeed_say_sizes_too(source: dict[str, Any], wanted: Axes) -> None:
+def test_axis_sizes_are_read_from_deepspeed_keys(source: dict[str, Any], wanted: Axes) -> None:
     config = load_config(source)
     assert config.refusals() == []
     assert config.axes(8) == wanted
 
 
-def test_data_parallel_size_is_held_against_what_is_left() -> None:
+def test_data_parallel_size_must_equal_the_remaining_ranks() -> None:
     config = load_config({"sequence_parallel_size": 2, "data_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"data_parallel_size = 2, .* leave 4 data-loading ranks; write 4, or"):
         config.axes(8)
 
 
-def test_what_is_said_elsewhere_counts_and_may_not_disagree() -> None:
+def test_sizes_from_other_sources_are_used_and_must_agree() -> None:
     config = load_config({"parallel": {"tp": 2}})
     assert config.axes(8, other_sizes={"mpu": {"pp": 2, "tp": 2}}) == Axes(pp=2, dp_shard=2, tp=2)
     with pytest.raises(ConfigError, match=r"parallel.tp = 2 and mpu \(tp\) = 4 are two sizes of one axis, tp"):
@@ -143,7 +143,7 @@ def test_what_is_said_elsewhere_counts_and_may_not_disagree() -> None:
         config.axes(8, other_sizes={"mpu": {"pp": 2}, "PipelineModule": {"pp": 4}})
 
 
-def test_the_ulysses_degree_fits_whoever_says_sp() -> None:
+def test_ulysses_degree_must_fit_sp_from_any_source() -> None:
     config = load_config({"parallel": {"sp_mode": "ulysses+ring", "ulysses_degree": 1}})
     assert config.axes(4, other_sizes={"mpu": {"sp": 4}}).sp == 4
     said = load_config({"parallel": {"sp": 4, "sp_mode": "ulysses+ring", "ulysses_degree": 2}}).parallel
@@ -154,12 +154,12 @@ def test_the_ulysses_degree_fits_whoever_says_sp() -> None:
 
 
 @pytest.mark.parametrize("world", [0, -1])
-def test_a_world_has_ranks(world: int) -> None:
+def test_world_size_must_be_positive(world: int) -> None:
     with pytest.raises(ConfigError, match=f"the world size {world} is not positive"):
         load_config({}).axes(world)
 
 
-def test_one_table_from_both_spellings() -> None:
+def test_partition_table_merges_both_spellings() -> None:
     specs = [
         {"patterns": [r".*\.o_proj\.weight$", r".*down"], "partition_type": "row"},
         {"patterns": r".*up", "model_types": ["gpt2"]},
@@ -206,7 +206,7 @@ def test_one_table_from_both_spellings() -> None:
         ({"parallel": {"tpp": 2}}, "nearest is parallel.tp"),
     ],
 )
-def test_values_that_cannot_be_meant(source: dict[str, Any], words: str) -> None:
+def test_invalid_values_are_refused(source: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(source)
 

@@ -27,7 +27,7 @@ def configured(states: tuple[str, ...], values: tuple[int, ...]) -> dict[str, An
 
 
 @pytest.mark.parametrize("states", list(product(STATES, repeat=3)))
-def test_every_combination_resolves_or_names_what_is_missing(states: tuple[str, ...]) -> None:
+def test_every_combination_resolves_or_names_the_missing_key(states: tuple[str, ...]) -> None:
     world, micro, steps = 4, 3, 2
     given_ = dict(zip(KEYS, (state == "present" for state in states), strict=True))
     train = micro * steps * world if given_[MICRO] or given_[ACCUMULATION] else 12
@@ -49,7 +49,7 @@ def test_every_combination_resolves_or_names_what_is_missing(states: tuple[str, 
 
 
 @given(sizes, sizes, sizes, st.sampled_from([s for s in product((True, False), repeat=3) if s[0] or s[1]]))
-def test_what_is_left_out_is_found_again(micro: int, steps: int, world: int, kept: tuple[bool, ...]) -> None:
+def test_omitted_sizes_are_derived(micro: int, steps: int, world: int, kept: tuple[bool, ...]) -> None:
     only_one = sum(kept) == 1
     steps = 1 if only_one else steps
     whole = dict(zip(KEYS, (micro * steps * world, micro, steps), strict=True))
@@ -59,7 +59,7 @@ def test_what_is_left_out_is_found_again(micro: int, steps: int, world: int, kep
 
 
 @given(sizes, sizes, sizes, sizes)
-def test_nothing_is_rounded(train: int, micro: int, steps: int, world: int) -> None:
+def test_sizes_are_never_rounded(train: int, micro: int, steps: int, world: int) -> None:
     for source in (
         {TRAIN: train, MICRO: micro},
         {TRAIN: train, ACCUMULATION: steps},
@@ -97,7 +97,7 @@ def test_a_derived_number_is_shown_as_derived() -> None:
         load_config({TRAIN: 7}).resolve_batch(2)
 
 
-def test_every_ranks_share_must_be_at_least_one() -> None:
+def test_micro_batch_size_must_be_at_least_one() -> None:
     with pytest.raises(ConfigError, match='"train_batch_size": 8$'):
         load_config({TRAIN: 4}).resolve_batch(8)
 
@@ -128,7 +128,7 @@ def test_ranks_along_pp_sp_and_tp_read_the_same_samples(tmp_path: Path) -> None:
     assert f"4  dp_replicate x dp_shard x ep of the world size 8 (torchrun): {axes}" in text
 
 
-def test_readers_are_counted_on_the_axes_that_are_given() -> None:
+def test_data_loading_ranks_follow_from_the_given_axes() -> None:
     config = load_config({MICRO: 1})
     axes = config.axes(8, "torchrun", {"mpu": {"tp": 4}})
     assert config.resolve_batch(8, "torchrun", axes).train == 2

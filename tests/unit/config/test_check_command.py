@@ -26,7 +26,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_good_configuration_prints_the_resolved_table(tmp_path: Path) -> None:
+def test_valid_configuration_prints_the_resolved_table(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         '{"train_batch_size": 32, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3, "mics_shard_size": 2},'
@@ -49,7 +49,7 @@ def test_a_good_configuration_prints_the_resolved_table(tmp_path: Path) -> None:
         assert words in text, words
 
 
-def test_everything_wrong_is_printed_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_printed_at_once(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         '{"train_batch_size": 3, "zero_optimisation": {}, "fp16": {"enabled": true, "hysteresis": 1.5},\n'
@@ -73,7 +73,7 @@ def test_everything_wrong_is_printed_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_what_cannot_be_read_is_one_message(tmp_path: Path, text: str | None) -> None:
+def test_unreadable_file_is_one_message(tmp_path: Path, text: str | None) -> None:
     path = write(tmp_path, text) if text is not None else str(tmp_path / "missing.json")
     code, output = run(path)
     assert code == 1
@@ -93,14 +93,14 @@ def _offloaded(*paths: Path) -> str:
     return f'{{"train_batch_size": 1, "zero_optimization": {{"stage": 2, "offload_optimizer": {section}}}}}'
 
 
-def test_disks_are_looked_at_and_left_as_they_are(tmp_path: Path) -> None:
+def test_disks_are_inspected_without_changes(tmp_path: Path) -> None:
     code, text = run(write(tmp_path, _offloaded(tmp_path / "new" / "deep")))
     assert code == 0
     assert f"disk        {tmp_path}/new/deep (" in text and " free" in text
     assert not (tmp_path / "new").exists()
 
 
-def test_a_path_that_is_a_file_is_to_be_mended(tmp_path: Path) -> None:
+def test_path_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     code, text = run(write(tmp_path, _offloaded(tmp_path, tmp_path / "file", tmp_path / "file" / "below")))
     assert code == 1
@@ -108,13 +108,13 @@ def test_a_path_that_is_a_file_is_to_be_mended(tmp_path: Path) -> None:
     assert f"no disk tier at {tmp_path}/file: ENOTDIR" in text and "name a directory (nvme_path)" in text
 
 
-def test_a_path_that_may_not_be_written_to_is_to_be_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_path_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to any path
     code, text = run(write(tmp_path, _offloaded(tmp_path)))
     assert code == 1 and f"no disk tier at {tmp_path}: EACCES" in text and "may write to" in text
 
 
-def test_memory_that_looks_like_a_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tmpfs_path_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.storage.disk_path_info.filesystem_of", lambda path: "tmpfs")
     code, text = run(write(tmp_path, _offloaded(tmp_path)))
     assert code == 0 and "tmpfs" in text and "this is memory" in text
@@ -129,7 +129,7 @@ CONFIGS = {
 }
 
 
-def test_a_file_for_the_trainer_is_fine_and_says_what_is_filled_in(tmp_path: Path) -> None:
+def test_trainer_file_passes_and_lists_the_auto_values(tmp_path: Path) -> None:
     path = write(tmp_path, CONFIGS["trainer"])
     for arguments in ((), ("--client", "trainer")):
         code, text = run(path, *arguments)
@@ -152,7 +152,7 @@ def test_a_file_for_the_trainer_is_fine_and_says_what_is_filled_in(tmp_path: Pat
     assert 'zero_optimization.overlap_comm = "auto": accelerate fails here' in text and "2 to fix" in text
 
 
-def test_a_file_for_accelerate_is_guessed(tmp_path: Path) -> None:
+def test_accelerate_file_is_detected(tmp_path: Path) -> None:
     code, text = run(write(tmp_path, CONFIGS["accelerate"]))
     assert code == 0 and "filled in by accelerate (4)" in text
     assert "zero_optimization.stage: zero_stage of the DeepSpeedPlugin" in text
@@ -160,7 +160,7 @@ def test_a_file_for_accelerate_is_guessed(tmp_path: Path) -> None:
     assert code == 1 and "transformers' Trainer does not fill it in" in text
 
 
-def test_one_auto_alone_says_nothing_of_a_client(tmp_path: Path) -> None:
+def test_single_auto_value_identifies_no_client(tmp_path: Path) -> None:
     code, text = run(write(tmp_path, '{"train_batch_size": 4, "train_micro_batch_size_per_gpu": "auto"}'))
     assert code == 0 and "filled in by" not in text and "4 = micro 4 x accumulation 1 x 1 rank" in text
 
@@ -174,7 +174,7 @@ def test_one_auto_alone_says_nothing_of_a_client(tmp_path: Path) -> None:
         '\ufeff{"train_batch_size": 4}',
     ],
 )
-def test_what_json_load_refuses_is_a_warning(tmp_path: Path, text: str) -> None:
+def test_syntax_that_json_load_refuses_is_a_warning(tmp_path: Path, text: str) -> None:
     code, printed = run(write(tmp_path, text))
     with pytest.raises(json.JSONDecodeError) as refused:
         json.loads(text)
@@ -184,7 +184,7 @@ def test_what_json_load_refuses_is_a_warning(tmp_path: Path, text: str) -> None:
     assert "transformers, accelerate and DeepSpeed read it with json.load" in printed
 
 
-def test_comments_are_left_out_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_comments_are_removed_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from windlass.config import load_config
 
     path = write(

@@ -129,10 +129,10 @@ def test_a_contradiction_is_found_and_names_its_key(key: str, source: dict[str, 
 
 
 @pytest.mark.parametrize("source", FINE)
-def test_what_only_looks_like_one_is_fine(source: dict[str, Any]) -> None:
+def test_compatible_combinations_are_accepted(source: dict[str, Any]) -> None:
     assert validate_config(source).problems == []
 
 
-def test_every_rule_is_reached_by_a_case_above() -> None:
+def test_every_rule_has_a_case() -> None:
     configs = [validate_config(source).config for _, source in BROKEN]
     assert all(any(list(rule(config)) for config in configs) for rule in CONTRADICTION_RULES)

@@ -29,7 +29,7 @@ def test_generated_text_is_up_to_date(name: str) -> None:
     assert (ROOT / "docs" / name).read_text("utf-8") == text, "run python tools/generate_config_docs.py"
 
 
-def test_checking_says_which_page_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_the_stale_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = generator()
     for name in ("config.md", "composition.md"):
         (tmp_path / name).write_text((ROOT / "docs" / name).read_text("utf-8"), "utf-8")
@@ -40,7 +40,7 @@ def test_checking_says_which_page_is_stale(tmp_path: Path, capsys: pytest.Captur
     assert module.main(["--check"]) == 0
 
 
-def test_the_page_names_every_key() -> None:
+def test_page_lists_every_key() -> None:
     page = (ROOT / "docs" / "config.md").read_text("utf-8")
     for row in config_keys():
         assert f"`{row.path}`" in page or row.owner, row.path
@@ -59,7 +59,7 @@ def _properties(schema: dict[str, Any], steps: list[str]) -> dict[str, Any] | No
     return node
 
 
-def test_the_editors_schema_has_every_key_in_every_spelling() -> None:
+def test_editor_schema_has_every_key_and_alias() -> None:
     schema = json.loads((ROOT / "docs" / "ds_config.schema.json").read_text("utf-8"))
     assert '"windlass": ' not in json.dumps(schema)
     checked = 0

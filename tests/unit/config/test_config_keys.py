@@ -39,7 +39,7 @@ def row_of(key: Key) -> ConfigKey | None:
     return find_key(key.root, path, key.owner)
 
 
-def test_every_key_has_a_verdict_and_a_reason() -> None:
+def test_every_key_has_a_status_and_a_reason() -> None:
     keys = committed()
     assert len(set(keys)) == len(keys) == 613
     for key in keys:
@@ -48,7 +48,7 @@ def test_every_key_has_a_verdict_and_a_reason() -> None:
         assert row.reason or row.status is KeyStatus.HONOURED, key
 
 
-def test_every_row_stands_for_a_key_or_says_why_it_is_there() -> None:
+def test_every_row_is_a_key_or_has_a_reason() -> None:
     """A row that DeepSpeed does not have is marked as native, holds keys, or is a spelling of torch's."""
     known = {row_of(key) for key in committed()}
     for row in set(config_keys()) - known:
@@ -60,14 +60,14 @@ def test_every_row_stands_for_a_key_or_says_why_it_is_there() -> None:
         )
 
 
-def test_honoured_keys_are_described() -> None:
+def test_honored_keys_are_described() -> None:
     for row in config_keys():
         if not row.owner and row.status is KeyStatus.HONOURED:
             assert row.reason.endswith((".", ")")), row.path
 
 
 @pytest.mark.skipif(not FACTS.is_file(), reason="DeepSpeed's list of keys is not beside the project")
-def test_the_committed_paths_and_spellings_are_deepspeeds() -> None:
+def test_recorded_paths_and_aliases_equal_deepspeed() -> None:
     facts = json.loads(FACTS.read_text("utf-8"))["keys"]
     keys = [
         Key(ROOTS.get(fact.get("root"), TRAINING_CONFIG), fact["path"], fact.get("applies_to") or "") for fact in facts
@@ -80,7 +80,7 @@ def test_the_committed_paths_and_spellings_are_deepspeeds() -> None:
 
 
 @pytest.mark.skipif(not FACTS.is_file(), reason="DeepSpeed's list of keys is not beside the project")
-def test_plain_defaults_are_deepspeeds() -> None:
+def test_plain_defaults_equal_deepspeed() -> None:
     """A default of DeepSpeed that is a plain value is the default here too, so that an omitted key means the same."""
     differing = {
         # DeepSpeed's default is a bare name, ours a list of one
@@ -111,7 +111,7 @@ def refused_fields() -> list[ConfigKey]:
     ]
 
 
-def test_a_switch_that_is_on_is_refused_by_name_and_off_is_fine() -> None:
+def test_unsupported_switch_is_refused_by_name_if_on() -> None:
     switches = [row.path for row in refused_fields() if row.path.endswith(".enabled") and row.path.count(".") == 1]
     assert len(switches) > 10
     for path in switches:
@@ -121,7 +121,7 @@ def test_a_switch_that_is_on_is_refused_by_name_and_off_is_fine() -> None:
         assert load_config(at(path, False)).refusals() == []
 
 
-def test_a_section_that_is_off_may_say_anything() -> None:
+def test_disabled_section_is_not_checked() -> None:
     for row in refused_fields():
         section, _, key = row.path.partition(".")
         other = {"true or false": True, "string": "x"}.get(row.type)
@@ -161,7 +161,7 @@ ASKS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "value"), ASKS)
-def test_what_asks_for_something_unbuilt_is_refused_by_name(path: str, value: Any) -> None:
+def test_unsupported_features_are_refused_by_name(path: str, value: Any) -> None:
     source = at(path, value)
     if path.split(".")[0] in ("fp16", "bf16", "torch_autocast"):
         source[path.split(".")[0]]["enabled"] = True
@@ -170,20 +170,20 @@ def test_what_asks_for_something_unbuilt_is_refused_by_name(path: str, value: An
     assert refusals[0].reason and str(refusals[0]).startswith(f"{path} = ")
 
 
-def test_a_refused_key_in_a_list_of_sections_is_named_with_its_place() -> None:
+def test_refused_key_in_a_list_of_sections_is_named_with_its_index() -> None:
     specs = [{"patterns": "a"}, {"patterns": ["b"], "gather_output": True}]
     refusals = load_config({"tensor_parallel": {"partition_config": {"layer_specs": specs}}}).refusals()
     assert [one.path for one in refusals] == ["tensor_parallel.partition_config.layer_specs[1].gather_output"]
 
 
-def test_experts_are_asked_for_by_their_switch() -> None:
+def test_experts_are_enabled_by_their_switch() -> None:
     asked = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "comm_backend": "deepep", "top_k": 2}
     refusals = load_config({"expert_parallel": asked}).refusals()
     assert {one.path for one in refusals} == {"expert_parallel.comm_backend", "expert_parallel.top_k"}
     assert load_config({"expert_parallel": {**asked, "enabled": False}}).refusals() == []
 
 
-def test_nothing_is_refused_by_default_whatever_section_is_named() -> None:
+def test_empty_sections_are_accepted() -> None:
     assert load_config({}).refusals() == []
     from windlass.config import Config
 
@@ -211,7 +211,7 @@ def test_refusals_are_raised_as_one_error() -> None:
     assert "nebula.enabled" in str(caught.value) and "graph_harvesting" in str(caught.value)
 
 
-def test_the_old_spelling_of_offload_means_the_new_one() -> None:
+def test_deprecated_offload_keys_are_aliases() -> None:
     old = load_config(
         {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}}
     ).zero_optimization

@@ -44,7 +44,7 @@ EXPECTED = {
 }
 
 
-def test_everything_wrong_is_reported_at_once_with_line_and_fix(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once_with_line_and_fix(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(BROKEN)
     found = {problem.path: problem for problem in validate_config(path).problems}
@@ -58,13 +58,13 @@ def test_everything_wrong_is_reported_at_once_with_line_and_fix(tmp_path: Path) 
     assert all(key in str(caught.value) for key in EXPECTED)
 
 
-def test_a_faulty_key_does_not_take_its_neighbours_away() -> None:
+def test_invalid_key_does_not_drop_its_neighbors() -> None:
     config = validate_config({"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}, "nonsense": 1}).config
     assert (config.zero_optimization.stage, config.zero_optimization.reduce_bucket_size) == (2, 500_000_000)
 
 
 @pytest.mark.parametrize(("written", "meant"), [(5e8, 500_000_000), ("2", 2), (1e6, 1_000_000), (0.94e6, 940_000)])
-def test_numbers_that_circulate_are_integers(written: Any, meant: int) -> None:
+def test_common_number_spellings_are_integers(written: Any, meant: int) -> None:
     assert (
         load_config({"zero_optimization": {"reduce_bucket_size": written}}).zero_optimization.reduce_bucket_size
         == meant
@@ -72,7 +72,7 @@ def test_numbers_that_circulate_are_integers(written: Any, meant: int) -> None:
 
 
 @pytest.mark.parametrize("written", [980.1, True, "many", None, [1], 0, -5])
-def test_other_values_are_no_bucket_sizes(written: Any) -> None:
+def test_invalid_bucket_sizes_are_refused(written: Any) -> None:
     with pytest.raises(ConfigError, match="zero_optimization.reduce_bucket_size"):
         load_config({"zero_optimization": {"reduce_bucket_size": written}})
 
@@ -106,7 +106,7 @@ def test_wrong_configurations_are_errors(bad: dict[str, Any]) -> None:
         load_config(bad)
 
 
-def test_older_spellings_are_understood() -> None:
+def test_deprecated_spellings_are_accepted() -> None:
     zero = {
         "prefetch_bucket_size": 1,
         "param_persistence_threshold": 2,
@@ -156,7 +156,7 @@ def test_auto_is_the_default_in_sections_and_unfilled_elsewhere() -> None:
     }
 
 
-def test_infinity_never_prints() -> None:
+def test_infinity_is_never_printed() -> None:
     assert load_config({"steps_per_print": math.inf}).steps_per_print == math.inf
 
 
@@ -171,7 +171,7 @@ def test_dtypes_are_read_in_every_spelling_that_base_knows() -> None:
             assert read is not None and dtypes.parse_dtype(read) is dtypes.parse_dtype(spelled)
 
 
-def test_a_configuration_cannot_be_changed() -> None:
+def test_configuration_is_immutable() -> None:
     config = load_config({})
     with pytest.raises(ValueError, match="frozen"):
         config.zero_optimization.stage = 3

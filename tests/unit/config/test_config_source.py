@@ -101,7 +101,7 @@ def test_finding_lines_never_fails(text: str) -> None:
         ("hello", ["not JSON"]),
     ],
 )
-def test_what_cannot_be_parsed_says_where(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_parse_error_names_its_position(tmp_path: Path, text: str, words: list[str]) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
@@ -114,7 +114,7 @@ def test_a_missing_file_is_named(missing: str) -> None:
         load_config(missing)
 
 
-def test_an_unreadable_file_says_why(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_config(tmp_path)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\xff")
@@ -130,7 +130,7 @@ def test_another_type_is_refused() -> None:
 @pytest.mark.skipif(
     not CONFIGS.is_dir(), reason="the collection of circulating configurations is not beside the project"
 )
-def test_circulating_configurations_load() -> None:
+def test_published_configurations_load() -> None:
     paths = sorted(CONFIGS.glob("*.json"))
     assert paths
     for path in paths:

@@ -67,7 +67,7 @@ def test_optimizer_parameters_are_those_of_the_class(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_a_resolved_optimizer_is_the_one_that_is_built(name: str) -> None:
+def test_resolved_optimizer_equals_the_constructed_one(name: str) -> None:
     config = load_config({"optimizer": {"type": name.upper(), "params": {"weight_decay": 0.1}}})
     assert config.optimizer is not None
     resolved = config.optimizer.resolve()
@@ -79,7 +79,7 @@ def test_a_resolved_optimizer_is_the_one_that_is_built(name: str) -> None:
 
 
 @pytest.mark.parametrize(("params", "name", "decay"), [({}, "AdamW", 0.0), ({"adam_w_mode": False}, "Adam", None)])
-def test_adam_is_decoupled_unless_told_otherwise(params: dict[str, Any], name: str, decay: float | None) -> None:
+def test_adam_decouples_weight_decay_by_default(params: dict[str, Any], name: str, decay: float | None) -> None:
     config = load_config({"optimizer": {"type": "Adam", "params": params}})
     assert config.optimizer is not None
     assert config.optimizer.resolve().name == name
@@ -98,14 +98,14 @@ def test_schedule_parameters_are_those_of_the_class(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*optimizer_section.UNSUPPORTED_OPTIMIZERS])
-def test_optimizers_that_are_not_built_load_and_are_refused(name: str) -> None:
+def test_unsupported_optimizers_load_and_are_refused(name: str) -> None:
     assert [one.path for one in load_config({"optimizer": {"type": name}}).refusals()] == ["optimizer.type"]
     with pytest.raises(ValueError, match="refused"):
         optimizer_factory.resolve_optimizer_class(name)
 
 
 @pytest.mark.parametrize("name", [*scheduler_section.UNSUPPORTED_SCHEDULES])
-def test_schedules_that_are_not_built_load_and_are_refused(name: str) -> None:
+def test_unsupported_schedules_load_and_are_refused(name: str) -> None:
     assert [one.path for one in load_config({"scheduler": {"type": name}}).refusals()] == ["scheduler.type"]
     with pytest.raises(ValueError, match="refused"):
         scheduler_factory.resolve_scheduler_class(name)

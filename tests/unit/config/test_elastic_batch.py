@@ -17,9 +17,7 @@ def section(**values: object) -> Elasticity:
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(12, 3000), st.integers(1, 8), st.booleans())
-def test_every_number_of_ranks_that_is_named_shares_the_batch_exactly(
-    sizes: list[int], bound: int, least: int, larger: bool
-) -> None:
+def test_valid_world_sizes_divide_the_batch(sizes: list[int], bound: int, least: int, larger: bool) -> None:
     asked = section(micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, prefer_larger_batch=larger)
     try:
         found = find_elastic_batch(asked)
@@ -75,7 +73,7 @@ def by_the_rule(sizes: list[int], bound: int, least: int, most: int, larger: boo
     st.integers(4, 64),
     st.booleans(),
 )
-def test_it_is_what_the_rule_says(sizes: list[int], bound: int, least: int, most: int, larger: bool) -> None:
+def test_elastic_batch_follows_the_rule(sizes: list[int], bound: int, least: int, most: int, larger: bool) -> None:
     asked = section(
         micro_batch_sizes=sizes, max_train_batch_size=bound, min_gpus=least, max_gpus=most, prefer_larger_batch=larger
     )
@@ -88,13 +86,13 @@ def test_it_is_what_the_rule_says(sizes: list[int], bound: int, least: int, most
     assert (found.train, list(found.rank_counts)) == (train, ranks)
 
 
-def test_the_numbers_with_many_divisors_are_all_there() -> None:
+def test_highly_composite_numbers_are_complete() -> None:
     from windlass.config.elastic_batch import _MANY_DIVISORS
 
     assert [n for n in _MANY_DIVISORS if n <= 720] == MANY_DIVISORS
 
 
-def test_it_comes_to_what_deepspeed_comes_to() -> None:
+def test_elastic_batch_equals_deepspeed() -> None:
     """The result equals DeepSpeed's: 10 000 samples, micro-batches of 8, 12, 16 or 17, 32 to 1500 GPUs.
 
     DeepSpeed chooses a batch of 9792, which 23 numbers of GPUs can share.
@@ -106,13 +104,13 @@ def test_it_comes_to_what_deepspeed_comes_to() -> None:
     assert solve_elastic_batch(asked, 64).micro == 17
 
 
-def test_the_larger_or_the_smaller_of_equals() -> None:
+def test_ties_prefer_the_larger_or_smaller_batch() -> None:
     values = {"max_train_batch_size": 7, "micro_batch_sizes": [5, 7]}
     assert find_elastic_batch(section(**values)).train == 7
     assert find_elastic_batch(section(**values, prefer_larger_batch=False)).train == 5
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match="has 9, which is more than elasticity.max_train_batch_size 8"):
         find_elastic_batch(section(max_train_batch_size=8, micro_batch_sizes=[2, 9]))
     with pytest.raises(ConfigError, match="no batch up to max_train_batch_size 8"):
@@ -121,7 +119,7 @@ def test_what_cannot_be_is_said() -> None:
         solve_elastic_batch(section(max_train_batch_size=24, micro_batch_sizes=[2]), 5)
 
 
-def test_beside_other_batch_sizes_it_is_a_contradiction_unless_they_are_to_be_ignored() -> None:
+def test_elastic_batch_beside_other_batch_sizes_is_refused_unless_ignored() -> None:
     elastic = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2]}
     with pytest.raises(ConfigError, match="train_batch_size: 8, but elasticity.enabled computes the batch"):
         load_config({"train_batch_size": 8, "elasticity": elastic})
@@ -132,7 +130,7 @@ def test_beside_other_batch_sizes_it_is_a_contradiction_unless_they_are_to_be_ig
     assert load_config({"train_batch_size": 8, "elasticity": {"enabled": False}}).resolve_batch(2).train == 8
 
 
-def test_the_batch_is_shared_by_the_ranks_that_read() -> None:
+def test_elastic_batch_is_divided_by_data_loading_ranks() -> None:
     section = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 3]}
     plain = load_config({"elasticity": section}).resolve_batch(4)
     cut = load_config({"elasticity": section, "parallel": {"pp": 2, "tp": 2}}).resolve_batch(16)

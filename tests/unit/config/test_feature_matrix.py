@@ -72,7 +72,7 @@ def test_the_schema_refuses_what_the_matrix_does_not_offer() -> None:
     )
 
 
-def test_every_pair_has_one_verdict_in_both_orders() -> None:
+def test_every_pair_has_one_status_in_both_orders() -> None:
     sizes = [len(values) for values in FEATURES.values()]
     assert len(all_pairs()) == sum(a * b for a, b in combinations(sizes, 2))
     for pair in all_pairs():
@@ -87,7 +87,7 @@ def test_exceptions_name_choices_that_exist() -> None:
         assert all(value in FEATURES[axis] for axis, value in pair)
 
 
-def test_nothing_is_left_uncovered_by_everything_that_is_offered() -> None:
+def test_all_supported_cases_cover_every_pair() -> None:
     offered = {
         axis: [name for name, value in values.items() if not value.not_built_reason]
         for axis, values in FEATURES.items()
@@ -101,14 +101,14 @@ def test_nothing_is_left_uncovered_by_everything_that_is_offered() -> None:
     assert {pair.requirements for pair in supported_pairs(needs)} >= {frozenset({"transformer"}), frozenset(needs)}
 
 
-def test_one_case_covers_just_its_own_pairs() -> None:
+def test_one_case_covers_exactly_its_pairs() -> None:
     case = describe_features(load_config({"zero_optimization": {"stage": 1}}), adapters="frozen base", backward="plain")
     missing = uncovered_pairs([case])
     assert len(supported_pairs()) - len(missing) == len(list(combinations(case, 2)))
     assert unsupported_pairs(case) == []
 
 
-def test_a_refused_pair_is_a_refusal_of_the_configuration() -> None:
+def test_refused_pair_is_refused_by_the_configuration() -> None:
     config = load_config({"zero_optimization": {"stage": 2}})
     case = describe_features(config, parallel="hpz")
     assert [pair.reason for pair in unsupported_pairs(case)] == [
@@ -116,7 +116,7 @@ def test_a_refused_pair_is_a_refusal_of_the_configuration() -> None:
     ]
 
 
-def test_rules_that_need_whole_parameters_step_cut_ones() -> None:
+def test_whole_parameter_rules_update_sharded_parameters() -> None:
     assert load_config({"optimizer": {"type": "Lamb"}, "parallel": {"tp": 2, "ep": 2}}).refusals() == []
 
 
@@ -128,7 +128,7 @@ def test_an_unknown_axis_or_value_is_an_error() -> None:
         uncovered_pairs([{"stage": "4"}])
 
 
-def test_elementwise_is_what_the_optimizers_say() -> None:
+def test_elementwise_flag_equals_the_optimizer_table() -> None:
     from windlass.optim import elementwise_optimizers, mup
 
     assert {cls.__name__ for cls in elementwise_optimizers._ELEMENTWISE} | {

@@ -38,7 +38,7 @@ def test_globs_and_repeated_specs_give_each_file_once(corpus: Path) -> None:
     assert texts(corpus / "**" / "*.py", corpus / "*.txt", corpus / "a.txt") == ["beta = 'ü'", "alpha"]
 
 
-def test_gzip_is_looked_through(tmp_path: Path) -> None:
+def test_gzip_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"body": "packed"}'))
     assert texts(path, field="body") == ["packed"]
@@ -54,7 +54,7 @@ def test_parquet_columns_are_read_without_nulls(tmp_path: Path) -> None:
         texts(tmp_path / "x.parquet", field="body")
 
 
-def test_a_large_text_comes_in_pieces_of_whole_lines(tmp_path: Path) -> None:
+def test_large_text_is_split_at_lines(tmp_path: Path) -> None:
     path = tmp_path / "large.txt"
     path.write_text("0123456789\n" * 200_000)
     pieces = texts(path)
@@ -95,7 +95,7 @@ def test_a_byte_order_past_the_first_window_is_reported_with_its_file(tmp_path: 
 
 
 @pytest.mark.parametrize("spec", ["/does/not/exist", "/does/not/*.txt"])
-def test_a_path_that_is_nothing_is_refused(spec: str) -> None:
+def test_missing_path_is_refused(spec: str) -> None:
     with pytest.raises(DataError, match="does not exist and matches no file"):
         find_sources([spec])
 
@@ -117,7 +117,7 @@ def test_a_damaged_gzip_file_is_named(name: str, tmp_path: Path, damage: Callabl
         texts(path)
 
 
-def test_settings_that_lie_beside_records_are_sources(tmp_path: Path) -> None:
+def test_configuration_files_beside_records_are_read(tmp_path: Path) -> None:
     (tmp_path / "package.json").write_text('{\n  "name": "x"\n}\n')
     (tmp_path / "records.json").write_text('{"text": "a record"}\n{"text": "another"}\n')
     assert texts(tmp_path) == ['{\n  "name": "x"\n}\n', "a record", "another"]
@@ -125,7 +125,7 @@ def test_settings_that_lie_beside_records_are_sources(tmp_path: Path) -> None:
         texts(tmp_path / "package.json")
 
 
-def test_what_a_run_writes_is_no_data(tmp_path: Path) -> None:
+def test_output_of_a_run_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("alpha")
     (tmp_path / "run" / "tokenizer").mkdir(parents=True)
     (tmp_path / "run" / "tokenizer" / "notes.txt").write_text("not data")
@@ -135,7 +135,7 @@ def test_what_a_run_writes_is_no_data(tmp_path: Path) -> None:
     assert [Path(source.location).name for source in asked] == ["notes.txt"], "asked for by name, it is data"
 
 
-def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
+def test_numeric_column_is_refused(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -146,7 +146,7 @@ def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
     assert texts(tmp_path / "x.parquet", field="words") == ["a", "b"]
 
 
-def test_a_record_nested_beyond_reason_is_named(tmp_path: Path) -> None:
+def test_too_deeply_nested_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"a":' * 100_000 + b"\n")
     with pytest.raises(DataError, match="line 1 is not JSON .*nested more than 100 levels"):
         texts(tmp_path / "x.jsonl")

@@ -17,7 +17,7 @@ documents = st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 500)), 
 
 
 @given(documents=documents, target=st.integers(1, 2000), order=st.randoms())
-def test_the_choice_hangs_on_content_alone(documents: list[tuple[int, int]], target: int, order: object) -> None:
+def test_held_out_choice_depends_on_content_only(documents: list[tuple[int, int]], target: int, order: object) -> None:
     unique = list({digest: (digest, size) for digest, size in documents}.values())
     chosen = split(unique, target)
     order.shuffle(unique)  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def split(documents: list[tuple[int, int]], target: int) -> set[int]:
 
 
 @given(documents=documents, target=st.integers(1, 2000))
-def test_something_is_held_out_and_it_is_about_the_target(documents: list[tuple[int, int]], target: int) -> None:
+def test_held_out_share_is_near_the_target(documents: list[tuple[int, int]], target: int) -> None:
     unique = dict(documents)
     sizes = np.array(list(unique.values()))
     held = choose_held_out(np.array(list(unique), dtype=np.uint64), sizes, target)
@@ -52,9 +52,7 @@ def test_copies_of_a_document_stay_on_one_side() -> None:
     micro=st.integers(1, 4),
     world=st.integers(1, 4),
 )
-def test_every_token_but_the_first_is_predicted_once_from_the_one_before(
-    count: int, seq_len: int, micro: int, world: int
-) -> None:
+def test_every_token_but_the_first_is_scored_once(count: int, seq_len: int, micro: int, world: int) -> None:
     tokens = np.arange(1000, 1000 + count, dtype=np.uint16)
     held_out = HeldOutSet(tokens, 1, seq_len)
     per_rank = [list(held_out.batches(micro, rank, world)) for rank in range(world)]
@@ -68,7 +66,7 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(
     assert sorted(predicted) == tokens[1:].tolist()
 
 
-def test_a_uniform_model_scores_the_logarithm_of_its_vocabulary() -> None:
+def test_uniform_model_scores_log_of_the_vocabulary() -> None:
     vocab, text = 16, HeldOutSet(np.arange(11) % 16, text_bytes=20, seq_len=4)
     nats = 0.0
     for _, labels in text.batches(2, 0, 1):

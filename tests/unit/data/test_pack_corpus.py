@@ -46,7 +46,7 @@ def decode(result: PackedCorpus) -> tuple[list[str], list[str]]:
     return parts[0], parts[1]
 
 
-def test_every_document_lands_once_on_one_side_and_bytes_are_counted(corpus: Path, tmp_path: Path) -> None:
+def test_every_document_is_packed_once_and_bytes_are_counted(corpus: Path, tmp_path: Path) -> None:
     result = packed(corpus, tmp_path)
     train, held_out = decode(result)
     assert sorted(train + held_out) == sorted(document(index) for index in range(80))
@@ -55,7 +55,7 @@ def test_every_document_lands_once_on_one_side_and_bytes_are_counted(corpus: Pat
     assert result.header.train_bytes == sum(len(text.encode()) for text in train)
 
 
-def test_it_is_built_once_and_again_when_the_text_changes(corpus: Path, tmp_path: Path) -> None:
+def test_corpus_is_rebuilt_only_if_the_text_changes(corpus: Path, tmp_path: Path) -> None:
     first = packed(corpus, tmp_path)
     again = packed(corpus, tmp_path)
     assert not first.is_reused and again.is_reused and again.header == first.header
@@ -63,7 +63,7 @@ def test_it_is_built_once_and_again_when_the_text_changes(corpus: Path, tmp_path
     assert not packed(corpus, tmp_path).is_reused
 
 
-def test_a_damaged_file_is_built_again(corpus: Path, tmp_path: Path) -> None:
+def test_damaged_file_is_rebuilt(corpus: Path, tmp_path: Path) -> None:
     first = packed(corpus, tmp_path)
     data = bytearray(first.tokens.read_bytes())
     data[-1] ^= 1
@@ -72,7 +72,7 @@ def test_a_damaged_file_is_built_again(corpus: Path, tmp_path: Path) -> None:
     assert not second.is_reused and second.header.digest == first.header.digest
 
 
-def test_a_given_tokenizer_is_used_and_decides_whether_to_build_again(corpus: Path, tmp_path: Path) -> None:
+def test_given_tokenizer_is_used_and_its_change_rebuilds(corpus: Path, tmp_path: Path) -> None:
     train_tokenizer([document(1)], 270, tmp_path / "own")
     result = packed(corpus, tmp_path, tokenizer_dir=tmp_path / "own")
     assert result.header.vocab_size <= 270 and not (tmp_path / "out" / "tokenizer").exists()
@@ -80,7 +80,7 @@ def test_a_given_tokenizer_is_used_and_decides_whether_to_build_again(corpus: Pa
     assert not packed(corpus, tmp_path, tokenizer_dir=tmp_path / "own").is_reused
 
 
-def test_one_file_is_cut_so_that_something_can_be_held_out(tmp_path: Path) -> None:
+def test_single_file_is_split_for_held_out_text(tmp_path: Path) -> None:
     text = "".join(document(index) for index in range(50))
     (tmp_path / "one.py").write_text(text)
     result = pack_corpus([str(tmp_path / "one.py")], tmp_path / "out", vocab_size=300)
@@ -97,13 +97,13 @@ def test_an_empty_corpus_is_refused(tmp_path: Path, content: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_corpus_cannot_end_a_document_by_spelling_the_end_token(tmp_path: Path) -> None:
+def test_end_token_in_the_text_does_not_end_a_document(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["a b c"], 258, tmp_path / "tok")
     (ids,) = tokenizer.encode([f"a{EOS}b"])
     assert tokenizer.eos not in ids.tolist()
 
 
-def test_every_text_survives_the_byte_level_tokenizer(tmp_path: Path) -> None:
+def test_byte_level_tokenizer_round_trips_every_text(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["plain ascii"], 258, tmp_path / "tok")
     for text in ("naïve 日本 🐍", "\t\r\n  x", "\x00\x7f"):
         (ids,) = tokenizer.encode([text])

@@ -11,12 +11,12 @@ from windlass.data.permutation import Permutation
 
 
 @given(length=st.integers(1, 3000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
-def test_it_is_a_bijection(length: int, seed: int, epoch: int) -> None:
+def test_permutation_is_a_bijection(length: int, seed: int, epoch: int) -> None:
     assert sorted(Permutation(length, seed, epoch)(np.arange(length))) == list(range(length))
 
 
 @given(length=st.integers(2**40, 2**60), positions=st.lists(st.integers(0, 2**40 - 1), min_size=1, unique=True))
-def test_positions_of_a_huge_range_stay_apart_and_inside(length: int, positions: list[int]) -> None:
+def test_huge_range_is_permuted_without_collisions(length: int, positions: list[int]) -> None:
     values = Permutation(length, 7, 3)(np.array(positions))
     assert len(set(values.tolist())) == len(positions)
     assert values.min() >= 0 and values.max() < length
@@ -28,7 +28,7 @@ def test_seed_and_epoch_change_the_order() -> None:
     assert all((a == b).sum() < 20 for i, a in enumerate(orders) for b in orders[:i])
 
 
-def test_the_order_is_frozen() -> None:
+def test_permutation_is_stable_over_releases() -> None:
     """Stored runs resume by this order: if this test fails, they no longer do."""
     assert Permutation(10, 0, 0)(np.arange(10)).tolist() == [7, 5, 8, 1, 3, 0, 9, 6, 2, 4]
 

@@ -25,12 +25,12 @@ def rows(batches: Any) -> list[list[int]]:
     return [row for batch in batches for row in batch["input_ids"].tolist()]
 
 
-def test_an_epoch_of_sequences_holds_each_whole_block_once() -> None:
+def test_sequence_epoch_contains_each_complete_block_once() -> None:
     first_epoch = rows(islice(sequences(), 9))[:25]
     assert sorted(first_epoch) == TOKENS[:100].reshape(25, 4).tolist()
 
 
-def test_two_ranks_together_see_what_one_rank_sees() -> None:
+def test_two_ranks_see_the_samples_of_one_rank() -> None:
     pair = [rows(islice(sequences(rank=rank, world_size=2), 4)) for rank in range(2)]
     alone = rows(islice(sequences(), 8))
     assert sorted(pair[0] + pair[1]) == sorted(alone)
@@ -47,7 +47,7 @@ def test_a_resumed_sequence_loader_repeats_the_batches_bit_for_bit() -> None:
     assert fresh.epoch == pytest.approx(33 / 25)
 
 
-def test_labels_are_the_inputs_and_have_the_type_that_embeddings_take() -> None:
+def test_labels_are_the_inputs_as_int64() -> None:
     batch = next(sequences())
     assert torch.equal(batch["labels"], batch["input_ids"])
     assert batch["input_ids"].dtype == torch.int64 and batch["input_ids"].shape == (3, 4)
@@ -74,14 +74,14 @@ def ids(batches: Any) -> list[int]:
     return [int(value) for (batch,) in batches for value in batch]
 
 
-def test_epochs_are_shuffled_anew_and_complete() -> None:
+def test_epochs_are_reshuffled_and_complete() -> None:
     loader = make_loader(dataset(), 3, 0, 1)
     first, second = ids(loader), ids(loader)
     assert sorted(first) == sorted(second) == list(range(20)) and first != second
     assert len(loader) == 7
 
 
-def test_an_epoch_loader_goes_on_inside_its_epoch() -> None:
+def test_epoch_loader_resumes_inside_an_epoch() -> None:
     loader = make_loader(dataset(), 3, 1, 2, seed=4)
     iterator = iter(loader)
     list(islice(iterator, 2))
@@ -93,7 +93,7 @@ def test_an_epoch_loader_goes_on_inside_its_epoch() -> None:
 
 
 @pytest.mark.parametrize("options", [{"seed": 6}, {"shuffle": False}])
-def test_the_rest_of_an_epoch_is_of_the_order_in_which_it_was_begun(options: dict[str, Any]) -> None:
+def test_resumed_epoch_keeps_its_order(options: dict[str, Any]) -> None:
     loader = make_loader(dataset(), 2, 0, 1, seed=5)
     seen = ids(islice(loader, 4))
     other = make_loader(dataset(), 2, 0, 1, **options)
@@ -101,13 +101,13 @@ def test_the_rest_of_an_epoch_is_of_the_order_in_which_it_was_begun(options: dic
     assert sorted(seen + ids(other)) == list(range(20))
 
 
-def test_a_broken_off_iteration_starts_its_epoch_anew() -> None:
+def test_abandoned_iteration_restarts_its_epoch() -> None:
     loader = make_loader(dataset(), 3, 0, 1)
     begun = ids(islice(loader, 2))
     assert ids(loader)[:6] == begun
 
 
-def test_set_epoch_to_the_epoch_in_progress_keeps_the_resumed_place() -> None:
+def test_set_epoch_to_the_current_epoch_keeps_the_position() -> None:
     loader = make_loader(dataset(), 5, 0, 1)
     loader.load_state_dict({"epoch": 3, "consumed": 15, "length": 20})
     loader.set_epoch(3)
@@ -122,7 +122,7 @@ def test_a_dataset_of_another_length_cannot_be_resumed() -> None:
         make_loader(dataset(21), 3, 0, 1).load_state_dict(state)
 
 
-def test_drop_last_keeps_batches_whole() -> None:
+def test_drop_last_drops_the_partial_batch() -> None:
     loader = make_loader(dataset(), 3, 0, 1, drop_last=True)
     assert [len(batch) for (batch,) in loader] == [3] * 6
 
@@ -132,7 +132,7 @@ class Stream(IterableDataset[int]):
         return iter(range(4))
 
 
-def test_an_iterable_dataset_is_taken_as_it_comes() -> None:
+def test_iterable_dataset_is_read_in_order() -> None:
     loader = make_loader(Stream(), 2, 1, 2)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert loader.state_dict() == {}
@@ -143,12 +143,12 @@ def test_collate_fn_is_used() -> None:
     assert list(loader) == [2, 2]
 
 
-def test_repeating_goes_through_the_epochs() -> None:
+def test_repeating_loader_advances_epochs() -> None:
     loader, twin = make_loader(dataset(6), 2, 0, 1), make_loader(dataset(6), 2, 0, 1)
     assert ids(islice(CyclingLoader(loader), 9)) == ids(twin) + ids(twin) + ids(twin)
 
 
-def test_nothing_to_repeat_is_an_error_not_a_hang() -> None:
+def test_repeating_an_empty_loader_is_an_error() -> None:
     with pytest.raises(DataError, match="no batch"):
         next(CyclingLoader([]))
 

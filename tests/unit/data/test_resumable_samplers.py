@@ -39,7 +39,7 @@ def test_every_epoch_is_complete_and_ranks_are_disjoint_in_it(length: int, seed:
     before=st.tuples(micros, worlds, st.integers(0, 20)),
     after=st.tuples(micros, worlds, st.integers(1, 20)),
 )
-def test_resume_at_any_world_size_goes_on_with_the_same_stream(
+def test_resume_at_any_world_size_continues_the_stream(
     length: int, before: tuple[int, int, int], after: tuple[int, int, int]
 ) -> None:
     consumed = before[0] * before[1] * before[2]
@@ -49,7 +49,7 @@ def test_resume_at_any_world_size_goes_on_with_the_same_stream(
     assert first + second == whole
 
 
-def test_the_rank_itself_does_not_change_how_far_the_stream_moves() -> None:
+def test_stream_position_is_independent_of_the_rank() -> None:
     a, b = StreamSampler(10, 0), StreamSampler(10, 0)
     a.next_batch(2, 0, 3)
     b.next_batch(2, 2, 3)
@@ -59,7 +59,7 @@ def test_the_rank_itself_does_not_change_how_far_the_stream_moves() -> None:
 
 @settings(max_examples=40)
 @given(length=st.integers(1, 50), world=worlds, epoch=st.integers(0, 5), shuffle=st.booleans(), drop=st.booleans())
-def test_an_epoch_is_ordered_as_torch_orders_it(length: int, world: int, epoch: int, shuffle: bool, drop: bool) -> None:
+def test_epoch_order_equals_torch(length: int, world: int, epoch: int, shuffle: bool, drop: bool) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(length))
     for rank in range(world):
         theirs = DistributedSampler(data, world, rank, shuffle=shuffle, seed=3, drop_last=drop)
@@ -72,7 +72,7 @@ def test_an_epoch_is_ordered_as_torch_orders_it(length: int, world: int, epoch: 
 
 @settings(max_examples=40)
 @given(length=st.integers(1, 60), micro=micros, worlds=st.tuples(worlds, worlds), batches=st.integers(0, 10))
-def test_what_remains_of_an_epoch_is_exact_at_another_world_size(
+def test_rest_of_an_epoch_is_exact_at_another_world_size(
     length: int, micro: int, worlds: tuple[int, int], batches: int
 ) -> None:
     old, new = worlds

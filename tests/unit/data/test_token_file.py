@@ -29,7 +29,7 @@ def write(path: Path, train: list[int], held_out: list[int], vocab_size: int = 1
     held_out=st.lists(st.integers(0, 99_999), min_size=1),
     vocab_size=st.sampled_from([100_000, 2**20]),
 )
-def test_it_gives_back_what_was_written(
+def test_tokens_round_trip(
     tmp_path_factory: pytest.TempPathFactory, train: list[int], held_out: list[int], vocab_size: int
 ) -> None:
     path = write(tmp_path_factory.mktemp("tokens") / "t.bin", train, held_out, vocab_size)
@@ -44,7 +44,7 @@ def test_the_dtype_is_the_narrowest_that_holds_every_id(vocab_size: int, bits: i
     assert np.iinfo(token_dtype(vocab_size)).max >= vocab_size - 1
 
 
-def test_every_flipped_payload_bit_is_noticed(tmp_path: Path) -> None:
+def test_flipped_payload_bits_are_detected(tmp_path: Path) -> None:
     path = write(tmp_path / "t.bin", [1, 2, 3], [4])
     whole = path.read_bytes()
     for position in range(4096, len(whole)):
@@ -54,7 +54,7 @@ def test_every_flipped_payload_bit_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 7, 100, 4095, 4096, 4101])
-def test_a_file_cut_short_is_refused_without_reading_it(tmp_path: Path, length: int) -> None:
+def test_truncated_file_is_refused_without_reading(tmp_path: Path, length: int) -> None:
     path = write(tmp_path / "t.bin", [1, 2, 3], [4])
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DataError, match="delete it"):
@@ -73,7 +73,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         open_tokens(tmp_path / "none.bin")
 
 
-def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_writer_leaves_only_the_former_file(tmp_path: Path) -> None:
     path = write(tmp_path / "t.bin", [1, 2], [3])
     with pytest.raises(DataError, match="1000"), TokenWriter(path, 1000) as writer:
         writer.append(np.array([5, 1000]))
@@ -82,7 +82,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's always-full device")
-def test_a_full_disk_leaves_no_part_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_file, "temporary_path_beside", lambda path: tmp_path / "part")
     (tmp_path / "part").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):

@@ -60,7 +60,7 @@ def test_an_update_refuses_freed_storage(which: str, left: int, path: str) -> No
 
 
 @native
-def test_an_update_refuses_memory_that_is_written_twice() -> None:
+def test_update_refuses_overlapping_outputs() -> None:
     flat = torch.zeros(4000)
     for changed in (
         {"parameter": flat[:1000], "gradient": flat[500:1500]},
@@ -176,12 +176,12 @@ def _some(what: str) -> list[Any]:
 
 @native
 @pytest.mark.parametrize(("call", "memory"), [*_some("update"), *_some("hash"), *_some("disk")])
-def test_a_native_entry_refuses_what_it_cannot_reach(call: Callable[[], object], memory: torch.Tensor) -> None:
+def test_native_entry_refuses_inaccessible_memory(call: Callable[[], object], memory: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"\w+ \w+ \w+"):
         call()
 
 
-def test_what_is_right_passes() -> None:
+def test_valid_arguments_pass() -> None:
     if len(list_kernel_paths()) > 1:
         _update()()
         _submit(0, 0, aligned_buffer(8192)[0].data_ptr(), 8192, 0)()
@@ -189,7 +189,7 @@ def test_what_is_right_passes() -> None:
     assert keyed_sum(words, 0, 1) == keyed_sum(words[:77], 0, 1) + keyed_sum(words[77:], 77, 1)
 
 
-def test_a_hash_of_freed_or_strange_words_is_refused() -> None:
+def test_hash_refuses_freed_storage_and_other_dtypes() -> None:
     for words, start, said in (
         (freed(100, torch.int64), 0, "freed"),
         (torch.zeros(8), 0, "float32"),

@@ -17,12 +17,12 @@ from windlass.kernels.update_tensors import UpdateTensors
 native = pytest.mark.skipif(len(list_kernel_paths()) == 1, reason="no native module was built")
 
 
-def test_the_reference_is_always_there() -> None:
+def test_reference_path_is_always_available() -> None:
     assert list_kernel_paths()[-1] == REFERENCE_PATH
 
 
 @native
-def test_the_best_path_is_in_use_and_the_environment_may_name_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_path_is_used_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WINDLASS_KERNELS", raising=False)
     assert get_active_kernel_path().name == list_kernel_paths()[0] and get_active_kernel_path().is_native
     for name in list_kernel_paths():
@@ -31,13 +31,13 @@ def test_the_best_path_is_in_use_and_the_environment_may_name_another(monkeypatc
         assert "WINDLASS_KERNELS" in str(get_active_kernel_path())
 
 
-def test_an_unknown_path_is_refused_with_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_path_error_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_KERNELS", "sse9")
     with pytest.raises(ConfigError, match="'sse9'.*reference"):
         get_active_kernel_path()
 
 
-def test_without_the_native_module_the_reference_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_native_module_falls_back_to_the_reference_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(kernel_dispatch.logger, "info", lambda text, *values: said.append(text % values))
     monkeypatch.setitem(sys.modules, "windlass.kernels._optimizers", None)
@@ -78,6 +78,6 @@ def wrong(**changed: Any) -> UpdateTensors:
         (wrong(low_precision_copy=torch.zeros(4)), "lowered copy.*float32"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(piece: UpdateTensors, said: str) -> None:
+def test_unsuitable_tensors_are_refused_by_name(piece: UpdateTensors, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         apply_updates(RULES["adamw"](1), [piece])

@@ -26,13 +26,13 @@ def words(count: int, dtype: torch.dtype) -> torch.Tensor:
     st.sampled_from(WORDS),
     st.integers(-(1 << 63), (1 << 63) - 1),
 )
-def test_native_code_sums_as_the_reference_does(count: int, start: int, dtype: torch.dtype, seed: int) -> None:
+def test_native_sum_equals_the_reference(count: int, start: int, dtype: torch.dtype, seed: int) -> None:
     given_words = words(count, dtype)
     assert int(keyed_sum(given_words, start, seed)) == int(reference.keyed_sum(given_words, start, seed))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_do_not_change_it(threads: int) -> None:
+def test_number_of_threads_does_not_change_the_sum(threads: int) -> None:
     before = torch.get_num_threads()
     given_words = words(3_000_001, torch.int16)
     try:
@@ -42,17 +42,17 @@ def test_threads_do_not_change_it(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_words_that_do_not_lie_together_are_summed_too() -> None:
+def test_non_contiguous_words_are_summed() -> None:
     spread = words(2000, torch.int32)[::2]
     assert int(keyed_sum(spread, 0, 1)) == int(keyed_sum(spread.contiguous(), 0, 1))
 
 
-def test_it_stays_what_it_is() -> None:
+def test_sum_is_stable_over_releases() -> None:
     """The value is constant, because checkpoints store it."""
     assert int(reference.keyed_sum(torch.arange(-3, 9000, dtype=torch.int32), 5, 7)) == GOLDEN
 
 
-def test_it_has_native_code_where_the_optimizers_have() -> None:
+def test_native_sum_exists_wherever_native_updates_do() -> None:
     assert (importlib.util.find_spec("windlass.kernels._hashes") is not None) == (len(list_kernel_paths()) > 1)
 
 

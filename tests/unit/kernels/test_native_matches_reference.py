@@ -42,7 +42,7 @@ def run_both(
 @pytest.mark.parametrize("rule", RULES)
 @given(data=st.data())
 @settings(max_examples=12)
-def test_in_any_format_at_any_place(rule: str, path: str, data: st.DataObject) -> None:
+def test_every_format_and_alignment_equals_the_reference(rule: str, path: str, data: st.DataObject) -> None:
     count, seed, shift = data.draw(SIZES), data.draw(st.integers(0, 999)), data.draw(st.integers(0, 5))
     parameter, gradient = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(FLOATS))
     state, lowered = data.draw(st.sampled_from(STATES)), data.draw(st.sampled_from([None, *FLOATS[1:]]))
@@ -55,7 +55,7 @@ def test_in_any_format_at_any_place(rule: str, path: str, data: st.DataObject) -
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("state", STATES, ids=str)
 @pytest.mark.parametrize("rule", ["adamw", "adam-amsgrad", "sgd-nesterov", "lamb"])
-def test_over_many_parts_of_work(rule: str, state: torch.dtype, path: str) -> None:
+def test_large_tensor_split_over_threads_equals_the_reference(rule: str, state: torch.dtype, path: str) -> None:
     count = 300 * SCALE_BLOCK + 77  # more blocks than two threads take at once
     ours = piece(RULES[rule](1), values(count, 1), torch.zeros(count, dtype=torch.bfloat16), state, torch.bfloat16)
     run_both(rule, path, ours, 2, seed=2, threads=3)
@@ -67,7 +67,7 @@ ODD = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-40, 3e38, -3e38, 
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_odd_values(rule: str, dtype: torch.dtype, path: str) -> None:
+def test_special_values_equal_the_reference(rule: str, dtype: torch.dtype, path: str) -> None:
     """Infinities, NaNs, signed zeros and subnormals, each as parameter with each as gradient."""
     odd = torch.tensor(ODD)
     parameters, gradients = odd.repeat_interleave(len(ODD)), odd.repeat(len(ODD))
@@ -82,7 +82,7 @@ def test_odd_values(rule: str, dtype: torch.dtype, path: str) -> None:
 
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("rule", RULES)
-def test_odd_values_in_coded_blocks(rule: str, path: str) -> None:
+def test_special_values_in_quantized_blocks_equal_the_reference(rule: str, path: str) -> None:
     """One odd value in a block of ordinary values, as gradient and as parameter.
 
     Every path must lose that value in the same way, and no other value of the block.
@@ -106,7 +106,7 @@ def test_odd_values_in_coded_blocks(rule: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", NATIVE)
-def test_rounding_to_16_bits_is_torchs(path: str) -> None:
+def test_rounding_to_16_bits_equals_torch(path: str) -> None:
     """Round every bf16 and fp16 number, the midpoint to the next one, and the fp32 neighbours of the midpoint."""
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
@@ -131,7 +131,7 @@ def test_rounding_to_16_bits_is_torchs(path: str) -> None:
 @pytest.mark.parametrize("rule", [name for name in RULES if not name.startswith("lamb")])
 @given(cuts=st.lists(st.integers(0, 900), max_size=4), state=st.sampled_from(STATES[:2]))
 @settings(max_examples=8)
-def test_stepping_spans_is_stepping_the_whole(rule: str, path: str, cuts: list[int], state: torch.dtype) -> None:
+def test_updating_spans_equals_updating_the_whole(rule: str, path: str, cuts: list[int], state: torch.dtype) -> None:
     count = 900
     start, gradient = values(count, 5), values(count, 6)
     whole = piece(RULES[rule](1), start, gradient, state)
@@ -161,7 +161,7 @@ def test_the_number_of_threads_does_not_matter(rule: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", NATIVE)
 @pytest.mark.parametrize("shift", range(3))
-def test_nothing_outside_the_piece_is_written(path: str, shift: int) -> None:
+def test_nothing_outside_the_span_is_written(path: str, shift: int) -> None:
     for count in (0, 1, 7, 255, 257, 600):
         for dtype, state in (
             (torch.float32, torch.float32),

@@ -88,7 +88,7 @@ def test_a_format_of_eight_bit_floats_needs_no_change_of_the_layer() -> None:
     assert torch.equal(packed(x), nn.functional.linear(x, wanted.bfloat16(), packed.bias))
 
 
-def test_bytes_that_are_not_aligned_in_a_shared_buffer() -> None:
+def test_unaligned_bytes_in_a_shared_buffer() -> None:
     packed = PackedLinear.from_linear(linear(), "int8")
     wanted = packed.unpack()
     for parameter in packed.parameters():
@@ -99,7 +99,7 @@ def test_bytes_that_are_not_aligned_in_a_shared_buffer() -> None:
     assert torch.equal(packed.unpack(), wanted)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     packed = PackedLinear(37, 11)
     with pytest.raises(WeightFormatError, match=r"shape \(37, 11\) does not fit.*give one of shape \(11, 37\)"):
         packed.pack(torch.zeros(37, 11))

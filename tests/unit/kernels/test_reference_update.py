@@ -48,7 +48,7 @@ def test_fma_rounds_the_exact_result_once(a: float, b: float, c: float) -> None:
     assert result == rounded(exact)
 
 
-def test_fma_passes_on_what_is_not_finite() -> None:
+def test_fma_propagates_non_finite_values() -> None:
     a = torch.tensor([torch.inf, torch.nan, torch.inf, 1.0])
     b = torch.tensor([1.0, 1.0, 0.0, 1.0])
     c = torch.tensor([-torch.inf, 0.0, 0.0, torch.inf])
@@ -64,7 +64,7 @@ def in_blocks(count: int, signed: bool, decades: float = 3.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("signed", [True, False])
 @given(count=st.integers(1, 3 * SCALE_BLOCK), bits=st.integers(0, (1 << 20) - 1))
-def test_a_coded_value_is_one_of_its_neighbours(signed: bool, count: int, bits: int) -> None:
+def test_quantized_value_is_an_adjacent_level(signed: bool, count: int, bits: int) -> None:
     values = in_blocks(count, signed)
     codes, scales = quantize_blockwise(values, torch.full((count,), bits), signed)
     assert codes.dtype == torch.uint8 and scales.numel() == count_scales(count)
@@ -76,7 +76,7 @@ def test_a_coded_value_is_one_of_its_neighbours(signed: bool, count: int, bits: 
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_rounding_to_nearest_halves_the_error(signed: bool) -> None:
+def test_rounding_to_nearest_halves_the_error_bound(signed: bool) -> None:
     values = in_blocks(4 * SCALE_BLOCK, signed)
     values = values[values.abs() > 1e-3 * values.abs().max()]
     error = (dequantize_blockwise(*nearest(values, signed), signed) - values).abs() / values.abs()
@@ -85,7 +85,7 @@ def test_rounding_to_nearest_halves_the_error(signed: bool) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 @given(count=st.integers(1, 3 * SCALE_BLOCK), decades=st.floats(0, 12), power=st.integers(-30, 30))
-def test_coding_what_was_decoded_changes_nothing(signed: bool, count: int, decades: float, power: int) -> None:
+def test_quantization_is_idempotent(signed: bool, count: int, decades: float, power: int) -> None:
     """Quantizing decoded values again returns the same codes, for any noise.
 
     So a checkpoint may decode, move and quantize states again. Blocks that start elsewhere keep the values.
@@ -134,7 +134,7 @@ def test_rounding_to_bf16_is_right_on_average() -> None:
     assert stochastic_round_to_bf16(values, every).float().mean().item() == pytest.approx(1.00123, rel=1e-4)
 
 
-def test_the_noise_is_spread_evenly_and_differs_by_state_and_step() -> None:
+def test_noise_is_uniform_and_differs_by_state_and_step() -> None:
     parameter, gradient = torch.randn(1 << 16), torch.zeros(1 << 16)
     bits = make_rounding_noise(parameter, gradient, 1)
     for state in range(3):
@@ -153,7 +153,7 @@ def test_a_second_moment_never_becomes_zero() -> None:
     assert (dequantize_blockwise(codes, scales, signed=False)[:4] > 0).all()
 
 
-def test_a_block_with_an_infinity_or_nan_is_lost_and_no_other() -> None:
+def test_non_finite_value_affects_only_its_block() -> None:
     for bad in (torch.inf, torch.nan):
         values = torch.ones(3 * SCALE_BLOCK)
         values[SCALE_BLOCK + 7] = bad
@@ -167,7 +167,7 @@ def test_a_block_with_an_infinity_or_nan_is_lost_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("state", [torch.bfloat16, torch.uint8], ids=str)
-def test_slow_averages_move_in_narrow_states(state: torch.dtype) -> None:
+def test_slow_averages_change_in_low_precision_states(state: torch.dtype) -> None:
     """Slow averages follow the gradients. With beta2 = 0.999, rounding to nearest would freeze the second moment."""
     count, steps = 4 * SCALE_BLOCK, 1500
     start = torch.randn(count, generator=torch.Generator().manual_seed(0))
@@ -189,7 +189,7 @@ def test_slow_averages_move_in_narrow_states(state: torch.dtype) -> None:
     assert stored.mean().item() == pytest.approx(exact.states[1].mean().item(), rel=0.05)
 
 
-def test_two_coded_moments_take_at_most_2_1_bytes_an_element() -> None:
+def test_two_quantized_moments_take_at_most_2_1_bytes_per_element() -> None:
     count = 1_000_000
     own = piece(RULES["adamw"](1), torch.zeros(count), torch.zeros(count), torch.uint8)
     assert sum(tensor.nbytes for tensor in (*own.states, *own.scales)) <= 2.1 * count

@@ -40,7 +40,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_packed_tensors_have_the_form_that_files_have(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
+def test_packed_tensors_have_the_layout_of_files(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     form = get_weight_format(name)
     packed = form.pack(matrix(*shape))
     said = {key: (one.dtype, one.shape) for key, one in form.file_form(*shape).items()}
@@ -96,7 +96,7 @@ def gradients(
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_linear_is_that_of_the_unpacked_weight(name: str, dtype: torch.dtype, with_bias: bool) -> None:
+def test_linear_equals_that_of_the_unpacked_weight(name: str, dtype: torch.dtype, with_bias: bool) -> None:
     form, weight = get_weight_format(name), matrix(19, 33) / 100
     packed = form.pack(weight)
     x = torch.randn(3, 4, 33, generator=torch.Generator().manual_seed(5)).to(dtype)
@@ -124,7 +124,7 @@ def test_no_unpacked_weight_outlives_the_forward() -> None:
 
 
 @pytest.mark.usefixtures("registry")
-def test_registry() -> None:
+def test_weight_format_registry() -> None:
     assert list_weight_formats() == ["bf16", "fp32", "int8"]
 
     class Mine(Int8WeightFormat):
@@ -144,7 +144,7 @@ def test_registry() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_that_cannot_be_packed(name: str) -> None:
+def test_unpackable_weights_are_refused(name: str) -> None:
     form, bad = get_weight_format(name), matrix(3, 4)
     bad[1, 2] = float("nan")
     with pytest.raises(WeightFormatError, match=rf"{name}.*element \[1, 2\] of a weight of shape \(3, 4\): it"):

@@ -7,7 +7,7 @@ import os
 from windlass.launch.agent_channel import MESSAGE_PREFIX, AgentChannel
 
 
-def test_it_closes_its_descriptor_once() -> None:
+def test_channel_closes_its_descriptor_once() -> None:
     """The channel closes its descriptor only once, because another file may have its number by then."""
     reading, writing = os.pipe()
     channel = AgentChannel(writing)
@@ -23,7 +23,7 @@ def test_it_closes_its_descriptor_once() -> None:
     os.close(reading)
 
 
-def test_who_reads_no_more_is_told_of_by_an_attribute() -> None:
+def test_closed_reader_sets_the_closed_attribute() -> None:
     reading, writing = os.pipe()
     channel = AgentChannel(writing)
     os.close(reading)

@@ -47,7 +47,7 @@ def test_32_devices_on_4_nodes() -> None:
     assert text == GOLDEN.read_text("utf-8"), text
 
 
-def test_a_configuration_says_the_axes_and_the_step(tmp_path: Path) -> None:
+def test_configuration_sets_the_axes_and_the_step(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
         json.dumps(
@@ -69,14 +69,14 @@ def test_a_configuration_says_the_axes_and_the_step(tmp_path: Path) -> None:
     assert "pp" not in lines and "warning" not in text
 
 
-def test_each_stage_is_asked_and_the_most_is_shown() -> None:
+def test_memory_is_the_maximum_over_stages() -> None:
     sketch = HostRankMap(MeshShape(pp=4), (Host("here", (0, 1, 2, 3)),), PRESETS["7b"], StepWorkload(64, 2))
     (talk,) = sketch.axis_traffic()
     assert talk.nbytes == 2 * 2 * 64 * 4096 * 2  # an inner stage receives from both sides
     assert (talk.num_ranks, talk.num_nodes, talk.example_ranks) == (4, 1, (0, 1, 2, 3))
 
 
-def test_a_node_that_tensor_parallel_ranks_leave_is_told(tmp_path: Path) -> None:
+def test_tensor_parallel_group_across_nodes_is_warned_about(tmp_path: Path) -> None:
     text = drawn("--nnodes", "2", "--nproc", "8", "--tp", "16")
     assert "warning: tp 16 crosses nodes, of which the smallest has 8 ranks" in text and "write tp 8" in text
     assert "across 2 nodes" in text
@@ -88,12 +88,12 @@ def test_a_node_that_tensor_parallel_ranks_leave_is_told(tmp_path: Path) -> None
     assert "warning" not in drawn("--hostfile", str(hostfile), "--tp", "2")
 
 
-def test_stages_and_experts_that_hold_nothing_are_told() -> None:
+def test_empty_stages_and_experts_are_warned_about() -> None:
     assert "pp 33 is more than the 32 layers" in drawn("--nproc", "33", "--pp", "33")
     assert "ep 16 is more than the 8 experts" in drawn("--nproc", "16", "--ep", "16", "--shape", "8x7b")
 
 
-def test_a_large_world_is_drawn_in_part() -> None:
+def test_large_world_is_drawn_partially() -> None:
     text = drawn("--nnodes", "128", "--nproc", "8", "--pp", "8", "--tp", "8", "--ep", "4", "--shape", "8x7b")
     assert "and 112 more nodes, up to rank 1023" in text
     assert len(text.splitlines()) < 120
@@ -126,13 +126,13 @@ def test_flags_of_a_dry_run_are_refused_without_it(flag: str) -> None:
         launch_command.launch_from_args(parse_flags(build_run_parser(), [flag, "2", "script.py"]))
 
 
-def test_the_deepspeed_command_has_none_of_them() -> None:
+def test_deepspeed_command_has_no_dry_run_flags() -> None:
     args = parse_flags(build_deepspeed_parser(), ["script.py"])
     assert args.dry_run is False
     dry_run.reject_dry_run_flags(args)
 
 
-def test_ranks_in_few_words() -> None:
+def test_rank_ranges_are_abbreviated() -> None:
     assert format_rank_list((0, 1, 2, 3)) == "0-3"
     assert format_rank_list((0, 1)) == "0 1"
     assert format_rank_list((0, 8, 16, 24)) == "0 8 16 24"

@@ -48,7 +48,7 @@ def test_a_bad_hostfile_is_refused(lines: list[str], message: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_without_a_hostfile_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hostfile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("windlass.launch.hostfile.logger.warning", lambda text, *values: said.append(text % values))
     assert fetch_hostfile(tmp_path / "none") is None
@@ -88,13 +88,13 @@ def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> 
         ("worker-1@", "", "'worker-1@' names no host before ''; write NAME[:SLOT[,SLOT...]][@...]"),
     ],
 )
-def test_filters_that_make_no_sense(include: str, exclude: str, message: str) -> None:
+def test_contradictory_filters_are_refused(include: str, exclude: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_resource_filter(POOL, include, exclude)
     assert str(caught.value) == message
 
 
-def test_filters_of_names_that_hold_what_separates() -> None:
+def test_filters_accept_host_names_with_separators() -> None:
     pool = {"me@a": [0, 1], "fd00::2": [0, 1], "a": [0]}
     for text, expected in (
         ("me@a", {"me@a": [0, 1]}),
@@ -106,7 +106,7 @@ def test_filters_of_names_that_hold_what_separates() -> None:
         parse_resource_filter(pool, "you@a")
 
 
-def test_a_hostfile_of_another_system(tmp_path: Path) -> None:
+def test_hostfile_with_crlf_and_bom(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa slots=2\r\nb slots=1\r\n")
     assert fetch_hostfile(tmp_path / "hosts") == {"a": 2, "b": 1}
     (tmp_path / "hosts").write_bytes(b"\xff\xfea")
@@ -127,20 +127,20 @@ NAMES = st.text(st.characters(exclude_characters=":@"), min_size=1)
 
 
 @given(st.dictionaries(NAMES, st.lists(st.integers(0, 99), min_size=1, unique=True), min_size=1))
-def test_a_world_survives_its_coding(world: dict[str, list[int]]) -> None:
+def test_world_info_round_trips(world: dict[str, list[int]]) -> None:
     text = encode_world_info(world)
     assert set(text) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
     assert list(decode_world_info(text).items()) == list(world.items())
 
 
-def test_the_coding_is_deepspeeds() -> None:
+def test_world_info_encoding_equals_deepspeed() -> None:
     assert encode_world_info({"a": [0, 1], "b": [2]}) == "eyJhIjogWzAsIDFdLCAiYiI6IFsyXX0="
     with pytest.raises(HostError, match="is not base64"):
         decode_world_info("None")
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 5), min_size=1), st.data())
-def test_what_is_included_and_what_is_excluded_are_the_whole(pool: dict[str, int], data: st.DataObject) -> None:
+def test_include_and_exclude_are_complementary(pool: dict[str, int], data: st.DataObject) -> None:
     slots = [(name, slot) for name, count in pool.items() for slot in range(count)]
     chosen = data.draw(st.lists(st.sampled_from(slots), min_size=1, unique=True))
     text = "@".join(f"{name}:{slot}" for name, slot in chosen)
@@ -160,6 +160,6 @@ def test_names_of_hosts(name: str) -> None:
     "name",
     ["", "-oProxyCommand=id", "a b", "a;id", "a\n", "$(id)", "a,b", "a'", "me@-x", "a@b@c", "ä", "a/b", "`id`", "@a"],
 )
-def test_what_is_no_name_of_a_host(name: str) -> None:
+def test_invalid_host_names_are_refused(name: str) -> None:
     with pytest.raises(LaunchError, match="is not a host name"):
         check_host_name(name)

@@ -92,11 +92,11 @@ def test_every_flag_of_torchrun_and_deepspeed_is_known() -> None:
         (["-"], ["-"]),
     ],
 )
-def test_where_the_scripts_words_begin(words: list[str], script: list[str]) -> None:
+def test_script_arguments_are_separated(words: list[str], script: list[str]) -> None:
     assert parse_flags(build_run_parser(), words).words == script
 
 
-def test_flags_of_the_deepspeed_command_may_be_cut_short() -> None:
+def test_deepspeed_flags_may_be_abbreviated() -> None:
     args = deepspeed_command.parse_args(["--num_gp", "3", "--hostf=none", "--no_local", "s", "--num_gp", "4"])
     assert (args.num_gpus, args.hostfile, args.no_local_rank, args.master_port) == (3, "none", True, 29500)
     assert args.words == ["s", "--num_gp", "4"]
@@ -135,7 +135,7 @@ def test_flags_of_the_deepspeed_command_may_be_cut_short() -> None:
         (["--launcher", "slurm"], "--launcher slurm outside of a job"),
     ],
 )
-def test_what_is_refused(words: list[str], message: str) -> None:
+def test_unsupported_flags_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         planned(*words)
     assert message in str(caught.value)
@@ -160,14 +160,14 @@ def test_what_is_refused(words: list[str], message: str) -> None:
         (["--max-restarts", "-1"], "--max-restarts -1"),
     ],
 )
-def test_what_is_refused_before_anything_starts(words: list[str], message: str) -> None:
+def test_invalid_combinations_are_refused_before_any_start(words: list[str], message: str) -> None:
     args = parse_flags(build_run_parser(), [*words, __file__])
     with pytest.raises(LaunchError) as caught:
         launch_command.launch_from_args(args)
     assert message in str(caught.value)
 
 
-def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_ranks_from_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned().hosts == (Host("localhost", (0,)),)
     assert planned("--nproc", "3").hosts == (Host("localhost", (0, 1, 2)),)
     assert planned("--num_gpus", "2").hosts[0].slots == (0, 1)
@@ -199,7 +199,7 @@ def test_devices_that_slurm_gives_are_set(monkeypatch: pytest.MonkeyPatch) -> No
     assert planned().env == {}
 
 
-def test_hosts_of_a_hostfile(tmp_path: Path) -> None:
+def test_hosts_from_a_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\nc slots=1\n")
     hostfile = ("-H", str(tmp_path / "hosts"))
     assert planned(*hostfile).hosts == (Host("a", (0, 1)), Host("b", (0, 1, 2, 3)), Host("c", (0,)))
@@ -211,7 +211,7 @@ def test_hosts_of_a_hostfile(tmp_path: Path) -> None:
         planned(*hostfile, "--nproc", "gpu")
 
 
-def test_nodes_that_start_by_themselves() -> None:
+def test_node_rank_flags() -> None:
     plan = planned("--nnodes", "2", "--nproc", "2", "--rdzv-endpoint", "host:123", "--role", "trainer")
     assert (plan.world_size, plan.master_addr, plan.master_port, plan.role) == (4, "host", 123, "trainer")
     assert not needs_rendezvous(flags("--nnodes", "2:2")) and needs_rendezvous(flags("--nnodes", "1:2"))
@@ -219,7 +219,7 @@ def test_nodes_that_start_by_themselves() -> None:
     assert not needs_rendezvous(flags("--standalone"))
 
 
-def test_whether_a_flag_says_where_ranks_are() -> None:
+def test_placement_flags_are_detected() -> None:
     assert not has_placement_flags(flags("-q", "--max-restarts", "2", "--module"))
     for words in (("-n", "1"), ("--num_gpus", "1"), ("--standalone",), ("--nnodes", "1"), ("-H", "x"), ("-i", "a")):
         assert has_placement_flags(flags(*words)), words
@@ -231,7 +231,7 @@ def test_deepspeeds_own_entry_raises_what_its_tests_expect(monkeypatch: pytest.M
             deepspeed_command.run([*words.split(), "foo.py"])
 
 
-def test_the_launcher_of_one_host_is_told_by_its_caller() -> None:
+def test_per_host_launcher_flags() -> None:
     """`python -m deepspeed.launcher.launch`, which schedulers call directly, takes the hosts from its caller."""
     told = encode_world_info({"a": [0, 1], "b": [0, 3]})
     words = [f"--world_info={told}", "--node_rank", "1", "--master_addr", "m", "--master_port=7", "s.py", "--node_rank"]
@@ -251,7 +251,7 @@ def test_the_launcher_of_one_host_is_told_by_its_caller() -> None:
             node_plan_from_args(parse_flags(build_node_parser(), [*wrong, "s.py"]))
 
 
-def test_a_busy_port_that_nobody_asked_for_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_default_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy default port is replaced, so that two `deepspeed` commands can run on one machine."""
     plans: list[LaunchPlan] = []
     monkeypatch.setattr(launch_command, "is_port_free", lambda port: False)

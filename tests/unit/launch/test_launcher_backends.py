@@ -81,7 +81,7 @@ def test_the_command_line_of_pdsh(tmp_path: Path) -> None:
     assert inner.stdout == f"{place}. '/v env/activate' && {place}export PYTHONPATH=/100% && {agent}"
 
 
-def test_what_back_ends_cannot_do() -> None:
+def test_unsupported_options_are_refused_by_backends() -> None:
     for launcher in ("impi", "mvapich", "slurm"):
         with pytest.raises(
             LaunchError, match=f"--launcher {launcher} needs equally many slots on every host, and there are a 2"
@@ -99,7 +99,7 @@ def test_what_back_ends_cannot_do() -> None:
     assert "--gpus-per-node=2" in build_launcher_command("slurm", PLAN, LauncherOptions(num_gpus=2)).argv
 
 
-def test_a_plan_survives_its_coding() -> None:
+def test_plan_round_trips() -> None:
     plan = replace(
         PLAN, hosts=(Host("a", (0, "GPU-1")),), bind_cores_to_rank=True, bind_core_list="1-3", signals=("SIGUSR1",)
     )
@@ -135,13 +135,13 @@ SLURM = {
         ({name: value for name, value in SLURM.items() if "STEP" not in name}, None),  # a batch script, outside a step
     ],
 )
-def test_the_place_that_others_give(environ: Mapping[str, str], expected: tuple[object, ...] | None) -> None:
+def test_rank_environment_of_other_launchers(environ: Mapping[str, str], expected: tuple[object, ...] | None) -> None:
     place = external_rank_environment(environ)
     found = place and (place.source, place.rank, place.world, place.local_rank, place.local_world)
     assert found == expected
 
 
-def test_what_a_rank_of_slurm_lacks() -> None:
+def test_missing_slurm_variables_are_named() -> None:
     found = external_rank_environment(SLURM)
     assert found is not None
     assert torchrun_environment(found) == {
@@ -155,7 +155,7 @@ def test_what_a_rank_of_slurm_lacks() -> None:
         torchrun_environment(RankEnvironment("Open MPI", 1, 4, 1, 2))
 
 
-def test_a_plan_of_one_rank_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_one_slurm_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Slurm step of one task is a rank of its plan, although `windlass run` inside it would start ranks."""
     plan = replace(PLAN, hosts=(Host("a", (0,)),), cwd=None)
     became: list[list[str]] = []

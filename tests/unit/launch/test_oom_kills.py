@@ -28,7 +28,7 @@ def machine(root: Path, membership: str, counter: str, kills: int) -> None:
         ("", "proc/vmstat"),
     ],
 )
-def test_a_counter_that_rose_tells(membership: str, counter: str, tmp_path: Path) -> None:
+def test_increased_counter_is_detected(membership: str, counter: str, tmp_path: Path) -> None:
     machine(tmp_path, membership, counter, 2)
     kills = OomKillCounter(tmp_path)
     assert not kills.has_increased()
@@ -36,11 +36,11 @@ def test_a_counter_that_rose_tells(membership: str, counter: str, tmp_path: Path
     assert kills.has_increased()
 
 
-def test_where_nothing_counts_nothing_is_claimed(tmp_path: Path) -> None:
+def test_missing_counter_reports_no_kill(tmp_path: Path) -> None:
     assert not OomKillCounter(tmp_path).has_increased()
 
 
-def test_the_outcome_names_the_rank_and_the_likely_cause() -> None:
+def test_exit_message_names_the_rank_and_the_likely_cause() -> None:
     killed = RankFailure(3, -signal.SIGKILL, 0.0, out_of_memory=True)
     assert str(killed).startswith("rank 3 was ended by SIGKILL: the kernel killed a process for lack of memory")
     assert "the kernel for lack of memory: see `dmesg`" in str(RankFailure(3, -signal.SIGKILL, 0.0))

@@ -11,7 +11,7 @@ from windlass.launch.start_ranks import LaunchError, launch, start_ranks, thread
 
 
 @pytest.mark.parametrize(("nproc", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (9, 1), (100, 1)])
-def test_cores_are_shared_out(nproc: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_between_ranks(nproc: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert threads_per_rank(nproc) == threads
 
@@ -25,7 +25,7 @@ def test_cores_are_shared_out(nproc: int, threads: int, monkeypatch: pytest.Monk
         ([__file__], -2, "--nproc is -2"),
     ],
 )
-def test_what_cannot_be_started_is_refused(entrypoint: list[str], nproc: int, message: str) -> None:
+def test_invalid_launch_is_refused(entrypoint: list[str], nproc: int, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launch(entrypoint, nproc)
 
@@ -46,6 +46,6 @@ def test_only_the_main_thread_can_start_ranks() -> None:
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
-def test_a_port_that_is_none_is_refused(port: int) -> None:
+def test_invalid_port_is_refused(port: int) -> None:
     with pytest.raises(LaunchError, match=f"--master-port {port} is not a port"):
         start_ranks([__file__], 1, master_port=port)

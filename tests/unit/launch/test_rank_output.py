@@ -29,7 +29,7 @@ def shown(route: OutputRouting = ALL, **options: bool) -> tuple[RankConsole, lis
     return console, seen
 
 
-def test_lines_are_whole_and_labelled() -> None:
+def test_lines_are_complete_and_labelled() -> None:
     console, seen = shown()
     console.feed(1, OUT, b"one\ntw")
     console.feed(0, OUT, b"zero\n")
@@ -47,7 +47,7 @@ def test_lines_are_whole_and_labelled() -> None:
 
 
 @given(st.lists(st.binary(max_size=9)))
-def test_nothing_is_lost_or_moved(parts: list[bytes]) -> None:
+def test_output_keeps_every_byte_in_order(parts: list[bytes]) -> None:
     console, seen = shown()
     for part in parts:
         console.feed(0, OUT, part)
@@ -56,7 +56,7 @@ def test_nothing_is_lost_or_moved(parts: list[bytes]) -> None:
     assert whole.removesuffix(b"\n") == b"".join(parts).removesuffix(b"\n")
 
 
-def test_a_progress_bar_is_shown_as_it_moves() -> None:
+def test_progress_bar_is_forwarded_as_it_moves() -> None:
     console, seen = shown()
     console.feed(0, ERR, b"\r 10%")
     console.feed(0, ERR, b"\r 20%\r\n")
@@ -85,7 +85,9 @@ def routed(tmp_path: Path, *words: str) -> OutputRouting:
         (("--local-ranks-filter", "1"), {0: "", 1: "oe"}, {0: "oe", 1: "oe"}),
     ],
 )
-def test_where_streams_go(tmp_path: Path, words: tuple[str, ...], seen: dict[int, str], filed: dict[int, str]) -> None:
+def test_streams_are_redirected(
+    tmp_path: Path, words: tuple[str, ...], seen: dict[int, str], filed: dict[int, str]
+) -> None:
     console, shown_now = shown(routed(tmp_path, *words))
     for rank in (0, 1):
         console.feed(rank, OUT, b"o\n")
@@ -98,7 +100,7 @@ def test_where_streams_go(tmp_path: Path, words: tuple[str, ...], seen: dict[int
         assert (path.read_text() if path.exists() else "") == "".join(f"{letter}\n" for letter in filed[rank])
 
 
-def test_a_restart_goes_on_in_the_same_files(tmp_path: Path) -> None:
+def test_restart_appends_to_the_same_files(tmp_path: Path) -> None:
     for append, expected in ((False, "x\n"), (True, "x\nx\n"), (False, "x\n")):
         console, _ = shown(routed(tmp_path), append=append)
         console.feed(0, OUT, b"x\n")
@@ -106,7 +108,7 @@ def test_a_restart_goes_on_in_the_same_files(tmp_path: Path) -> None:
         assert (tmp_path / "rank0.log").read_text() == expected
 
 
-def test_last_words_are_of_the_rank_that_failed_first() -> None:
+def test_last_lines_are_of_the_first_failed_rank() -> None:
     console, _ = shown()
     console.feed(0, ERR, b"follows\n")
     console.feed(2, ERR, b"cause\n")
@@ -135,7 +137,7 @@ def test_a_lost_host_is_one_failure_of_all_its_ranks() -> None:
     assert str(outcome.failures[0]) == "b was lost with ranks 1 to 2: its connection ended (exit code 255)"
 
 
-def test_a_closed_output_is_written_to_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_output_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output to a closed stream is dropped: under `windlass run ... >&-` Python has no standard output."""
     monkeypatch.setattr(sys, "stdout", None)
     write_stream(OUT, b"lost\n")
@@ -159,7 +161,7 @@ def test_the_table_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @given(st.lists(st.binary()), st.integers(1, 7))
-def test_messages_and_other_lines_come_through_in_any_parts(outputs: list[bytes], size: int) -> None:
+def test_messages_and_lines_are_parsed_in_any_split(outputs: list[bytes], size: int) -> None:
     import json
 
     sent = b"".join(

@@ -54,7 +54,7 @@ def through(shell: str, text: str) -> list[str]:
 
 @settings(max_examples=25)
 @given(st.lists(WORDS, max_size=8), WORDS)
-def test_words_and_variables_survive_a_shell(words: list[str], value: str) -> None:
+def test_words_and_variables_round_trip_through_a_shell(words: list[str], value: str) -> None:
     text = shell_command([*_TELLS, *words], env={"HOSTILE": value}, cwd="/tmp")
     assert through("sh", text) == [value, "/tmp", *words]
     # As with ssh: the user's shell parses text that starts another shell.
@@ -62,14 +62,14 @@ def test_words_and_variables_survive_a_shell(words: list[str], value: str) -> No
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_hostile_word_survives_every_shell(shell: str, tmp_path: Path) -> None:
+def test_hostile_words_round_trip_through_every_shell(shell: str, tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s "a" $HOME;\n\\'
     folder.mkdir()
     text = shell_command([*_TELLS, *HOSTILE], env={"HOSTILE": "".join(HOSTILE)}, cwd=str(folder))
     assert through(shell, text) == ["".join(HOSTILE), str(folder), *HOSTILE]
 
 
-def test_a_nul_and_a_name_that_is_none_are_refused() -> None:
+def test_nul_and_invalid_names_are_refused() -> None:
     with pytest.raises(LaunchError, match="contains a NUL"):
         shell_command(["a\0b"])
     for name in ("", "1a", "a-b", "a b", "a;id", "$x", "a\n"):
@@ -77,7 +77,7 @@ def test_a_nul_and_a_name_that_is_none_are_refused() -> None:
             check_variable_name(name)
 
 
-def test_the_command_of_ssh() -> None:
+def test_ssh_command() -> None:
     found = SshConnectionOptions(2222, ("-F", "config")).ssh_argv("node-1", "TEXT")
     assert found == [
         *("ssh", "-F", "config", "-p", "2222", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
@@ -88,7 +88,7 @@ def test_the_command_of_ssh() -> None:
         SshConnectionOptions().ssh_argv("-oProxyCommand=id", "TEXT")
 
 
-def test_what_ssh_is_told_holds_no_secret_and_starts_the_agent(tmp_path: Path) -> None:
+def test_ssh_command_has_no_secret_and_starts_the_agent(tmp_path: Path) -> None:
     """The ssh command holds no secrets: the environment follows as a message.
 
     The script that is sourced first may have any name, and does not stop the agent.
@@ -114,7 +114,7 @@ def test_what_ssh_is_told_holds_no_secret_and_starts_the_agent(tmp_path: Path) -
     )
 
 
-def test_which_variables_go_along(tmp_path: Path) -> None:
+def test_forwarded_variables(tmp_path: Path) -> None:
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()

@@ -33,11 +33,11 @@ from windlass.launch.rank_placement import Host, place_ranks
         ({"SLURM_JOB_GPUS": "4-6"}, 0, []),
     ],
 )
-def test_devices_given(environ: Mapping[str, str], count: int, expected: list[str]) -> None:
+def test_visible_devices_are_kept(environ: Mapping[str, str], count: int, expected: list[str]) -> None:
     assert visible_devices.available_devices(environ, count) == expected
 
 
-def test_slots_are_among_the_devices_given() -> None:
+def test_slots_index_the_visible_devices() -> None:
     assert visible_devices.select_devices((0, 1), ["4", "5", "6"], "here") == ["4", "5"]
     assert visible_devices.select_devices(("6", "GPU-1"), ["GPU-1", "6"], "here") == ["6", "GPU-1"]
     assert visible_devices.select_devices((0, 1), [], "here") is None, "no GPUs: CPU ranks"
@@ -60,7 +60,7 @@ def jobs(
     return [job.env for job in make_rank_jobs(plan, node, ("m", 1))]
 
 
-def test_ranks_of_a_rank_do_not_look_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_launch_ignores_the_outer_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks started inside a rank do not use the outer store.
 
     With `deepspeed` started by a rank of torchrun, rank 0 of the inner run hosts the store.
@@ -75,7 +75,7 @@ def test_ranks_of_a_rank_do_not_look_for_its_store(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_ranks_see_the_devices_of_their_slots_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_see_only_the_devices_of_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(("s",))
     hosts = (Host("a", (0, 1)), Host("b", (1, 3, 0)))
     plan = LaunchPlan(program, hosts, use_devices=True)
@@ -101,7 +101,7 @@ def test_ranks_see_the_devices_of_their_slots_and_no_others(monkeypatch: pytest.
     assert [one["CUDA_VISIBLE_DEVICES"] for one in jobs(monkeypatch, "3", 1, untouched)] == ["3"] * 3
 
 
-def test_local_ranks_count_within_hosts_of_any_size() -> None:
+def test_local_ranks_are_numbered_per_host() -> None:
     found = place_ranks([Host("a", (0, 1, 2)), Host("b", (0,)), Host("c", (5, 7))])
     assert [[(place.rank, place.local_rank) for place in node] for node in found] == [
         [(0, 0), (1, 1), (2, 2)],
@@ -116,12 +116,12 @@ def test_lists_of_numbers(text: str, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "1-2-3", "-1", "1 2"])
-def test_what_is_no_list_of_numbers(text: str) -> None:
+def test_invalid_number_lists_are_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="--x is .* neither a number nor a range"):
         visible_devices.parse_numbers(text, "--x")
 
 
-def test_cores_are_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [core_binding.core_share([0, 2, 4, 6, 8], 2, rank) for rank in (0, 1)] == [[0, 2], [4, 6]]
     with pytest.raises(LaunchError, match="2 cores for 3 ranks"):
         core_binding.core_share([0, 1], 3, 0)

@@ -15,7 +15,7 @@ SIZE = 64 << 20
 
 
 @linux
-def test_touched_memory_is_seen() -> None:
+def test_touched_memory_is_measured() -> None:
     measures = (
         [memory_usage.resident_bytes, memory_usage.proportional_bytes]
         if memory_usage.proportional_bytes() is not None
@@ -35,7 +35,7 @@ def test_touched_memory_is_seen() -> None:
     assert peak is not None and now is not None and peak >= 0.99 * now
 
 
-def test_without_proc_it_is_none_and_the_line_still_comes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_usage_without_proc_is_none_and_still_logged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory_usage, "_PROC", tmp_path)
     assert (
         memory_usage.resident_bytes() is memory_usage.proportional_bytes() is memory_usage.peak_resident_bytes() is None
@@ -56,7 +56,7 @@ def test_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert line == "after step: host resident 2.00 GiB, peak 3.00 GiB, proportional 1.50 GiB"
 
 
-def test_a_cpu_has_no_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_reports_no_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_usage.device_memory("cpu") is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     figures = {"memory_allocated": 1, "max_memory_allocated": 2, "memory_reserved": 3, "max_memory_reserved": 4}

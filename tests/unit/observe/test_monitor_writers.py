@@ -33,7 +33,7 @@ def rows(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-def test_one_csv_file_a_quantity_continued_by_the_next_run(tmp_path: Path) -> None:
+def test_csv_has_one_file_per_quantity_and_is_appended_by_the_next_run(tmp_path: Path) -> None:
     for steps in ((1, 2), (3,)):
         with RunMonitor(sections(tmp_path, "csv_monitor"), rank=0) as monitor:
             assert monitor.enabled
@@ -52,7 +52,7 @@ def test_one_csv_file_a_quantity_continued_by_the_next_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rank", [1, 7])
-def test_other_ranks_write_nothing_and_need_nothing(tmp_path: Path, rank: int) -> None:
+def test_other_ranks_write_nothing_and_import_nothing(tmp_path: Path, rank: int) -> None:
     monitor = RunMonitor(sections(tmp_path, "csv_monitor", "tensorboard", "wandb"), rank=rank)
     monitor.write_events([("loss", 1.0, 1)])
     monitor.close()
@@ -60,7 +60,7 @@ def test_other_ranks_write_nothing_and_need_nothing(tmp_path: Path, rank: int) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_rank_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_is_read_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     assert not RunMonitor(sections(tmp_path, "csv_monitor")).enabled
     monkeypatch.setenv("RANK", "0")
@@ -68,7 +68,7 @@ def test_the_rank_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest
     assert not RunMonitor(sections(tmp_path)).enabled
 
 
-def test_empty_paths_have_named_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_paths_have_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = sections(tmp_path, "csv_monitor")
     config.csv_monitor.output_path = ""
@@ -151,7 +151,7 @@ def test_comet_gets_each_quantity_every_so_many_samples(tmp_path: Path, monkeypa
     ]  # fmt: skip
 
 
-def test_a_comet_that_cannot_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comet_failure_at_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comet = FakeComet()
 
     def refuse(**_: Any) -> None:
@@ -180,15 +180,13 @@ def test_a_missing_package_is_named_with_its_extra(
     assert f"{section}.enabled" in str(caught.value) and f"pip install 'windlass[{extra}]'" in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_uncreatable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "job").write_text("a file in the way")
     with pytest.raises(ConfigError, match="csv_monitor: cannot start"):
         RunMonitor(sections(tmp_path, "csv_monitor"), rank=0)
 
 
-def test_a_writer_that_fails_is_dropped_loudly_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_writer_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monitor = RunMonitor(sections(tmp_path, "csv_monitor", "wandb"), rank=0)
@@ -214,7 +212,7 @@ def test_a_writer_that_fails_is_dropped_loudly_and_the_others_go_on(
     assert [entry[0] for entry in wandb.said if isinstance(entry, tuple)] == [1, 2]
 
 
-def test_a_wandb_that_cannot_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_failure_at_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
 
     def refuse(**settings: object) -> None:

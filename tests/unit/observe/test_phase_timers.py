@@ -69,7 +69,7 @@ def test_a_block_that_raises_is_counted(clock: Clock) -> None:
     assert timers.take_totals()["forward"].count == 2
 
 
-def test_the_device_is_waited_for_only_when_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_is_synchronized_only_when_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
     monkeypatch.setattr(module, "synchronize", lambda device: waited.append(device.type))
     for enabled in (False, True):
@@ -80,7 +80,7 @@ def test_the_device_is_waited_for_only_when_enabled(monkeypatch: pytest.MonkeyPa
         assert set(timers.take_totals()) == ({"forward"} if enabled else set())
 
 
-def test_misuse_is_named() -> None:
+def test_misuse_is_refused() -> None:
     timers = Timers()
     timers.start("a")
     with pytest.raises(WindlassError, match="'a' is started twice"):

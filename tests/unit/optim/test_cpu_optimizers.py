@@ -67,7 +67,9 @@ FUSED: list[tuple[Any, dict[str, Any], Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("cls", "options", "own", "more"), FUSED)
-def test_bitwise_equal_to_torchs_fused_step(cls: Any, options: dict[str, Any], own: Any, more: dict[str, Any]) -> None:
+def test_step_equals_the_fused_step_of_torch_bitwise(
+    cls: Any, options: dict[str, Any], own: Any, more: dict[str, Any]
+) -> None:
     theirs = cls(parameters(), **options, fused=True)
     ours = own(parameters(), **{**options, **more})
     for steps in range(1, 5):
@@ -86,13 +88,13 @@ def test_bitwise_equal_to_torchs_fused_step(cls: Any, options: dict[str, Any], o
         (Lamb, CPULamb, {"eps_inside_sqrt": True, "bias_correction": False}),
     ],
 )
-def test_equal_to_windlass_own(cls: Any, own: Any, options: dict[str, Any]) -> None:
+def test_step_equals_the_windlass_optimizer(cls: Any, own: Any, options: dict[str, Any]) -> None:
     theirs, ours = cls(parameters((333, 50)), **options), own(parameters((333, 50)), **options)
     torch.testing.assert_close(train(ours, 5), train(theirs, 5), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("cls", "options", "own", "more"), FUSED)
-def test_infinities_and_nans_go_where_torch_sends_them(
+def test_infinities_and_nans_propagate_as_in_torch(
     cls: Any, options: dict[str, Any], own: Any, more: dict[str, Any]
 ) -> None:
     odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0, -2.0, 1e-40])
@@ -132,7 +134,7 @@ def test_a_loaded_state_continues_bitwise(cls: Any, options: dict[str, Any], sta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_states_come_back_in_the_dtype_that_this_optimizer_keeps(dtype: torch.dtype) -> None:
+def test_loaded_states_have_the_dtype_of_this_optimizer(dtype: torch.dtype) -> None:
     wide = CPUAdam(parameters(dtype=dtype))
     train(wide, 3)
     before = next(iter(wide.state.values()))
@@ -150,7 +152,7 @@ def test_states_come_back_in_the_dtype_that_this_optimizer_keeps(dtype: torch.dt
         torch.testing.assert_close(after["exp_avg_sq"], before["exp_avg_sq"], rtol=tolerance, atol=0)
 
 
-def test_a_state_dict_passes_between_torch_and_here() -> None:
+def test_state_dict_is_interchangeable_with_torch() -> None:
     theirs, ours = O.AdamW(parameters(), fused=True), CPUAdam(parameters(), weight_decay=0.01)
     train(theirs, 2)
     train(ours, 2)
@@ -161,7 +163,7 @@ def test_a_state_dict_passes_between_torch_and_here() -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
-def test_narrow_states_find_the_same_minimum(state_dtype: str) -> None:
+def test_low_precision_states_converge_to_the_same_minimum(state_dtype: str) -> None:
     """AdamW on least squares: the final loss with narrow states is close to that with fp32 states."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 64, generator=generator) * torch.logspace(-2, 1, 64)
@@ -205,7 +207,7 @@ def test_scaled_16_bit_gradients_and_16_bit_copies(cls: Any, options: dict[str, 
         assert all(torch.equal(value, before["state"][number][key]) for key, value in state.items())
 
 
-def test_grad_scaler_drives_it() -> None:
+def test_grad_scaler_is_supported() -> None:
     weight = torch.nn.Parameter(torch.ones(8))
     optimizer, scaler = CPUSGD([weight], lr=1.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(weight.sum()).backward()
@@ -254,7 +256,7 @@ def test_groups_schedules_closures_and_unused_parameters() -> None:
     assert ours.state[first]["step"] == 2 and ours.state[first]["step"].dim() == 0
 
 
-def test_parameters_with_gaps_or_permuted() -> None:
+def test_non_contiguous_parameters() -> None:
     for make in (lambda: torch.zeros(6, 8)[:, ::2], lambda: torch.zeros(4, 6).t()):
         strange = torch.nn.Parameter(make())
         strange.data.copy_(torch.arange(24.0).view(6, 4))
@@ -267,7 +269,7 @@ def test_parameters_with_gaps_or_permuted() -> None:
         assert torch.equal(strange, plain)
 
 
-def test_a_graph_that_saved_old_values_notices_a_step() -> None:
+def test_step_bumps_the_version_of_saved_tensors() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     loss = weight.square().sum()
     weight.grad = torch.ones(3)
@@ -276,7 +278,7 @@ def test_a_graph_that_saved_old_values_notices_a_step() -> None:
         loss.backward()
 
 
-def test_fp32_optimizer_states_is_deepspeeds_spelling() -> None:
+def test_fp32_optimizer_states_argument_equals_deepspeed() -> None:
     assert CPUAdam(parameters(), fp32_optimizer_states=False).defaults["state_dtype"] == "bf16"
     assert CPUAdam(parameters(), state_dtype=torch.uint8).defaults["state_dtype"] == "8bit"
 
@@ -310,7 +312,7 @@ def test_tensors_without_a_kernel_are_refused() -> None:
 
 @pytest.mark.parametrize("cls", [O.Adam, O.AdamW, O.SGD, O.Adagrad, Lion])
 @pytest.mark.parametrize("warm", [0, 2])
-def test_a_native_twin_continues_where_the_optimizer_is(cls: Any, warm: int, path: str) -> None:
+def test_native_equivalent_continues_the_state(cls: Any, warm: int, path: str) -> None:
     theirs, others = cls(parameters(), lr=0.01), cls(parameters(), lr=0.01)
     train(theirs, warm)
     train(others, warm)
@@ -338,12 +340,12 @@ def test_a_native_twin_continues_where_the_optimizer_is(cls: Any, warm: int, pat
         lambda p: Lamb(p),
     ],
 )
-def test_what_has_no_equal_has_no_twin(make: Any) -> None:
+def test_optimizer_without_native_equivalent_is_kept(make: Any) -> None:
     assert make_native_cpu_equivalent(make(parameters())) is None
 
 
 @pytest.mark.parametrize(("cls", "options"), OWN)
-def test_copies_and_pickles_step_alike(cls: Any, options: dict[str, Any]) -> None:
+def test_copies_and_pickles_step_equally(cls: Any, options: dict[str, Any]) -> None:
     first = cls(parameters(), **options)
     train(first, 2)
     second = pickle.loads(pickle.dumps(copy.deepcopy(first)))
@@ -351,7 +353,7 @@ def test_copies_and_pickles_step_alike(cls: Any, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("cls", [CPUAdam, CPUAdagrad, CPULamb])
-def test_counts_that_were_saved_as_plain_numbers_go_on(cls: Any) -> None:
+def test_step_counts_saved_as_numbers_are_loaded(cls: Any) -> None:
     first, second = cls(parameters()), cls(parameters())
     train(first, 2)
     saved = copy.deepcopy(first.state_dict())

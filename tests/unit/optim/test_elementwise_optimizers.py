@@ -60,7 +60,7 @@ def step_all(cls: type[torch.optim.Optimizer], options: dict[str, Any], spans: l
 @pytest.mark.parametrize(("cls", "options"), VARIANTS, ids=[f"{c.__name__}-{'-'.join(o)}" for c, o in VARIANTS])
 @given(data=st.data())
 @settings(max_examples=5, deadline=None)
-def test_stepping_spans_is_stepping_the_whole(
+def test_updating_spans_equals_updating_the_whole(
     cls: type[torch.optim.Optimizer], options: dict[str, Any], data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, 90))
@@ -71,7 +71,7 @@ def test_stepping_spans_is_stepping_the_whole(
     torch.testing.assert_close(parted, whole, rtol=1e-6, atol=1e-7)
 
 
-def test_the_property_notices_an_optimizer_that_takes_a_norm() -> None:
+def test_property_test_detects_an_optimizer_with_a_norm() -> None:
     whole = step_all(Lamb, {}, [slice(0, 8)], 8)
     parted = step_all(Lamb, {}, [slice(0, 3), slice(3, 8)], 8)
     assert (whole - parted).abs().max() > 1e-4
@@ -87,11 +87,11 @@ def test_every_class_of_the_allowlist_is_in_the_property_test() -> None:
 
 
 @pytest.mark.parametrize("cls", [Lamb, Muon, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS])
-def test_what_looks_at_whole_tensors_is_not_elementwise(cls: Any) -> None:
+def test_whole_tensor_rules_are_not_elementwise(cls: Any) -> None:
     assert not is_elementwise(cls([torch.zeros(2, 2, requires_grad=True)]))
 
 
-def test_a_subclass_is_not_its_parent() -> None:
+def test_subclass_is_not_elementwise_by_inheritance() -> None:
     class Normed(torch.optim.AdamW):
         pass
 
@@ -143,7 +143,7 @@ def test_the_fused_step_is_preferred_and_equal_even_in_mid_run(cls: Any, options
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_fused_runs_in_other_dtypes_too(dtype: torch.dtype) -> None:
+def test_fused_step_runs_in_other_dtypes(dtype: torch.dtype) -> None:
     plain, fused = pair(torch.optim.AdamW, {}, dtype)
     assert enable_fused_step(fused)
     run(plain, 2, seed=4)
@@ -155,14 +155,14 @@ def test_fused_runs_in_other_dtypes_too(dtype: torch.dtype) -> None:
     "options",
     [{"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}, {"lr": torch.tensor(0.1)}],
 )
-def test_what_the_user_chose_stays(options: dict[str, Any]) -> None:
+def test_user_choice_of_implementation_is_kept(options: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)], **options)
     before = optimizer.param_groups[0]["fused"]
     assert not enable_fused_step(optimizer)
     assert optimizer.param_groups[0]["fused"] is before
 
 
-def test_groups_without_a_kernel_stay_and_others_switch() -> None:
+def test_only_groups_with_a_kernel_switch_to_fused() -> None:
     real = torch.zeros(2, requires_grad=True)
     strange = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
     optimizer = torch.optim.AdamW([{"params": [real]}, {"params": [strange]}])
@@ -209,7 +209,7 @@ def test_grad_scale_divides_gradients_and_found_inf_skips(cls: Any, options: dic
         (torch.optim.Rprop, {}),
     ],
 )
-def test_the_bytes_of_states_to_come_are_those_that_come(cls: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_predicted_state_bytes_equal_allocated_bytes(cls: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
     from windlass.optim.elementwise_optimizers import measure_state_bytes
 
     parameter = torch.nn.Parameter(torch.ones(1000, dtype=dtype))

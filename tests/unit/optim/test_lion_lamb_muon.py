@@ -43,7 +43,7 @@ def close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_lion_is_the_papers_algorithm(decay: float) -> None:
+def test_lion_equals_the_paper(decay: float) -> None:
     lr, b1, b2 = 0.01, 0.8, 0.95
     parameters = make_parameters()
     weights = [p.detach().double() for p in parameters]
@@ -60,7 +60,7 @@ def test_lion_is_the_papers_algorithm(decay: float) -> None:
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(("least", "most"), [(0.01, 10.0), (0.9, 1.1)])
-def test_lamb_is_its_formula(bias_correction: bool, inside: bool, least: float, most: float) -> None:
+def test_lamb_equals_its_formula(bias_correction: bool, inside: bool, least: float, most: float) -> None:
     lr, b1, b2, eps, decay = 0.02, 0.85, 0.97, 1e-3, 0.1
     parameters = make_parameters()
     weights = [p.detach().double() for p in parameters]
@@ -101,7 +101,7 @@ def test_lamb_ratio_is_one_where_a_norm_is_zero() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
-def test_muon_is_torchs_muon_on_matrices_and_adamw_elsewhere(settings: dict[str, object]) -> None:
+def test_muon_equals_torch_muon_on_matrices_and_adamw_elsewhere(settings: dict[str, object]) -> None:
     ours, theirs = make_parameters(), make_parameters()
     train(Muon(ours, lr=0.02, weight_decay=0.2, **settings), ours)  # type: ignore[arg-type]
     flat = [nn.Parameter(p.detach().flatten(1)) if p.ndim > 1 else p for p in theirs]
@@ -117,7 +117,7 @@ def test_muon_is_torchs_muon_on_matrices_and_adamw_elsewhere(settings: dict[str,
         assert torch.equal(our.detach().view_as(their), their.detach())
 
 
-def test_orthogonalize_keeps_singular_vectors_and_evens_singular_values() -> None:
+def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values() -> None:
     matrix = torch.randn(12, 30, generator=torch.Generator().manual_seed(0))
     before = matrix.clone()
     result = orthogonalize(matrix, (3.4445, -4.7750, 2.0315), 5)
@@ -181,7 +181,7 @@ def test_muon_marks_embeddings_heads_and_ties_as_outer() -> None:
 
 @pytest.mark.parametrize("cls", [Lion, Lamb, Muon])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_parameter_does_not_see_the_others(cls: type, dtype: torch.dtype) -> None:
+def test_update_of_a_parameter_is_independent_of_the_others(cls: type, dtype: torch.dtype) -> None:
     together, alone = make_parameters(dtype=dtype), make_parameters(dtype=dtype)
     optimizers = [cls([p], lr=0.01, weight_decay=0.1) for p in alone]
     joint = cls(together, lr=0.01, weight_decay=0.1)
@@ -197,7 +197,7 @@ def test_a_parameter_does_not_see_the_others(cls: type, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("cls", [Lion, Lamb, Muon])
-def test_state_survives_saving_and_parameters_without_gradient_are_left_alone(cls: type) -> None:
+def test_state_round_trips_and_parameters_without_gradient_are_skipped(cls: type) -> None:
     parameters = make_parameters()
     optimizer = cls(parameters, lr=0.01, weight_decay=0.1)
     train(optimizer, parameters)
@@ -214,7 +214,7 @@ def test_state_survives_saving_and_parameters_without_gradient_are_left_alone(cl
 
 
 @pytest.mark.parametrize("cls", [Lion, Lamb, Muon])
-def test_a_copied_optimizer_takes_more_groups(cls: type) -> None:
+def test_copied_optimizer_accepts_more_groups(cls: type) -> None:
     optimizer = copy.deepcopy(cls(make_parameters()))
     count = len(optimizer.param_groups)
     optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
@@ -282,7 +282,7 @@ def test_muon_refuses_vectors_marked_as_matrices() -> None:
 
 
 @pytest.mark.parametrize("cls", [Lion, Lamb, Muon])
-def test_a_parameter_without_elements_is_stepped(cls: type) -> None:
+def test_empty_parameter_is_updated(cls: type) -> None:
     weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 0), (0,), (2, 2))]
     optimizer = cls(weights, lr=0.1)
     for weight in weights:

@@ -80,7 +80,7 @@ def test_saving_and_loading_changes_nothing(before: list[bool], after: list[bool
     assert loaded.state_dict() == straight.state_dict()
 
 
-def test_known_histories() -> None:
+def test_recorded_histories() -> None:
     scaler = make_loss_scale(SimpleNamespace(**KNOBS))
     assert scaler.dynamic and scaler.scale == 65536
     told = []
@@ -96,7 +96,7 @@ def test_known_histories() -> None:
     assert scaler.scale == 32768
 
 
-def test_the_scale_stops_at_the_minimum_and_then_the_error_says_everything() -> None:
+def test_overflow_at_the_minimum_scale_is_an_error() -> None:
     scaler = DynamicLossScale(scale=4.0, hysteresis=1, min_scale=3.0)
     scaler.update(True)
     assert scaler.scale == 3.0
@@ -106,7 +106,7 @@ def test_the_scale_stops_at_the_minimum_and_then_the_error_says_everything() -> 
         assert word in str(caught.value)
 
 
-def test_at_the_minimum_it_may_go_on() -> None:
+def test_overflow_at_the_minimum_scale_may_be_ignored() -> None:
     scaler = DynamicLossScale(scale=1.0, window=1, hysteresis=1, on_min_scale="continue")
     scaler.update(True)
     assert scaler.scale == 1.0
@@ -122,7 +122,7 @@ def test_the_scale_never_becomes_infinite_and_never_starts_below_the_minimum() -
     assert DynamicLossScale(scale=1.0, min_scale=8.0).scale == 8.0
 
 
-def test_a_fixed_scale_is_fixed() -> None:
+def test_fixed_scale_never_changes() -> None:
     scaler = make_loss_scale(SimpleNamespace(**{**KNOBS, "loss_scale": 128.0}))
     assert not scaler.dynamic
     for overflow in (True, False, True):
@@ -132,7 +132,7 @@ def test_a_fixed_scale_is_fixed() -> None:
     assert scaler.scale == 128.0
 
 
-def test_changing_from_fixed_to_dynamic_starts_anew() -> None:
+def test_change_from_fixed_to_dynamic_restarts_the_scale() -> None:
     scaler = DynamicLossScale(scale=256.0)
     scaler.load_state_dict(StaticLossScale(5.0).state_dict())
     assert scaler.state_dict() == DynamicLossScale(scale=256.0).state_dict()

@@ -161,7 +161,7 @@ def test_resuming_changes_nothing(name: str, before: int, after: int) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_last_rate_before_a_step_is_the_starting_one(name: str) -> None:
+def test_last_lr_before_a_step_is_the_initial_one(name: str) -> None:
     """Before any step, `get_last_lr` returns the starting rate.
 
     In DeepSpeed OneCycle raises an assertion instead, which clients handle.
@@ -177,7 +177,7 @@ def test_the_last_rate_before_a_step_is_the_starting_one(name: str) -> None:
         schedule.load_state_dict(schedule.state_dict())
 
 
-def test_a_cycle_tells_the_momentum_that_it_begins_at() -> None:
+def test_one_cycle_sets_the_initial_momentum() -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
     schedule = scheduler_factory.build_scheduler("OneCycle", {**params, "cycle_first_step_size": 5}, optimizer)
@@ -185,7 +185,7 @@ def test_a_cycle_tells_the_momentum_that_it_begins_at() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_step_goes_to_a_given_iteration(name: str) -> None:
+def test_step_accepts_an_iteration(name: str) -> None:
     one_by_one, at_once = plain_optimizer(), plain_optimizer()
     slow, fast = (
         scheduler_factory.build_scheduler(name, EXAMPLES[name], optimizer) for optimizer in (one_by_one, at_once)
@@ -198,7 +198,7 @@ def test_step_goes_to_a_given_iteration(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupCosineLR"])
-def test_resuming_by_the_constructor_waits_for_a_step_and_finds_the_first_rates(name: str) -> None:
+def test_constructor_with_last_iteration_restores_initial_rates(name: str) -> None:
     optimizer = plain_optimizer()
     schedule = scheduler_factory.build_scheduler(name, EXAMPLES[name], optimizer)
     for _ in range(4):
@@ -213,7 +213,7 @@ def test_resuming_by_the_constructor_waits_for_a_step_and_finds_the_first_rates(
     assert lrs(optimizer) == expected
 
 
-def test_a_new_schedule_takes_the_rates_it_finds() -> None:
+def test_new_schedule_starts_from_the_current_rates() -> None:
     optimizer = plain_optimizer()
     for scale in (1.0, 10.0):
         for group, lr in zip(optimizer.param_groups, GROUP_LRS, strict=True):
@@ -286,7 +286,7 @@ TORCH_EXAMPLES: dict[str, dict[str, Any]] = {
     "name", [n for n in scheduler_factory.list_scheduler_names() if n not in scheduler_factory.DEEPSPEED_SCHEDULES]
 )
 @pytest.mark.parametrize("spell", [str, str.lower])
-def test_torchs_schedulers_by_name(name: str, spell: Any) -> None:
+def test_torch_schedulers_by_name(name: str, spell: Any) -> None:
     ours, theirs = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9) for _ in range(2))
     params = TORCH_EXAMPLES.get(name, {})
     built = scheduler_factory.build_scheduler(spell(name), params, ours)
@@ -300,7 +300,7 @@ def test_torchs_schedulers_by_name(name: str, spell: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "OneCycle"])
-def test_a_group_that_is_added_keeps_its_own_rate(name: str) -> None:
+def test_added_group_keeps_its_rate(name: str) -> None:
     optimizer = plain_optimizer()
     groups = len(optimizer.param_groups)
     params = {"WarmupLR": {}, "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}[name]

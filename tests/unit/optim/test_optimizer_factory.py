@@ -73,7 +73,7 @@ def test_every_name_builds_and_steps_in_any_case(name: str, spell: Any) -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.1}
 
 
-def test_the_names_are_all_of_torchs_and_ours() -> None:
+def test_names_are_all_of_torch_and_windlass() -> None:
     of_torch = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
     assert set(optimizer_factory.list_optimizer_names()) == (
         of_torch | {"Lion", "Lamb", "Muon", *mup.OPTIMIZER_NAMES}
@@ -87,18 +87,18 @@ def test_the_names_are_all_of_torchs_and_ours() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_names_say_why(name: str) -> None:
+def test_refused_names_have_a_reason(name: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[name]):
         optimizer_factory.build_optimizer(name, {}, parameters())
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
+def test_unknown_name_error_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="nearest is AdamW"):
         optimizer_factory.resolve_optimizer_class("AdamWw")
 
 
 @pytest.mark.parametrize("mode", [None, True, False])
-def test_adam_decouples_its_decay_unless_told_otherwise(mode: bool | None) -> None:
+def test_adam_decouples_weight_decay_by_default(mode: bool | None) -> None:
     params = {"lr": 0.1, "weight_decay": 0.5} | ({} if mode is None else {"adam_w_mode": mode})
     reference_class = torch.optim.Adam if mode is False else torch.optim.AdamW
     ours, theirs = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -112,7 +112,7 @@ def test_adam_decouples_its_decay_unless_told_otherwise(mode: bool | None) -> No
     assert torch.equal(ours, theirs)
 
 
-def test_deepspeeds_parameters_without_effect_are_taken() -> None:
+def test_deepspeed_parameters_without_effect_are_accepted() -> None:
     adam = {
         "torch_adam": True,
         "adam_w_mode": True,
@@ -166,13 +166,13 @@ def test_deepspeeds_parameters_without_effect_are_taken() -> None:
         ("SGD", {"params": []}, ["params.params"]),
     ],
 )
-def test_wrong_parameters_are_named_all_at_once(type: str, params: dict[str, Any], words: list[str]) -> None:
+def test_wrong_parameters_are_all_named_at_once(type: str, params: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         optimizer_factory.build_optimizer(type, params, parameters())
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_defaults_are_torchs_but_for_the_documented_one() -> None:
+def test_defaults_equal_torch_except_the_documented_one() -> None:
     for name in optimizer_factory.list_optimizer_names():
         cls = optimizer_factory.resolve_optimizer_class(name)
         signature = inspect.signature(cls.__init__).parameters
@@ -185,7 +185,7 @@ def test_defaults_are_torchs_but_for_the_documented_one() -> None:
                 assert group[key] == value, (name, key)
 
 
-def test_the_documents_table_states_what_is_in_force() -> None:
+def test_documented_table_equals_the_code() -> None:
     text = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
     rows = {}
     for line in text.splitlines():

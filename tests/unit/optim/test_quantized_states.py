@@ -47,7 +47,7 @@ def decoded(
 
 
 @given(cuts=st.lists(st.integers(1, 2000), min_size=1, max_size=4), signed=st.booleans(), seed=st.integers(0, 999))
-def test_the_same_cut_keeps_every_bit(cuts: list[int], signed: bool, seed: int) -> None:
+def test_same_sharding_restores_every_bit(cuts: list[int], signed: bool, seed: int) -> None:
     ends = [0, *torch.tensor(cuts).cumsum(0).tolist()]
     spans = list(zip(ends, ends[1:], strict=False))
     codes, scales = saved_as(spans, signed, seed)
@@ -59,7 +59,9 @@ def test_the_same_cut_keeps_every_bit(cuts: list[int], signed: bool, seed: int) 
 
 @pytest.mark.parametrize("signed", [True, False])
 @given(data=st.data(), numel=st.integers(2, 3000), seed=st.integers(0, 999))
-def test_another_cut_is_within_half_a_step(signed: bool, data: st.DataObject, numel: int, seed: int) -> None:
+def test_other_sharding_is_within_half_a_quantization_step(
+    signed: bool, data: st.DataObject, numel: int, seed: int
+) -> None:
     middle = data.draw(st.integers(1, numel - 1))
     codes, scales = saved_as([(0, middle), (middle, numel)], signed, seed)
     start = data.draw(st.integers(0, numel - 1))
@@ -75,7 +77,7 @@ def test_another_cut_is_within_half_a_step(signed: bool, data: st.DataObject, nu
 
 
 @given(numel=st.integers(1, 3000), data=st.data())
-def test_only_the_scales_that_are_asked_for_are_needed(numel: int, data: st.DataObject) -> None:
+def test_only_the_requested_scales_are_read(numel: int, data: st.DataObject) -> None:
     codes, (whole,) = saved_as([(0, numel)], True, 5)
     begin = data.draw(st.integers(0, numel - 1))
     end = data.draw(st.integers(begin + 1, numel))
@@ -88,7 +90,7 @@ def test_only_the_scales_that_are_asked_for_are_needed(numel: int, data: st.Data
         assert torch.equal(one, other)
 
 
-def test_a_long_state_is_coded_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_state_is_quantized_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, scales = saved_as([(0, 1000), (1000, 5000)], False, 3)
     wanted = recoded(codes, (300, 4900), scales, False)
     monkeypatch.setattr(quantized_states, "_CHUNK_ELEMENTS", 2 * SCALE_BLOCK)

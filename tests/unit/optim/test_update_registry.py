@@ -70,7 +70,7 @@ def test_the_update_of_a_class_is_the_registered_one_or_that_of_its_base() -> No
     assert update_class(torch.optim.AdamW(one())) is ElementwiseUpdate
 
 
-def test_without_an_update_whole_parameters_are_stepped() -> None:
+def test_default_update_is_whole_parameter() -> None:
     windlass.optim.register_update("Halving", Halving)
     assert update_class(Halving(one())) is WholeParameterUpdate
 
@@ -94,7 +94,7 @@ def test_a_second_class_under_a_name_and_a_second_update_of_a_class_are_refused(
         windlass.optim.register_update("Other", Halving)
 
 
-def test_what_is_no_optimizer_or_no_update_is_refused() -> None:
+def test_other_classes_are_refused() -> None:
     with pytest.raises(ConfigError, match="no subclass of torch.optim.Optimizer"):
         windlass.optim.register_update("Thing", dict)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs_whole_parameters and reduces_itself"):

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=40), st.randoms())
-def test_regions_that_live_never_overlap(moves: list[tuple[bool, int]], random: object) -> None:
+def test_live_regions_never_overlap(moves: list[tuple[bool, int]], random: object) -> None:
     buffer = ActivationBuffer(CPU, 5)
     alive: list[tuple[BufferRegion, int]] = []
     for number, (come, nbytes) in enumerate(moves):
@@ -42,7 +42,7 @@ def rounds(buffer: ActivationBuffer, calls: int, nbytes: int) -> list[BufferRegi
     return found
 
 
-def test_a_buffer_is_made_once_and_used_again() -> None:
+def test_buffer_is_allocated_once_and_reused() -> None:
     buffer = ActivationBuffer(CPU, 4)
     addresses = set()
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_a_buffer_grows_while_it_is_empty() -> None:
     assert None not in rounds(buffer, 2, 5000) and buffer.nbytes == 2 * 5120
 
 
-def test_what_was_taken_for_shared_gets_room_the_next_time() -> None:
+def test_tensor_mistaken_for_shared_gets_space_the_next_time() -> None:
     buffer = ActivationBuffer(CPU, 2)
 
     def once() -> int:
@@ -76,7 +76,7 @@ def test_what_was_taken_for_shared_gets_room_the_next_time() -> None:
     assert (once(), once()) == (1, 0)
 
 
-def test_more_checkpoints_than_were_said_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_beyond_the_configured_number_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.WARNING, "windlass"):

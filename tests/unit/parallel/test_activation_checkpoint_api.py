@@ -32,7 +32,7 @@ def section(**keys: Any) -> dict[str, Any]:
     return {"activation_checkpointing": keys}
 
 
-def test_configure_has_the_arguments_that_callers_write() -> None:
+def test_configure_has_deepspeed_arguments() -> None:
     known = "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints checkpoint_in_cpu"
     names = list(inspect.signature(checkpointing.configure).parameters)
     assert names[:8] == [*known.split(), "synchronize", "profile"]
@@ -42,7 +42,7 @@ def test_configure_has_the_arguments_that_callers_write() -> None:
     assert checkpointing.is_configured()
 
 
-def test_it_is_configured_when_somebody_did() -> None:
+def test_is_configured_after_configure() -> None:
     assert not checkpointing.is_configured()
     checkpointing.checkpoint(torch.sin, torch.ones(2, requires_grad=True))
     assert not checkpointing.is_configured()
@@ -53,7 +53,7 @@ def test_it_is_configured_when_somebody_did() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dict", "file", "config"])
-def test_the_section_counts_and_arguments_go_before_it(kind: str, tmp_path: Path) -> None:
+def test_arguments_override_the_section(kind: str, tmp_path: Path) -> None:
     source: Any = section(number_checkpoints=3, profile=True, synchronize_checkpoint_boundary=True)
     if kind == "file":
         (tmp_path / "ds.json").write_text(json.dumps(source))
@@ -69,7 +69,7 @@ def test_every_key_of_the_section_reaches_the_options() -> None:
     assert keys <= set(activation_checkpoint_api.ActivationCheckpointOptions.__dataclass_fields__)
 
 
-def test_a_path_may_be_one_or_many(tmp_path: Path) -> None:
+def test_path_may_be_a_string_or_a_list(tmp_path: Path) -> None:
     assert load_config(section(nvme_path="a")).activation_checkpointing.nvme_path == ["a"]
     assert load_config(section(nvme_path=["a", "b"])).activation_checkpointing.nvme_path == ["a", "b"]
     assert load_config(section(nvme_path="a", profile=True)).refusals() == []
@@ -84,21 +84,21 @@ def test_a_path_may_be_one_or_many(tmp_path: Path) -> None:
         ({"min_offload_bytes": -1}, "0 or more"),
     ],
 )
-def test_contradictions_are_refused_and_change_nothing(wrong: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused_without_changes(wrong: dict[str, Any], words: str) -> None:
     checkpointing.configure(profile=True)
     with pytest.raises(ConfigError, match=words):
         checkpointing.configure(**wrong)
     assert activation_checkpoint_api._options is not None and activation_checkpoint_api._options.profile
 
 
-def test_regions_that_make_no_sense_are_refused() -> None:
+def test_invalid_regions_are_refused() -> None:
     with pytest.raises(ConfigError, match="'gpu'"), checkpointing.offload_saved_tensors("gpu"):  # type: ignore[arg-type]
         pass
     with pytest.raises(ConfigError, match="nvme_path"), checkpointing.offload_saved_tensors("nvme"):
         pass
 
 
-def test_one_memory_has_nothing_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_offloaded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_checkpoint_api, "has_separate_memory", lambda device: False)
     checkpointing.configure(checkpoint_in_cpu=True, min_offload_bytes=0)
     assert checkpointing.get_offload_counters() is None
@@ -109,7 +109,7 @@ def test_one_memory_has_nothing_to_move(monkeypatch: pytest.MonkeyPatch) -> None
     assert counts.offloaded_bytes == 0
 
 
-def test_the_buffer_holds_what_is_kept() -> None:
+def test_buffer_contains_saved_tensors() -> None:
     checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=3, min_offload_bytes=0)
     assert not differences(trained("Net", checkpointing.checkpoint, steps=3), trained("Net", plainly, steps=3))
     counts = checkpointing.get_offload_counters()
@@ -121,7 +121,7 @@ def test_the_buffer_holds_what_is_kept() -> None:
     assert buffer.nbytes == 3 * 4 * 10 * 32 * 4 and buffer.num_regions == 0
 
 
-def test_partition_over_one_rank_has_nothing_to_cut() -> None:
+def test_partition_over_one_rank_is_a_no_op() -> None:
     checkpointing.configure(partition_activations=True)
     assert checkpointing.get_offload_counters() is None
     assert not differences(trained("Net", checkpointing.checkpoint), trained("Net", plainly))
@@ -131,7 +131,7 @@ def test_partition_over_one_rank_has_nothing_to_cut() -> None:
     )
 
 
-def test_profile_tells_once_a_backward(caplog: pytest.LogCaptureFixture) -> None:
+def test_profile_logs_once_per_backward(caplog: pytest.LogCaptureFixture) -> None:
     checkpointing.configure(profile=True, contiguous_checkpointing=True, num_checkpoints=3, min_offload_bytes=0)
     logger.addHandler(caplog.handler)
     try:
@@ -147,7 +147,7 @@ def test_profile_tells_once_a_backward(caplog: pytest.LogCaptureFixture) -> None
         assert "MB moved" in line
 
 
-def test_ranks_draw_alike_and_apart() -> None:
+def test_rng_streams_are_equal_or_distinct_over_ranks() -> None:
     checkpointing.model_parallel_cuda_manual_seed(11)
     named = checkpointing.get_cuda_rng_tracker()
     alike = torch.rand(4)

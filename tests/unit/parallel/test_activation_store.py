@@ -65,7 +65,7 @@ HIDDEN = 4 * 10 * 32 * 4
 
 @pytest.mark.parametrize("buffer", [False, True])
 @pytest.mark.parametrize("name", ["Net", "Nested", "Arguments", "Shapes"])
-def test_inputs_go_to_the_host_and_come_back(name: str, buffer: bool, copied: dict[str, int]) -> None:
+def test_inputs_round_trip_through_the_host(name: str, buffer: bool, copied: dict[str, int]) -> None:
     more: dict[str, Any] = {"contiguous_checkpointing": True, "num_checkpoints": 3} if buffer else {}
     checkpointing.configure(checkpoint_in_cpu=True, min_offload_bytes=0, **more)
     assert not differences(trained(name, checkpointing.checkpoint), trained(name, plainly))
@@ -76,7 +76,7 @@ def test_inputs_go_to_the_host_and_come_back(name: str, buffer: bool, copied: di
         assert copied["out"] == 2 * 3 * HIDDEN, "two steps of three layers, and nothing else"
 
 
-def test_a_region_goes_to_the_host_and_comes_back(copied: dict[str, int]) -> None:
+def test_region_round_trips_through_the_host(copied: dict[str, int]) -> None:
     def through(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         with checkpointing.offload_saved_tensors("cpu", min_offload_bytes=0):
             return function(*args, **kwargs)
@@ -86,13 +86,13 @@ def test_a_region_goes_to_the_host_and_comes_back(copied: dict[str, int]) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
-def test_files_are_reached_through_the_host(tmp_path: Path, copied: dict[str, int]) -> None:
+def test_file_store_stages_through_the_host(tmp_path: Path, copied: dict[str, int]) -> None:
     checkpointing.configure(nvme_path=str(tmp_path), min_offload_bytes=0)
     assert not differences(trained("Net", checkpointing.checkpoint), trained("Net", plainly))
     assert copied["out"] == 2 * 3 * HIDDEN and 0 < copied["back"] <= copied["out"]
 
 
-def test_sources_are_let_go_in_the_forward(copied: dict[str, int]) -> None:
+def test_sources_are_freed_in_the_forward(copied: dict[str, int]) -> None:
     checkpointing.configure(checkpoint_in_cpu=True, min_offload_bytes=0)
     refs = []
     x = torch.randn(10, requires_grad=True) * 1.0
@@ -104,7 +104,7 @@ def test_sources_are_let_go_in_the_forward(copied: dict[str, int]) -> None:
     x.sum().backward()
 
 
-def test_what_is_kept_longer_than_its_checkpoint_stays_what_it_was() -> None:
+def test_tensor_kept_beyond_its_checkpoint_is_unchanged() -> None:
     """A tensor that outlives its checkpoint keeps its values.
 
     A function that stores its inputs must not see later inputs in their memory after the buffer is reused.

@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_shape_counts_the_parameters_of_transformers_models(family: str) -> None:
+def test_model_shape_counts_parameters_as_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = FAMILIES[family]
     made = transformers.AutoConfig.for_model(**config)
@@ -63,7 +63,7 @@ def test_a_shape_counts_the_parameters_of_transformers_models(family: str) -> No
     assert shape.numel == counted + norms
 
 
-def test_presets_have_the_sizes_of_their_names() -> None:
+def test_presets_have_the_sizes_in_their_names() -> None:
     assert {name: round(shape.numel / 1e9, 1) for name, shape in PRESETS.items()} == {
         "7b": 6.7,
         "70b": 70.6,
@@ -71,7 +71,7 @@ def test_presets_have_the_sizes_of_their_names() -> None:
     }
 
 
-def test_a_shape_is_written_in_words_or_read_from_a_file(tmp_path: Any) -> None:
+def test_model_shape_is_parsed_from_text_or_a_file(tmp_path: Any) -> None:
     words = parse_model_shape("hidden=64,layers=3,heads=4,kv_heads=2,vocabulary=96,intermediate=160,tied=1")
     assert words == ModelShape(64, 3, 4, 96, kv_heads=2, intermediate=160, tied=True)
     (tmp_path / "config.json").write_text(
@@ -109,13 +109,13 @@ def test_one_rank_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize(("stage", "multiple"), [(0, 2), (1, 2), (2, 4), (3, 9)])
-def test_zero_moves_what_its_paper_says(stage: int, multiple: int) -> None:
+def test_zero_volume_equals_the_paper(stage: int, multiple: int) -> None:
     """2P for stages 0 and 1, 3P per micro-batch for stage 3. Stage 2 reduces every micro-batch and gathers once."""
     grid, work = MeshShape(dp_shard=4), StepWorkload(1, micro_batches=3, zero_stage=stage, parameter_bytes=4)
     assert told(compute_step_volumes(SHAPE, grid, work), "data") == multiple * SHAPE.numel * 4 * 3 // 4
 
 
-def test_replicas_reduce_their_cuts_alone() -> None:
+def test_replicas_reduce_only_their_shards() -> None:
     found = list(
         compute_data_parallel_volumes(
             "data", 1024, 8, 2, StepWorkload(1, zero_stage=3, gradient_bytes=4, parameter_bytes=2)
@@ -132,7 +132,7 @@ def test_replicas_reduce_their_cuts_alone() -> None:
     assert near[1].nbytes == 1024 * 2 * 7 // 8 + 1024 * 2 * 1 // 2
 
 
-def test_ulysses_is_4_n_h_over_p_a_forward() -> None:
+def test_ulysses_volume_is_4_n_h_over_p_per_forward() -> None:
     many = ModelShape(hidden=256, layers=1, heads=16, vocabulary=9)
     (found, ring) = compute_sequence_parallel_volumes(many, 1, 16, 1, StepWorkload(tokens=4096))
     assert found.nbytes == 2 * (4 * 4096 * 256 // 16) * 2 * 15 // 16  # two passes, two bytes, and nothing to itself
@@ -146,7 +146,7 @@ def test_ulysses_is_4_n_h_over_p_a_forward() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("stages", [2, 5])
-def test_activations_cross_each_cut_once_and_gradients_too(stages: int, chunks: int) -> None:
+def test_activations_and_gradients_cross_each_stage_boundary_once(stages: int, chunks: int) -> None:
     work = StepWorkload(1, micro_batches=4, virtual_stages=chunks)
     received = {
         place: [one.nbytes for one in compute_pipeline_volumes(100, stages, work, place == 0, place == stages - 1)]
@@ -161,7 +161,7 @@ def test_activations_cross_each_cut_once_and_gradients_too(stages: int, chunks: 
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
-def test_stages_and_slices_hold_the_model_together(pp: int, tp: int, ep: int, tied: bool, experts: bool) -> None:
+def test_parameters_of_stages_and_shards_sum_to_the_model(pp: int, tp: int, ep: int, tied: bool, experts: bool) -> None:
     base = MIXED if experts else SHAPE
     shape = ModelShape(
         hidden=48, layers=8, heads=24, vocabulary=96, intermediate=96, tied=tied,
@@ -175,7 +175,7 @@ def test_stages_and_slices_hold_the_model_together(pp: int, tp: int, ep: int, ti
     assert sum(count_local_layers(shape.layers, pp, place) for place in range(pp)) == shape.layers
 
 
-def test_norms_along_the_sequence_send_as_much_and_recomputing_half_more() -> None:
+def test_sequence_parallel_norms_add_nothing_and_recomputation_half() -> None:
     grid = MeshShape(tp=4)
     plain, cut = (compute_step_volumes(SHAPE, grid, StepWorkload(64, tp_sequence_norms=cut)) for cut in (False, True))
     ends = 2 * 64 * SHAPE.hidden * 2 * 3 // 4  # gathered at the ends of layers, forward and backward
@@ -325,9 +325,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("grid", "model", "work"), LAYOUTS)
-def test_collectives_of_1024_ranks_count_what_the_formulas_say(
-    grid: MeshShape, model: ModelShape, work: StepWorkload
-) -> None:
+def test_collectives_of_1024_ranks_equal_the_formulas(grid: MeshShape, model: ModelShape, work: StepWorkload) -> None:
     assert grid.world == 1024
     for rank in {0, 517, 1023}:
         pipe = grid.coordinates(rank)["pp"]
@@ -344,7 +342,7 @@ def test_collectives_of_1024_ranks_count_what_the_formulas_say(
         assert counted == {name: wanted.get(name, 0) for name in counted}, rank
 
 
-def test_a_ring_of_rings_counts_what_the_formula_says() -> None:
+def test_hierarchical_ring_volume_equals_the_formula() -> None:
     grid, work = MeshShape(dp_shard=64, sp=16), StepWorkload(64, ulysses_degree=4)
     with world(517, grid) as axes:
         ranks = grid.along(517, "sp")

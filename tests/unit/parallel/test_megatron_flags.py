@@ -32,7 +32,7 @@ def flagged(shape: tuple[int, ...], **flags: Any) -> nn.Module:
 
 @pytest.mark.parametrize("flag", ["tensor_model_parallel", "model_parallel"])
 @pytest.mark.parametrize(("dim", "whole"), [(0, (12, 6)), (1, (4, 18))])
-def test_a_part_lies_where_its_rank_does(flag: str, dim: int, whole: tuple[int, int]) -> None:
+def test_placement_follows_the_rank(flag: str, dim: int, whole: tuple[int, int]) -> None:
     for rank in range(3):
         model = flagged((4, 6), partition_dim=dim, **{flag: True})
         assert has_flagged_parameters(model) and place_flagged_parameters(model, axis(3, rank)) == 1
@@ -42,7 +42,7 @@ def test_a_part_lies_where_its_rank_does(flag: str, dim: int, whole: tuple[int, 
         assert torch.equal(select_local_shard(numbers, found), numbers.chunk(3, dim)[rank])
 
 
-def test_strides_are_blocks_of_which_each_rank_has_a_slice() -> None:
+def test_strided_parameters_are_sharded_per_block() -> None:
     """A fused matrix is split as in Megatron: into stride x ranks pieces, dealt round-robin."""
     whole, ranks, stride = torch.arange(24), 2, 3
     for rank in range(ranks):
@@ -52,7 +52,7 @@ def test_strides_are_blocks_of_which_each_rank_has_a_slice() -> None:
         assert torch.equal(select_local_shard(whole, get_placement(model.weight)), wanted)
 
 
-def test_nothing_is_said_of_what_is_not_flagged() -> None:
+def test_parameters_without_flags_are_not_placed() -> None:
     for model in (flagged((4, 6)), flagged((4, 6), tensor_model_parallel=False, partition_dim=-1)):
         assert not has_flagged_parameters(model) and place_flagged_parameters(model, axis(2, 0)) == 0
         assert not has_placement(model.weight)
@@ -60,7 +60,7 @@ def test_nothing_is_said_of_what_is_not_flagged() -> None:
     assert place_flagged_parameters(alone, axis(1, 0)) == 0 and not has_placement(alone.weight)
 
 
-def test_a_negative_dimension_is_the_first_and_placing_again_changes_nothing() -> None:
+def test_negative_dimension_is_zero_and_placement_is_idempotent() -> None:
     model = flagged((4, 6), tensor_model_parallel=True, partition_dim=-1)
     assert place_flagged_parameters(model, axis(2, 1)) == 1 and get_placement(model.weight).global_shape == (8, 6)
     assert place_flagged_parameters(model, axis(2, 1)) == 0 and get_placement(model.weight).global_shape == (8, 6)
@@ -75,7 +75,7 @@ def test_a_negative_dimension_is_the_first_and_placing_again_changes_nothing() -
         ((4, 6), {"partition_stride": 0}, "partition_stride 0"),
     ],
 )
-def test_flags_that_do_not_fit_are_named(shape: tuple[int, ...], flags: dict[str, int], text: str) -> None:
+def test_inconsistent_flags_are_refused_by_name(shape: tuple[int, ...], flags: dict[str, int], text: str) -> None:
     model = flagged(shape, tensor_model_parallel=True, **flags)
     with pytest.raises(ModelError, match=text):
         place_flagged_parameters(model, axis(2, 0))

@@ -29,14 +29,14 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_checkpointing_to_files_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_checkpointing_to_files_keeps_results(name: str, tmp_path: Path) -> None:
     checkpointing.configure(nvme_path=str(tmp_path), min_offload_bytes=0)
     assert not differences(trained(name, checkpointing.checkpoint), trained(name, plainly))
     counts = checkpointing.get_offload_counters()
     assert counts is not None and counts.offloaded_bytes > 0 and not any(counts.stored_bytes.values())
 
 
-def test_a_region_in_files_changes_nothing(tmp_path: Path) -> None:
+def test_region_in_files_keeps_results(tmp_path: Path) -> None:
     def through(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         with checkpointing.offload_saved_tensors("nvme", nvme_path=[str(tmp_path)], min_offload_bytes=0):
             return function(*args, **kwargs)
@@ -44,7 +44,7 @@ def test_a_region_in_files_changes_nothing(tmp_path: Path) -> None:
     assert not differences(trained("Tied", through), trained("Tied", plainly))
 
 
-def test_steps_use_the_same_space_again(tmp_path: Path) -> None:
+def test_steps_reuse_the_same_space(tmp_path: Path) -> None:
     place = open_nvme_store([str(tmp_path)])
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     allocated: list[int] = []
@@ -72,7 +72,7 @@ def test_steps_use_the_same_space_again(tmp_path: Path) -> None:
     assert allocated == [20_000] * 8
 
 
-def test_batches_of_ever_other_lengths_take_no_ever_more_space(tmp_path: Path) -> None:
+def test_space_is_bounded_over_changing_batch_lengths(tmp_path: Path) -> None:
     place = open_nvme_store([str(tmp_path)])
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     for length in range(1, 61):
@@ -87,7 +87,7 @@ def test_batches_of_ever_other_lengths_take_no_ever_more_space(tmp_path: Path) -
     assert len(place._buffers) <= 16
 
 
-def test_what_was_fetched_before_it_was_written_is_not_written_over(tmp_path: Path) -> None:
+def test_fetch_before_write_is_not_overwritten(tmp_path: Path) -> None:
     place = open_nvme_store([str(tmp_path)])
     first, second = torch.randn(5000), torch.randn(5000)
     stay = place.put(first)
@@ -101,7 +101,7 @@ def test_what_was_fetched_before_it_was_written_is_not_written_over(tmp_path: Pa
     assert torch.equal(again.value, first), "from the file"
 
 
-def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
+def test_folder_is_empty_after_close(tmp_path: Path) -> None:
     checkpointing.configure(nvme_path=str(tmp_path), min_offload_bytes=0)
     trained("Net", checkpointing.checkpoint, steps=1)
     checkpointing.configure()
@@ -133,7 +133,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("what", ["allocate", "write", "read"])
-def test_what_goes_wrong_on_the_disk_is_raised_where_it_is_felt(what: str, tmp_path: Path) -> None:
+def test_disk_errors_are_raised_at_the_read(what: str, tmp_path: Path) -> None:
     keeper = SavedTensorOffloader(
         NvmeStore(Broken(open_nvme_store([str(tmp_path)]).storage, what)), min_offload_bytes=0
     )

@@ -53,7 +53,7 @@ def wanted(name: str, autocast: bool = False) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", NETS)
-def test_checkpointing_changes_nothing(name: str, place: str) -> None:
+def test_checkpointing_keeps_results(name: str, place: str) -> None:
     how = manner(PLACES[place]())
     assert not differences(trained(name, through(how)), wanted(name))
     if how.offloader is not None:
@@ -69,7 +69,7 @@ def test_a_recomputation_runs_under_the_same_autocast(place: str) -> None:
     assert not differences(trained("Net", through(manner(PLACES[place]())), autocast=True), want)
 
 
-def test_the_public_function_needs_no_configuration() -> None:
+def test_checkpoint_works_without_configure() -> None:
     assert not differences(trained("Nested", checkpointing.checkpoint), wanted("Nested"))
 
 
@@ -89,7 +89,7 @@ def saved_bytes(run: Callable[[], Any]) -> int:
     return sum(storages.values())
 
 
-def test_only_inputs_are_kept() -> None:
+def test_only_inputs_are_saved() -> None:
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList(Layer() for _ in range(4))
     x = torch.randn(4, 10, 32, requires_grad=True)
@@ -108,7 +108,7 @@ def test_only_inputs_are_kept() -> None:
 
 
 @pytest.mark.parametrize("how", ["argument", "keyword", "partial"])
-def test_inputs_that_moved_are_let_go(how: str) -> None:
+def test_offloaded_inputs_are_freed(how: str) -> None:
     """The storage of every layer's input is freed right after the forward: no other reference remains."""
     torch.manual_seed(0)
     blocks, refs = [Layer() for _ in range(4)], []
@@ -132,7 +132,7 @@ def test_inputs_that_moved_are_let_go(how: str) -> None:
     loss.backward()
 
 
-def test_nested_checkpoints_move_the_outer_inputs_only() -> None:
+def test_nested_checkpoints_offload_the_outer_inputs_only() -> None:
     place = FarPlace()
     model = Net(plainly)
     call = through(manner(place))
@@ -145,7 +145,7 @@ def test_nested_checkpoints_move_the_outer_inputs_only() -> None:
     assert place.put_there == [x.numel()]
 
 
-def test_without_gradients_it_is_a_call() -> None:
+def test_checkpoint_without_gradients_is_a_plain_call() -> None:
     place, seen = FarPlace(), []
 
     def function(x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def test_without_gradients_it_is_a_call() -> None:
     assert seen == [False] and torch.equal(found, 2 * torch.ones(3)) and not place.put_there
 
 
-def test_what_the_function_does_to_its_containers_is_seen_and_not_repeated_on() -> None:
+def test_changes_of_argument_containers_are_visible_and_not_repeated() -> None:
     cache: list[Tensor] = []
     sizes = []
 
@@ -172,7 +172,7 @@ def test_what_the_function_does_to_its_containers_is_seen_and_not_repeated_on() 
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_failures_come_through_and_leave_no_trace() -> None:
+def test_exceptions_propagate_and_leave_no_state() -> None:
     call = through(manner(FarPlace()))
 
     def fails(x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_failures_come_through_and_leave_no_trace() -> None:
     assert not differences(trained("Net", call), wanted("Net"))
 
 
-def test_named_generators_are_wound_back() -> None:
+def test_named_generators_are_restored() -> None:
     rng_tracker.add("model-parallel-rng", 5)
 
     def function(x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def test_named_generators_are_wound_back() -> None:
     assert not torch.equal(results[0][2], start["model-parallel-rng"]), "numbers were drawn"
 
 
-def test_a_region_inside_a_checkpoint_moves_nothing(tmp_path: Any) -> None:
+def test_region_inside_a_checkpoint_offloads_nothing(tmp_path: Any) -> None:
     x = torch.randn(4, 10, 32, requires_grad=True)
     layer = Layer(dropout=0.0)
 
@@ -222,7 +222,7 @@ def test_a_region_inside_a_checkpoint_moves_nothing(tmp_path: Any) -> None:
     checkpointing.reset()
 
 
-def test_inputs_of_a_checkpoint_in_a_region_move_with_the_region() -> None:
+def test_inputs_of_a_checkpoint_in_a_region_are_offloaded_by_the_region() -> None:
     place = FarPlace()
     keeper, layer = SavedTensorOffloader(place, min_offload_bytes=0), Layer()
     x = torch.randn(4, 10, 32, requires_grad=True)
@@ -232,7 +232,7 @@ def test_inputs_of_a_checkpoint_in_a_region_move_with_the_region() -> None:
     y.sum().backward()
 
 
-def test_two_inputs_that_are_one_stay_one() -> None:
+def test_identical_inputs_stay_identical() -> None:
     same: list[bool] = []
 
     def function(x: Tensor, others: dict[str, Tensor]) -> Tensor:
@@ -246,7 +246,7 @@ def test_two_inputs_that_are_one_stay_one() -> None:
     assert torch.equal(x.grad, 2 * x.detach())  # type: ignore[arg-type]
 
 
-def test_a_model_of_transformers_takes_it() -> None:
+def test_transformers_model_uses_checkpoint() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, use_cache=False

@@ -26,7 +26,7 @@ def keeping(keeper: SavedTensorOffloader) -> saved_tensors_hooks:
 
 @pytest.mark.parametrize("name", ["Net", "Tied", "Twice", "Frozen", "Shapes", "Uneven"])
 @pytest.mark.parametrize("late", LATE)
-def test_a_model_computes_the_same_while_what_it_saves_is_away(name: str, late: bool) -> None:
+def test_offloaded_model_computes_equal_results(name: str, late: bool) -> None:
     keeper = SavedTensorOffloader(FarPlace(late=late), min_offload_bytes=0)
 
     def through(function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def test_a_model_computes_the_same_while_what_it_saves_is_away(name: str, late: 
     assert keeper.counters.stored_bytes["cpu"] == 0, "what no graph needs is gone"
 
 
-def test_what_moved_leaves_the_device_and_parameters_stay() -> None:
+def test_offloaded_tensors_leave_the_device_and_parameters_stay() -> None:
     layer, place = Layer(), FarPlace()
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     inputs = torch.randn(8, 32, requires_grad=True)
@@ -59,7 +59,7 @@ def test_what_moved_leaves_the_device_and_parameters_stay() -> None:
     assert inputs.grad is not None
 
 
-def test_a_tensor_saved_in_many_shapes_moves_once() -> None:
+def test_tensor_saved_as_many_views_is_offloaded_once() -> None:
     place = FarPlace()
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     x = torch.randn(6, 8, requires_grad=True)
@@ -77,7 +77,7 @@ def test_a_tensor_saved_in_many_shapes_moves_once() -> None:
     torch.testing.assert_close(x.grad, want)
 
 
-def test_what_lies_where_something_lay_before_is_not_taken_for_it() -> None:
+def test_tensor_at_a_reused_address_is_distinguished() -> None:
     keeper = SavedTensorOffloader(FarPlace(), min_offload_bytes=0)
     weight = torch.randn(64, requires_grad=True)
     losses, inputs = [], []
@@ -91,7 +91,7 @@ def test_what_lies_where_something_lay_before_is_not_taken_for_it() -> None:
         assert torch.equal(torch.autograd.grad(loss, weight)[0], x)
 
 
-def test_small_tensors_stay_and_are_counted() -> None:
+def test_small_tensors_stay_on_the_device_and_are_counted() -> None:
     place = FarPlace()
     keeper = SavedTensorOffloader(place, min_offload_bytes=1024)
     x = torch.randn(255, requires_grad=True), torch.randn(256, requires_grad=True)
@@ -102,7 +102,7 @@ def test_small_tensors_stay_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("numel", [10, 1000])
-def test_a_change_in_place_is_an_error_as_without_us(numel: int) -> None:
+def test_in_place_change_is_an_error_as_in_torch(numel: int) -> None:
     """A change in place is an error as in plain PyTorch, for small tensors that stay and large ones in flight."""
     keeper = SavedTensorOffloader(FarPlace(late=True), min_offload_bytes=1024)
     x = torch.randn(numel, requires_grad=True)
@@ -115,7 +115,7 @@ def test_a_change_in_place_is_an_error_as_without_us(numel: int) -> None:
         loss.backward()
 
 
-def test_what_has_left_keeps_the_values_it_was_saved_with() -> None:
+def test_offloaded_tensor_keeps_its_saved_values() -> None:
     keeper = SavedTensorOffloader(FarPlace(), min_offload_bytes=0)
     x = torch.randn(1000, requires_grad=True)
     y = x * 1.0
@@ -128,7 +128,7 @@ def test_what_has_left_keeps_the_values_it_was_saved_with() -> None:
     assert torch.equal(x.grad, want)  # type: ignore[arg-type]
 
 
-def test_only_so_many_are_on_their_way() -> None:
+def test_number_of_transfers_in_flight_is_limited() -> None:
     keeper = SavedTensorOffloader(FarPlace(late=True, under_way=2), min_offload_bytes=0)
     refs, losses = [], []
     for _ in range(6):
@@ -145,7 +145,7 @@ def test_only_so_many_are_on_their_way() -> None:
     assert sum(kept.finish_transfer(wait=False) is False for ref in keeper._in_flight if (kept := ref())) <= 2
 
 
-def test_fetches_run_ahead_by_as_much_as_was_asked_for() -> None:
+def test_prefetch_distance_is_as_requested() -> None:
     place = FarPlace()
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     x = torch.randn(100, requires_grad=True)
@@ -159,7 +159,7 @@ def test_fetches_run_ahead_by_as_much_as_was_asked_for() -> None:
     assert keeper.counters.prefetched_bytes == 5 * 400, "all but the first that was needed"
 
 
-def test_what_all_share_is_fetched_once_and_then_let_go() -> None:
+def test_shared_tensor_is_fetched_once_and_then_freed() -> None:
     place = FarPlace()
     keeper = SavedTensorOffloader(place, min_offload_bytes=0)
     x = torch.randn(100, requires_grad=True)
@@ -175,7 +175,7 @@ def test_what_all_share_is_fetched_once_and_then_let_go() -> None:
     assert not keeper._cached
 
 
-def test_nothing_is_held_beyond_the_backward() -> None:
+def test_nothing_is_kept_after_the_backward() -> None:
     keeper = SavedTensorOffloader(FarPlace(), min_offload_bytes=0)
     x = torch.randn(100, requires_grad=True)
     mask = torch.rand(100)
@@ -186,7 +186,7 @@ def test_nothing_is_held_beyond_the_backward() -> None:
     second.sum().backward()
 
 
-def test_what_is_held_has_a_bound() -> None:
+def test_memory_in_use_is_bounded() -> None:
     keeper = SavedTensorOffloader(FarPlace(), min_offload_bytes=0)
     x = torch.randn(100, requires_grad=True)
     masks = [torch.rand(100) for _ in range(5)]
@@ -204,7 +204,7 @@ def test_what_is_held_has_a_bound() -> None:
     torch.testing.assert_close(x.grad, want)
 
 
-def test_a_graph_can_be_walked_twice() -> None:
+def test_graph_can_be_traversed_twice() -> None:
     keeper = SavedTensorOffloader(FarPlace(), min_offload_bytes=0)
     x = torch.randn(50, requires_grad=True)
     with keeping(keeper):
@@ -218,7 +218,7 @@ def test_a_graph_can_be_walked_twice() -> None:
     )
 
 
-def test_outputs_that_save_themselves_make_no_cycle() -> None:
+def test_outputs_that_save_themselves_create_no_cycle() -> None:
     keeper = SavedTensorOffloader(FarPlace(), min_offload_bytes=10_000)
     gc.disable()
     try:
@@ -232,7 +232,7 @@ def test_outputs_that_save_themselves_make_no_cycle() -> None:
         gc.enable()
 
 
-def test_kinds_of_tensors_that_do_not_move() -> None:
+def test_kinds_of_tensors_that_are_not_offloaded() -> None:
     keeper = SavedTensorOffloader(FarPlace(), min_offload_bytes=0)
     parameter = nn.Parameter(torch.randn(4, 4))
     overlapping = torch.arange(10.0).unfold(0, 4, 2)

@@ -37,7 +37,7 @@ def views(draw: Any) -> torch.Tensor:
 
 
 @given(views())
-def test_a_view_comes_back_as_it_was(tensor: torch.Tensor) -> None:
+def test_view_round_trips(tensor: torch.Tensor) -> None:
     geometry = get_geometry(tensor)
     assert geometry is not None
     flat = flatten_elements(tensor, geometry)
@@ -47,11 +47,11 @@ def test_a_view_comes_back_as_it_was(tensor: torch.Tensor) -> None:
     assert geometry.is_dense == (flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr())
 
 
-def test_elements_that_overlap_otherwise_are_left_alone() -> None:
+def test_overlapping_elements_are_not_offloaded() -> None:
     assert get_geometry(torch.arange(10.0).unfold(0, 4, 2)) is None
 
 
-def test_what_a_key_tells_apart() -> None:
+def test_identity_key_distinguishes_storage_range_and_version() -> None:
     x = torch.arange(24.0).view(4, 6)
     storage = StorageWeakRef(x.untyped_storage())
 

@@ -13,7 +13,7 @@ from windlass.storage import DeferredFailureTier
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_what_cannot_be_read_is_nan_and_noted_once(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_failed_read_gives_nan_and_is_recorded_once(dtype: torch.dtype, tmp_path: Path) -> None:
     with DeferredFailureTier([tmp_path]) as tier:
         extent, values = tier.allocate(40_000, "values"), torch.ones(4000, dtype=dtype)
         tier.write(extent, 0, values).wait()
@@ -29,7 +29,7 @@ def test_what_cannot_be_read_is_nan_and_noted_once(dtype: torch.dtype, tmp_path:
         assert tier.take_failure() is None
 
 
-def test_what_was_never_written_is_a_failure_and_what_cannot_be_asked_an_error(tmp_path: Path) -> None:
+def test_unwritten_extent_is_a_failure_and_invalid_request_an_error(tmp_path: Path) -> None:
     tier = DeferredFailureTier([tmp_path])
     extent, values = tier.allocate(4096, "values"), torch.zeros(4)
     tier.read(extent, 0, values).wait()
@@ -42,7 +42,7 @@ def test_what_was_never_written_is_a_failure_and_what_cannot_be_asked_an_error(t
         tier.write(extent, 0, values)
 
 
-def test_what_found_no_space_fails_whenever_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extent_without_space_fails_at_every_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     with DeferredFailureTier([tmp_path]) as tier:

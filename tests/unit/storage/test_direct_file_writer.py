@@ -32,7 +32,7 @@ def pieces(nbytes: int, cuts: list[int], order: int) -> list[tuple[int, int]]:
     order=st.integers(0, 99),
     shift=st.integers(0, 4095),
 )
-def test_any_pieces_in_any_order_make_the_file(
+def test_pieces_in_any_order_form_the_file(
     tmp_path: Path, nbytes: int, cuts: list[int], order: int, shift: int
 ) -> None:
     whole = torch.randint(0, 256, (shift + nbytes,), dtype=torch.uint8)[shift:]
@@ -63,7 +63,7 @@ def test_many_small_pieces_are_a_few_writes(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("direct", [True, False])
-def test_every_engine_writes_blocks_with_and_without_the_page_cache(
+def test_every_engine_writes_with_and_without_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, direct: bool
 ) -> None:
     monkeypatch.setenv("WINDLASS_DISK_ENGINE", engine)
@@ -91,7 +91,7 @@ class Gone:
 
 
 @pytest.mark.parametrize(("number", "told"), [(errno.ENOSPC, errno.ENOSPC), (errno.ENODATA, errno.EIO)])
-def test_a_block_that_fails_is_told_with_the_path(tmp_path: Path, number: int, told: int) -> None:
+def test_failed_block_is_reported_with_its_path(tmp_path: Path, number: int, told: int) -> None:
     file = DirectFileWriter(tmp_path / "file", 8192)
     whole: Any = file._engine
     file._engine = type("Engine", (), {"submit": lambda *a: Gone(number), "close": whole.close})()
@@ -100,9 +100,7 @@ def test_a_block_that_fails_is_told_with_the_path(tmp_path: Path, number: int, t
     assert raised.value.errno == told
 
 
-def test_space_that_is_not_there_shows_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lack_of_space_is_detected_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -56,7 +56,7 @@ def _tensor(size: int, shift: int) -> torch.Tensor:
     paths=st.integers(1, 3),
     block=st.integers(1, 3),
 )
-def test_a_tier_is_a_bytearray(
+def test_tier_equals_a_bytearray(
     tmp_path: Path,
     engine: str,
     steps: list[tuple[str, int, int, int, int]],
@@ -87,7 +87,7 @@ def test_a_tier_is_a_bytearray(
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_any_dtype_and_shape_comes_back_bit_for_bit(tier: DiskTier, dtype: torch.dtype) -> None:
+def test_any_dtype_and_shape_round_trips_bitwise(tier: DiskTier, dtype: torch.dtype) -> None:
     source = torch.randint(0, 2, (3, 1000, 5), dtype=torch.uint8).to(dtype)
     extent = tier.allocate(source.nbytes, "values")
     back = torch.zeros_like(source)
@@ -130,7 +130,7 @@ def _first(extents: list[Extent], tensors: list[torch.Tensor]) -> list[tuple[Ext
     return [(extent, 0, tensor) for extent, tensor in zip(extents, tensors, strict=True)]
 
 
-def test_a_tensor_that_nobody_else_holds_lives_until_it_is_written(tier: DiskTier) -> None:
+def test_unreferenced_tensor_lives_until_it_is_written(tier: DiskTier) -> None:
     extent = tier.allocate(1 << 20, "values")
     pending = tier.write(extent, 0, torch.full((1 << 20,), 3, dtype=torch.uint8))
     for _ in range(20):  # reuses the source memory if the tier has freed it
@@ -141,7 +141,7 @@ def test_a_tensor_that_nobody_else_holds_lives_until_it_is_written(tier: DiskTie
     assert bool((back == 3).all())
 
 
-def test_freed_space_is_used_again_and_never_shows_what_it_held(tier: DiskTier) -> None:
+def test_freed_space_is_reused_and_never_exposes_old_data(tier: DiskTier) -> None:
     first, second = tier.allocate(50_000, "first"), tier.allocate(50_000, "second")
     tier.write(first, 0, torch.ones(50_000, dtype=torch.uint8))
     tier.free(first)
@@ -163,14 +163,14 @@ def test_beyond_an_extent_is_refused(tier: DiskTier, offset: int) -> None:
         tier.write(extent, offset, torch.ones(6, dtype=torch.uint8))
 
 
-def test_memory_that_is_not_plain_is_refused(tier: DiskTier) -> None:
+def test_non_contiguous_memory_is_refused(tier: DiskTier) -> None:
     extent = tier.allocate(4096, "values")
     for odd in (torch.ones(8, 8).t(), torch.ones(4, dtype=torch.complex64).conj(), torch.ones(3, device="meta")):
         with pytest.raises(StorageError, match=r"\.contiguous\(\)|resolve_conj|move it to the CPU"):
             tier.write(extent, 0, odd)
 
 
-def test_buffers_are_aligned_zero_and_known_until_they_go(tier: DiskTier) -> None:
+def test_buffers_are_aligned_zeroed_and_tracked_until_freed(tier: DiskTier) -> None:
     for _ in range(12):  # more than are kept at once: freed buffers make room, and their addresses are used again
         buffer = tier.allocate_buffer(100_000)
         assert buffer.numel() == 100_000 and buffer.dtype == torch.uint8 and buffer.data_ptr() % 4096 == 0
@@ -187,7 +187,7 @@ def test_buffers_are_aligned_zero_and_known_until_they_go(tier: DiskTier) -> Non
         tier.free(extent)
 
 
-def test_measuring_leaves_no_trace(tier: DiskTier) -> None:
+def test_measurement_leaves_no_file(tier: DiskTier) -> None:
     extent = tier.allocate(4096, "values")
     tier.write(extent, 0, torch.ones(4096, dtype=torch.uint8)).wait()
     rates = tier.measure_rates(100_000)

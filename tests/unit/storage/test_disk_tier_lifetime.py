@@ -31,7 +31,7 @@ def test_files_are_private_and_have_no_name(tier: DiskTier, tmp_path: Path) -> N
     assert _left(tmp_path / "disk") == []
 
 
-def test_a_tier_that_nobody_holds_is_gone(make_tier: MakeTier, engine: str, tmp_path: Path) -> None:
+def test_unreferenced_tier_is_closed(make_tier: MakeTier, engine: str, tmp_path: Path) -> None:
     tier = DiskTier([tmp_path], engine=engine)
     pending = tier.write(tier.allocate(1 << 20, "values"), 0, torch.zeros(1 << 18))
     del tier
@@ -42,7 +42,7 @@ def test_a_tier_that_nobody_holds_is_gone(make_tier: MakeTier, engine: str, tmp_
         assert "was closed first" in str(error)
 
 
-def test_only_what_is_surely_dead_and_ours_is_removed(make_tier: MakeTier, tmp_path: Path) -> None:
+def test_only_own_directories_of_dead_processes_are_removed(make_tier: MakeTier, tmp_path: Path) -> None:
     tier = make_tier(paths=[tmp_path])
     (live,) = tier.directories()
     _, user, host, pid, started, label, _ = live.name.split("-")
@@ -68,14 +68,14 @@ def test_only_what_is_surely_dead_and_ours_is_removed(make_tier: MakeTier, tmp_p
     assert set(_left(tmp_path)) == expected | {live.name, "-".join(["windlass", *dead[:-1], "file"])}
 
 
-def test_a_file_in_the_place_of_a_directory_is_named(make_tier: MakeTier, tmp_path: Path) -> None:
+def test_file_at_the_directory_path_is_refused_by_name(make_tier: MakeTier, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StorageError, match=f"{path}.*a file is where a directory should be"):
             make_tier(paths=[path])
 
 
-def test_a_directory_that_may_not_be_written_to_is_named(make_tier: MakeTier, tmp_path: Path) -> None:
+def test_unwritable_directory_is_refused_by_name(make_tier: MakeTier, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     if os.access(closed, os.W_OK):  # root may write to any other directory

@@ -9,7 +9,7 @@ from windlass.storage.extent_allocator import PAGE, ExtentAllocator, page_down, 
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=30))
-def test_what_is_taken_never_overlaps_and_what_is_given_back_is_used_again(steps: list[tuple[int, int]]) -> None:
+def test_extents_never_overlap_and_freed_space_is_reused(steps: list[tuple[int, int]]) -> None:
     space, taken = ExtentAllocator(), list[tuple[int, int]]()
     for size, which in steps:
         if size == 0 and taken:

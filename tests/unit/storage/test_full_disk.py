@@ -35,7 +35,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.storage.striped_files._warn_about_filesystem", lambda file: None)
 
 
-def test_a_full_disk_refuses_and_keeps_what_it_has(make_tier: MakeTier, small_disk: Path) -> None:
+def test_full_disk_refuses_and_keeps_its_data(make_tier: MakeTier, small_disk: Path) -> None:
     tier = make_tier(paths=[small_disk])
     kept = tier.allocate(2 * _MIB, "kept")
     values = torch.randint(0, 256, (2 * _MIB,), dtype=torch.uint8)
@@ -72,7 +72,7 @@ def test_two_paths_on_one_disk_share_its_space(make_tier: MakeTier, small_disk: 
     tier.reserve(3 * _MIB)
 
 
-def test_a_disk_that_fills_up_in_between_is_put_back_as_it_was(
+def test_reservation_is_rolled_back_if_the_disk_fills_up(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tier = make_tier(paths=[tmp_path / "a", tmp_path / "b"])
@@ -93,7 +93,7 @@ def test_a_disk_that_fills_up_in_between_is_put_back_as_it_was(
     assert tier.allocate(100_000, "second").start == 40_960
 
 
-def test_space_is_looked_at_before_any_is_taken(
+def test_free_space_is_checked_before_reserving(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tier = make_tier(paths=[tmp_path / "a", tmp_path / "b"])  # on one disk, which neither path fills alone
@@ -104,7 +104,7 @@ def test_space_is_looked_at_before_any_is_taken(
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_that_promises_no_space_is_served(
+def test_file_system_without_fallocate_is_supported(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(*arguments: int) -> None:
@@ -118,7 +118,7 @@ def test_a_file_system_that_promises_no_space_is_served(
     assert int(back.sum()) == 20
 
 
-def test_the_longest_file_that_is_allowed_is_said(make_tier: MakeTier) -> None:
+def test_file_size_limit_is_reported(make_tier: MakeTier) -> None:
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

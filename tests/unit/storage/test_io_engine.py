@@ -32,7 +32,7 @@ def test_the_path_in_use_names_an_engine_and_a_reason() -> None:
     assert len(why) > 4
 
 
-def test_without_the_native_module_python_serves_and_says_why(
+def test_missing_native_module_falls_back_to_python_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, make_tier: MakeTier
 ) -> None:
     monkeypatch.setattr(engine_file, "native_module", lambda: (None, "the native module is missing (No module)"))
@@ -42,7 +42,7 @@ def test_without_the_native_module_python_serves_and_says_why(
         make_tier(engine="io_uring")
 
 
-def test_where_io_uring_is_refused_threads_serve_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_io_uring_falls_back_to_threads_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(errno.EPERM, "seccomp")
 
@@ -52,7 +52,7 @@ def test_where_io_uring_is_refused_threads_serve_and_say_why(monkeypatch: pytest
     assert default_io_engine().startswith("threads (the kernel refuses io_uring (EPERM")
 
 
-def test_the_variable_chooses_the_engine(monkeypatch: pytest.MonkeyPatch, make_tier: MakeTier) -> None:
+def test_environment_variable_selects_the_engine(monkeypatch: pytest.MonkeyPatch, make_tier: MakeTier) -> None:
     monkeypatch.setenv("WINDLASS_DISK_ENGINE", "python")
     assert make_tier().description().startswith("python (as asked)")
     monkeypatch.setenv("WINDLASS_DISK_ENGINE", "libaio")
@@ -74,7 +74,7 @@ def test_a_file_that_ends_early_is_a_short_read(engine: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("path", "write", "number"), [("/dev/full", True, errno.ENOSPC), (".", False, errno.EISDIR)])
-def test_what_the_system_says_comes_back(engine: str, path: str, write: bool, number: int) -> None:
+def test_system_errors_are_returned(engine: str, path: str, write: bool, number: int) -> None:
     memory, _ = aligned_buffer(4096)
     file = os.open(path, os.O_WRONLY if write else os.O_RDONLY)
     try:
@@ -89,7 +89,7 @@ def test_what_the_system_says_comes_back(engine: str, path: str, write: bool, nu
 
 
 @pytest.mark.skipif(refusal("io_uring") is not None, reason="only io_uring reads from a pipe, which has no offsets")
-def test_closing_cancels_what_waits_and_awaits_what_is_in_flight() -> None:
+def test_close_cancels_queued_requests_and_waits_for_running_ones() -> None:
     reader, writer = os.pipe()  # a read that does not end before the test writes
     memory, _ = aligned_buffer(4096)
     span = (0, 0, memory.data_ptr(), 4096, 0)
@@ -116,7 +116,7 @@ def test_closing_cancels_what_waits_and_awaits_what_is_in_flight() -> None:
         os.close(writer)
 
 
-def test_a_device_that_fails_is_named_and_what_it_tore_is_not_read(tier: DiskTier, tmp_path: Path) -> None:
+def test_failing_device_is_named_and_torn_data_not_read(tier: DiskTier, tmp_path: Path) -> None:
     kept, torn = tier.allocate(8192, "kept"), tier.allocate(40_960, "torn")
     values = torch.ones(40_960, dtype=torch.uint8)
     tier.write(kept, 0, values[:8192]).wait()
@@ -149,9 +149,7 @@ def test_a_device_that_fails_is_named_and_what_it_tore_is_not_read(tier: DiskTie
             tier.read(torn, first, into[first:last])
 
 
-def test_a_failure_that_nobody_waits_for_is_logged_when_the_tier_closes(
-    tier: DiskTier, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unawaited_failure_is_logged_at_close(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
     import logging
 
     extent = tier.allocate(40_000, "unheard")
@@ -171,7 +169,7 @@ def test_a_failure_that_nobody_waits_for_is_logged_when_the_tier_closes(
     assert "no call waited" in caplog.text and "unheard" in caplog.text
 
 
-def test_after_closing_everything_is_refused(tier: DiskTier) -> None:
+def test_requests_after_close_are_refused(tier: DiskTier) -> None:
     extent = tier.allocate(4096, "values")
     tier.close()
     tier.close()
@@ -191,13 +189,13 @@ def test_after_closing_everything_is_refused(tier: DiskTier) -> None:
     [{"block_size": 1000}, {"block_size": 0}, {"queue_depth": 0}, {"threads": 0}, {"queue_depth": 5000}],
     ids=str,
 )
-def test_numbers_that_make_no_sense_are_refused(make_tier: MakeTier, options: dict[str, int]) -> None:
+def test_invalid_numbers_are_refused(make_tier: MakeTier, options: dict[str, int]) -> None:
     with pytest.raises(StorageError, match=str(next(iter(options.values())))):
         make_tier(**options)
 
 
 @pytest.mark.parametrize("paths", [[], "disk"], ids=str)
-def test_paths_that_are_no_list_are_refused(paths: Any) -> None:
+def test_paths_other_than_a_list_are_refused(paths: Any) -> None:
     with pytest.raises(StorageError, match="list with at least one directory"):
         DiskTier(paths)
 

@@ -46,7 +46,7 @@ def filled(tier: DiskTier, nbytes: int = 70_000, seed: int = 0) -> tuple[Extent,
 
 
 @pytest.mark.parametrize("at", [0, 4095, 4096, 33_333, 69_999])
-def test_one_flipped_bit_is_found_and_named(make_tier: MakeTier, engine: str, tmp_path: Path, at: int) -> None:
+def test_flipped_bit_is_detected_and_located(make_tier: MakeTier, engine: str, tmp_path: Path, at: int) -> None:
     tier = make_tier(engine=engine, paths=[tmp_path / "a", tmp_path / "b"])
     tier.allocate(20_000, "other")  # the extent does not begin at the start of the file
     extent, values = filled(tier)
@@ -68,7 +68,7 @@ def test_one_flipped_bit_is_found_and_named(make_tier: MakeTier, engine: str, tm
         tier.read(extent, at, torch.empty(1, dtype=torch.uint8)).wait()
 
 
-def test_pages_that_are_whole_are_read_beside_a_damaged_one(tier: DiskTier) -> None:
+def test_intact_pages_beside_a_damaged_one_are_read(tier: DiskTier) -> None:
     extent, values = filled(tier)
     flip(tier, extent, 5 * PAGE + 7)
     for first, last in ((0, 5 * PAGE), (6 * PAGE, 70_000)):
@@ -77,7 +77,7 @@ def test_pages_that_are_whole_are_read_beside_a_damaged_one(tier: DiskTier) -> N
         assert torch.equal(into, values[first:last])
 
 
-def test_what_else_can_happen_to_pages_is_found(tier: DiskTier) -> None:
+def test_other_page_corruptions_are_detected(tier: DiskTier) -> None:
     """A lost write, a page of zeros and two swapped pages are detected."""
     extent, old = filled(tier)
     _, new = filled(tier, seed=1)
@@ -99,7 +99,7 @@ def test_what_else_can_happen_to_pages_is_found(tier: DiskTier) -> None:
         tier.read(other, 0, torch.empty(70_000, dtype=torch.uint8)).wait()
 
 
-def test_writing_a_part_of_a_damaged_page_does_not_hide_the_damage(tier: DiskTier) -> None:
+def test_partial_write_does_not_hide_page_damage(tier: DiskTier) -> None:
     extent, values = filled(tier)
     flip(tier, extent, 2 * PAGE + 9)
     with pytest.raises(DamageError):  # a new checksum would hide the damage in the rest of the page
@@ -112,7 +112,7 @@ def test_writing_a_part_of_a_damaged_page_does_not_hide_the_damage(tier: DiskTie
     assert torch.equal(into, values)
 
 
-def test_what_is_discarded_is_written_anew_without_a_look_at_the_old(tier: DiskTier) -> None:
+def test_discarded_pages_are_rewritten_without_reading(tier: DiskTier) -> None:
     extent, values = filled(tier)
     flip(tier, extent, 0)
     tier.discard(extent)
@@ -125,7 +125,7 @@ def test_what_is_discarded_is_written_anew_without_a_look_at_the_old(tier: DiskT
     assert torch.equal(into, values)
 
 
-def test_the_checksum_is_of_what_was_handed_over(make_tier: MakeTier, engine: str) -> None:
+def test_checksum_covers_the_submitted_data(make_tier: MakeTier, engine: str) -> None:
     """The checksum covers the caller's memory, not the aligned copy that direct I/O may need."""
     tier = make_tier(engine=engine)
     extent = tier.allocate(3 * PAGE, "values")
@@ -137,7 +137,7 @@ def test_the_checksum_is_of_what_was_handed_over(make_tier: MakeTier, engine: st
 
 
 @pytest.mark.skipif(native_module()[0] is None, reason="without the native module there are no native checksums")
-def test_every_native_checksum_is_the_reference() -> None:
+def test_native_checksums_equal_the_reference() -> None:
     module, _ = native_module()
     assert reference.crc32c(b"123456789") == 0xE3069283
     pages = torch.randint(0, 256, (11 * PAGE + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
@@ -154,7 +154,7 @@ def test_every_native_checksum_is_the_reference() -> None:
             module.page_checksums(address, nbytes, path)
 
 
-def test_a_patient_tier_keeps_what_was_damaged_as_lost(tmp_path: Path) -> None:
+def test_deferred_failure_tier_records_damaged_pages_as_lost(tmp_path: Path) -> None:
     with DeferredFailureTier([tmp_path]) as tier:
         extent, values = filled(tier)
         flip(tier, extent, 50_000)

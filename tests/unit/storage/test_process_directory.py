@@ -12,7 +12,7 @@ import pytest
 from windlass.storage import process_directory
 
 
-def test_a_directory_that_goes_away_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_removed_concurrently_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = process_directory.ProcessDirectory(tmp_path, "peer")
     entries = list(os.scandir(tmp_path))
     assert len(entries) == 1
@@ -22,7 +22,7 @@ def test_a_directory_that_goes_away_meanwhile_is_no_error(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file", "a link", "another directory"])
-def test_what_took_its_place_stays(what: str, tmp_path: Path) -> None:
+def test_replacement_at_the_path_is_kept(what: str, tmp_path: Path) -> None:
     ours, kept = process_directory.ProcessDirectory(tmp_path / "disk", "x"), tmp_path / "kept"
     kept.mkdir()
     (kept / "theirs").write_text("theirs")
@@ -39,7 +39,7 @@ def test_what_took_its_place_stays(what: str, tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.rglob("theirs")] == ["theirs"]
 
 
-def test_a_device_that_went_away_is_told_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vanished_device_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(path: Path) -> None:
         raise OSError(errno.EIO, "gone")
 

@@ -37,7 +37,7 @@ def kept(slot: Slot, staging: StagingPool, start: int, stop: int, value: float) 
     slot.keep_staged(values, start, slot.store(values, start))
 
 
-def test_what_was_read_ahead_is_fetched_without_reading_again(tier: DiskTier) -> None:
+def test_prefetched_slot_is_fetched_without_a_second_read(tier: DiskTier) -> None:
     slot, _ = made(tier)
     assert slot.prefetch()
     before = tier.io_rates().disk_read_bytes
@@ -47,7 +47,7 @@ def test_what_was_read_ahead_is_fetched_without_reading_again(tier: DiskTier) ->
     assert before <= tier.io_rates().disk_read_bytes
 
 
-def test_pieces_that_were_kept_are_fetched_without_the_disk(tier: DiskTier) -> None:
+def test_cached_pieces_are_fetched_without_the_disk(tier: DiskTier) -> None:
     slot, staging = made(tier)
     kept(slot, staging, 600, 1000, 2.0)
     kept(slot, staging, 0, 600, 1.0)
@@ -60,14 +60,14 @@ def test_pieces_that_were_kept_are_fetched_without_the_disk(tier: DiskTier) -> N
     assert tier.io_rates().disk_read_bytes > before
 
 
-def test_one_piece_that_was_kept_is_not_all(tier: DiskTier) -> None:
+def test_one_cached_piece_is_not_the_full_slot(tier: DiskTier) -> None:
     slot, staging = made(tier)
     kept(slot, staging, 0, 600, 1.0)
     assert fetched(slot)[599:601].tolist() == [1.0, 600.0]
 
 
 @pytest.mark.parametrize("how", ["store", "forget"])
-def test_what_was_kept_goes_when_it_is_overwritten(how: str, tier: DiskTier) -> None:
+def test_cached_pieces_are_dropped_on_overwrite(how: str, tier: DiskTier) -> None:
     slot, staging = made(tier)
     kept(slot, staging, 0, 1000, 1.0)
     slot.store(torch.full((10,), 3.0), 0).wait() if how == "store" else slot.drop_staged()

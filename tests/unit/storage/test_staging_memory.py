@@ -17,7 +17,7 @@ _GIB = 1 << 30
 @given(
     st.integers(1, 8 * _GIB), st.integers(1, 8), st.integers(1, 8), st.integers(_GIB, 64 * _GIB), st.floats(0.05, 1.0)
 )
-def test_buffers_are_wanted_ones_or_a_share_of_what_is_free(
+def test_buffer_count_is_the_request_or_a_share_of_free_memory(
     wanted: int, count: int, ranks: int, free: int, share: float
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -34,19 +34,19 @@ def test_buffers_are_wanted_ones_or_a_share_of_what_is_free(
     assert found >= wanted or found * count * ranks >= free * share - count * ranks * 4096
 
 
-def test_what_is_told_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_buffer_count_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_memory, "free_memory", lambda: 0)
     assert staging_buffer_bytes(1, 1, requested=5000) == 8192
     with pytest.raises(StorageError, match="2 staging buffers on each of 3 ranks.*0 bytes"):
         staging_buffer_bytes(1 << 20, 2, ranks=3)
 
 
-def test_free_memory_is_at_most_the_hosts() -> None:
+def test_free_memory_is_at_most_that_of_the_host() -> None:
     found = free_memory()
     assert found is None or 0 < found <= (staging_memory._host() or 0) + (1 << 30)
 
 
-def test_a_group_leaves_its_limit_less_what_it_cannot_drop(tmp_path: Path) -> None:
+def test_cgroup_free_memory_is_limit_minus_unreclaimable(tmp_path: Path) -> None:
     inner = tmp_path / "job" / "rank"
     inner.mkdir(parents=True)
     for folder, most, used, cache in ((inner, "max", 10, 0), (inner.parent, "1000", 600, 250)):
@@ -58,6 +58,6 @@ def test_a_group_leaves_its_limit_less_what_it_cannot_drop(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1 << 62])
-def test_a_buffer_that_cannot_be_had_is_refused(nbytes: int) -> None:
+def test_unavailable_buffer_is_refused(nbytes: int) -> None:
     with pytest.raises(StorageError, match="staging buffer"):
         staging_memory.aligned_buffer(nbytes)

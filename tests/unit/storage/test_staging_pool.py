@@ -38,7 +38,7 @@ class Under:
             raise self.error
 
 
-def test_a_returned_buffer_is_lent_again(tier: DiskTier) -> None:
+def test_returned_buffer_is_reused(tier: DiskTier) -> None:
     staging = StagingPool(tier, 1 << 20)
     first = staging.acquire(1000, torch.float32)
     assert first.shape == (1000,) and first.dtype == torch.float32
@@ -47,7 +47,7 @@ def test_a_returned_buffer_is_lent_again(tier: DiskTier) -> None:
     assert staging.acquire(4000, torch.uint8).data_ptr() == address
 
 
-def test_a_buffer_whose_transfer_runs_is_not_lent(tier: DiskTier) -> None:
+def test_buffer_in_transfer_is_not_reused(tier: DiskTier) -> None:
     staging, transfer = StagingPool(tier, 1 << 20), Under()
     first = staging.acquire(64 * KIB, torch.uint8)
     staging.release(first, transfer)
@@ -68,7 +68,7 @@ def test_at_the_limit_the_oldest_transfer_is_waited_for(tier: DiskTier) -> None:
     assert staging.peak == 128 * KIB
 
 
-def test_a_large_buffer_is_not_lent_for_little(tier: DiskTier) -> None:
+def test_large_buffer_is_not_used_for_a_small_request(tier: DiskTier) -> None:
     """A large buffer is not lent for a small request: a later large request would have to allocate another one."""
     staging = StagingPool(tier, 1 << 20)
     large = staging.acquire(512 * KIB, torch.uint8)
@@ -80,7 +80,7 @@ def test_a_large_buffer_is_not_lent_for_little(tier: DiskTier) -> None:
     assert staging.peak == 576 * KIB
 
 
-def test_small_buffers_make_way_for_a_large_one(tier: DiskTier) -> None:
+def test_small_buffers_are_freed_for_a_large_one(tier: DiskTier) -> None:
     staging = StagingPool(tier, 256 * KIB)
     small = [staging.acquire(64 * KIB, torch.uint8) for _ in range(4)]
     for buffer in small:
@@ -91,14 +91,14 @@ def test_small_buffers_make_way_for_a_large_one(tier: DiskTier) -> None:
     assert staging.peak == 256 * KIB
 
 
-def test_what_is_lent_at_once_may_exceed_the_limit(tier: DiskTier) -> None:
+def test_concurrent_requests_may_exceed_the_limit(tier: DiskTier) -> None:
     staging = StagingPool(tier, 64 * KIB)
     held = [staging.acquire(64 * KIB, torch.uint8) for _ in range(3)]
     assert len({buffer.data_ptr() for buffer in held}) == 3 and not staging.has_room(1)
 
 
 @pytest.mark.parametrize("met", ["take", "room", "settle"])
-def test_a_failed_transfer_is_told_once_and_its_buffer_goes(met: str, tier: DiskTier) -> None:
+def test_failed_transfer_is_raised_once_and_its_buffer_freed(met: str, tier: DiskTier) -> None:
     staging = StagingPool(tier, 64 * KIB)
     failing = Under(StorageError("the disk is gone"))
     failing.over = True
@@ -114,7 +114,7 @@ def test_a_failed_transfer_is_told_once_and_its_buffer_goes(met: str, tier: Disk
     staging.wait_all()
 
 
-def test_settle_waits_for_all(tier: DiskTier) -> None:
+def test_settle_waits_for_all_transfers(tier: DiskTier) -> None:
     staging, ended = StagingPool(tier, 1 << 20), []
     for number in range(3):
         staging.release(
@@ -124,7 +124,7 @@ def test_settle_waits_for_all(tier: DiskTier) -> None:
     assert ended == [0, 1, 2]
 
 
-def test_what_is_watched_is_waited_for_and_its_failure_is_told(tier: DiskTier) -> None:
+def test_watched_transfer_is_awaited_and_its_failure_raised(tier: DiskTier) -> None:
     staging, well, failing = StagingPool(tier, 1 << 20), Under(), Under(StorageError("the disk is gone"))
     staging.track(well)
     assert staging.has_room(1) and not well.waited

@@ -19,7 +19,7 @@ PAGE = 4096
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.integers(1, 4), block=st.integers(1, 3), end=st.integers(1, 20))
-def test_every_byte_has_one_place_and_files_end_with_the_last(tmp_path: Path, count: int, block: int, end: int) -> None:
+def test_stripes_map_every_byte_once_without_trailing_space(tmp_path: Path, count: int, block: int, end: int) -> None:
     stripes = StripedFiles([tmp_path / str(i) for i in range(count)], block * PAGE, "test")
     try:
         stripes.resize(end * PAGE, "all")
@@ -45,7 +45,7 @@ def test_the_file_system_of_a_path_is_named() -> None:
     assert filesystem_of(Path("/dev/shm/there-is-no-such-file")) in ("tmpfs", filesystem_of(Path("/dev")))
 
 
-def test_memory_that_looks_like_a_disk_is_named_once_a_path(caplog: pytest.LogCaptureFixture) -> None:
+def test_tmpfs_path_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     if filesystem_of(Path("/dev/shm")) != "tmpfs" or not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no tmpfs at /dev/shm")
     logger = logging.getLogger("windlass")
@@ -59,7 +59,7 @@ def test_memory_that_looks_like_a_disk_is_named_once_a_path(caplog: pytest.LogCa
         logger.removeHandler(caplog.handler)
 
 
-def test_a_file_system_that_refuses_direct_io_is_named_and_served(
+def test_file_system_without_direct_io_is_logged_and_supported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -79,7 +79,7 @@ def test_a_file_system_that_refuses_direct_io_is_named_and_served(
         logger.removeHandler(caplog.handler)
 
 
-def test_if_one_path_of_several_is_bad_nothing_is_left_in_the_others(tmp_path: Path) -> None:
+def test_one_bad_path_leaves_no_files_in_the_others(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="file"):
         StripedFiles([tmp_path / "good", tmp_path / "file"], PAGE, "test")

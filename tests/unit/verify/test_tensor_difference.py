@@ -19,7 +19,7 @@ def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
     assert torch.equal(ulp_size(values.double(), dtype), after.double() - values.double())
 
 
-def test_units_and_places() -> None:
+def test_difference_units_and_positions() -> None:
     wanted = torch.tensor([[1.0, -2.0], [4.0, 0.0]])
     found = wanted.clone()
     found[1, 0] = torch.nextafter(torch.nextafter(found[1, 0], torch.tensor(9.0)), torch.tensor(9.0))
@@ -30,7 +30,7 @@ def test_units_and_places() -> None:
     assert within.exceeding_count == 0 and 0 < within.allowance_ratio < 1
 
 
-def test_what_is_not_finite_is_equal_only_to_its_like() -> None:
+def test_non_finite_values_equal_only_themselves() -> None:
     odd = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     assert measure_difference(odd, odd.clone(), 0.0, torch.float32).exceeding_count == 0
     for other in (
@@ -43,13 +43,13 @@ def test_what_is_not_finite_is_equal_only_to_its_like() -> None:
     assert measure_difference(torch.empty(0), torch.empty(0), 0.0, torch.float32) == EQUAL
 
 
-def test_each_element_has_its_own_allowance() -> None:
+def test_tolerance_is_per_element() -> None:
     wanted, found = torch.zeros(3), torch.tensor([1e-3, 1e-3, 2e-3])
     apart = measure_difference(found, wanted, torch.tensor([1e-2, 1e-4, 1e-2]), torch.float32)
     assert apart.exceeding_count == 1 and apart.worst_index == 1
 
 
-def test_a_sample_tells_of_all_elements() -> None:
+def test_sample_estimates_all_elements() -> None:
     big = torch.linspace(-1, 1, 10 * LIMIT + 3)
     seen = sample_tensor(big)
     assert len(seen.values) <= LIMIT and torch.equal(seen.values, big[:: seen.stride])

@@ -10,7 +10,7 @@ from windlass.watchdog import control_store
 from windlass.watchdog.control_store import ControlStore
 
 
-def test_ranks_that_torchrun_started_again_find_an_empty_board(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_restarted_by_torchrun_find_an_empty_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks restarted by torchrun find an empty control store.
 
     The underlying store of the previous attempt may still hold its dead ranks and its reason to end.

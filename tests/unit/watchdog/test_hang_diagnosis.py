@@ -36,29 +36,29 @@ def verdict(*sights: PeerStatus) -> HangDiagnosis:
     return found
 
 
-def test_ranks_that_work_are_left_alone() -> None:
+def test_working_ranks_are_not_reported() -> None:
     assert diagnose([sight(0), sight(1, "gather", 29.0)], LIMITS) is None
 
 
-def test_a_straggler_is_named_and_not_ended() -> None:
+def test_straggler_is_named_and_not_killed() -> None:
     found = verdict(sight(0, "gather", 31), sight(1), sight(2, "gather", 31))
     assert not found.fatal
     assert found.headline.startswith("ranks 0, 2 wait for 31 s now, for rank 1, which is alive and elsewhere")
 
 
 @pytest.mark.parametrize("state", [PeerState.ALIVE, PeerState.STOPPED, PeerState.SILENT])
-def test_a_rank_that_lives_is_waited_for_until_the_time_is_over(state: PeerState) -> None:
+def test_live_rank_is_awaited_until_the_timeout(state: PeerState) -> None:
     other = sight(1, state=state)
     assert not verdict(sight(0, "gather", 599), other).fatal
     assert verdict(sight(0, "gather", 600), other).fatal
 
 
-def test_an_absent_rank_may_still_come() -> None:
+def test_unstarted_rank_is_not_fatal() -> None:
     found = verdict(sight(0, "barrier", 40), PeerStatus(1, None, PeerState.NOT_STARTED))
     assert not found.fatal and "rank 1, which is not there yet" in found.headline
 
 
-def test_different_operations_are_a_proof_once_nobody_moves() -> None:
+def test_different_operations_are_fatal_once_no_rank_advances() -> None:
     one, other = sight(0, "gather", 15, names=("a.weight",)), sight(1, "agreement of the step", 15)
     assert verdict(one, other).fatal
     assert diagnose([one, sight(1, "agreement of the step", 14)], LIMITS) is None  # the rank may be about to move
@@ -67,12 +67,12 @@ def test_different_operations_are_a_proof_once_nobody_moves() -> None:
     assert verdict(one, sight(1, "gather", 15, names=("b.weight",))).fatal
 
 
-def test_the_same_operation_everywhere_is_slow_at_worst() -> None:
+def test_equal_operations_on_all_ranks_are_never_fatal() -> None:
     same = [sight(rank, "gather", 31, names=("a.weight",)) for rank in range(3)]
     assert not verdict(*same).fatal
 
 
-def test_a_process_that_is_gone_is_a_proof_once_somebody_waits() -> None:
+def test_dead_process_is_fatal_once_a_rank_waits() -> None:
     dead = sight(1, state=PeerState.DEAD)
     assert diagnose([sight(0), dead], LIMITS) is None
     assert diagnose([sight(0, "gather", 4), dead], LIMITS) is None
@@ -81,21 +81,21 @@ def test_a_process_that_is_gone_is_a_proof_once_somebody_waits() -> None:
     assert verdict(sight(0, "gather", end=ProgramEnd.FAILED_IN_WAIT), dead).fatal
 
 
-def test_the_first_cause_is_named_before_what_follows() -> None:
+def test_first_cause_is_named_before_its_effects() -> None:
     failed, cut_off = sight(1, end=ProgramEnd.FAILED), sight(0, "gather", end=ProgramEnd.FAILED_IN_WAIT)
     assert "rank 1 ended with an exception, and rank 0 waits" in verdict(cut_off, failed).headline
     gone = replace(failed, state=PeerState.DEAD)
     assert "rank 1 ended with an exception" in verdict(cut_off, gone, sight(2, state=PeerState.DEAD)).headline
 
 
-def test_a_rank_may_end_before_others_that_need_it_no_more() -> None:
+def test_finished_rank_is_no_failure() -> None:
     done = sight(1, end=ProgramEnd.DONE)
     assert diagnose([sight(0), done], LIMITS) is None
     assert diagnose([sight(0, "gather", 20), sight(2), done], LIMITS) is None
     assert "rank 1 ended early" in verdict(sight(0, "gather", 5), done).headline
 
 
-def test_the_table_shows_equal_ranks_once() -> None:
+def test_table_merges_equal_ranks() -> None:
     sights = [replace(sight(rank, "gather", 31, names=("l.0.w", "l.0.b"))) for rank in range(3)]
     place = ThreadLocation("forward", "gather", ("l.0.w", "l.0.b"), "train.py:7 in main: x")
     sights = [
@@ -113,11 +113,11 @@ def test_the_table_shows_equal_ranks_once() -> None:
     assert " 3 " in other and "failed" in other
 
 
-def test_numbers_are_told_as_spans() -> None:
+def test_rank_numbers_are_printed_as_ranges() -> None:
     assert format_rank_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
-def test_a_lookout_tells_the_dead_from_the_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_monitor_distinguishes_dead_and_silent_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("windlass.watchdog.peer_status.time.monotonic", lambda: now[0])
     lookout = PeerMonitor(4, "here", LIMITS)
@@ -149,7 +149,7 @@ def test_a_lookout_tells_the_dead_from_the_silent(monkeypatch: pytest.MonkeyPatc
     assert lookout.peer_statuses()[2].state is PeerState.DEAD
 
 
-def test_nobody_is_silent_while_the_lookout_itself_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_peer_monitor_reports_no_rank_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("windlass.watchdog.peer_status.time.monotonic", lambda: now[0])
     lookout = PeerMonitor(1, "here", LIMITS)
@@ -159,7 +159,7 @@ def test_nobody_is_silent_while_the_lookout_itself_is_stopped(monkeypatch: pytes
     assert lookout.peer_statuses()[0].state is PeerState.ALIVE
 
 
-def test_a_host_that_is_gone_ends_the_run_in_time() -> None:
+def test_lost_host_ends_the_run_in_time() -> None:
     """A lost host ends the run within 30 s.
 
     The sum: wait until the first check, silence of the host, one beat to the diagnosis, its table, one beat until all
@@ -168,7 +168,7 @@ def test_a_host_that_is_gone_ends_the_run_in_time() -> None:
     assert LIMITS.check_peers_after + LIMITS.host_lost_after + (1 + 2.5 + 1) * LIMITS.beat_interval <= 30
 
 
-def test_a_container_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_counts_as_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container is a host of its own.
 
     Two containers may share a host name and a kernel, but neither sees the processes of the other.
@@ -181,7 +181,7 @@ def test_a_container_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert watchdog_thread._host_identity() != before
 
 
-def test_a_record_comes_back_as_it_was() -> None:
+def test_heartbeat_round_trips() -> None:
     record = Heartbeat(
         3, "h", 7, 9, ThreadLocation("step", "reduce", ("a",), "x.py:1 in f"), 1.5, 2.5, ProgramEnd.FAILED, "no", (1, 2)
     )

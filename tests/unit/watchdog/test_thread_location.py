@@ -16,7 +16,7 @@ from windlass.base.collective_activity import WaitScope, activity
 from windlass.watchdog.thread_location import CodeOrigin, ThreadObserver, code_origin, location_of_error
 
 
-def test_whose_code_a_file_is() -> None:
+def test_code_origin_of_files() -> None:
     import torch
 
     import windlass.comm.shm_transport as shm
@@ -34,7 +34,7 @@ def test_whose_code_a_file_is() -> None:
     assert code_origin("<frozen runpy>") is CodeOrigin.STDLIB
 
 
-def test_a_wait_is_known_by_its_mark() -> None:
+def test_wait_is_recognized_by_its_scope() -> None:
     from windlass.comm.ordered_sum import sum_of_squares
 
     with pytest.raises(AttributeError) as missing, WaitScope("gather", ["a.weight"]):
@@ -44,12 +44,14 @@ def test_a_wait_is_known_by_its_mark() -> None:
     assert activity.current_wait is None
 
 
-def test_outside_there_is_no_wait() -> None:
+def test_no_wait_outside_a_wait_scope() -> None:
     watcher = ThreadObserver()
     thread_location = watcher.observe()
     assert watcher.current_wait is None and thread_location.operation == ""
     assert thread_location.source_line.startswith("tests/unit/watchdog/test_thread_location.py:")
-    assert thread_location.source_line.endswith("in test_outside_there_is_no_wait: thread_location = watcher.observe()")
+    assert thread_location.source_line.endswith(
+        "in test_no_wait_outside_a_wait_scope: thread_location = watcher.observe()"
+    )
 
 
 class Work:
@@ -61,7 +63,7 @@ class Work:
         return self.done
 
 
-def test_what_runs_apart_from_the_host_is_waited_for_until_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_work_is_a_wait_until_it_completes(monkeypatch: pytest.MonkeyPatch) -> None:
     watcher, work = ThreadObserver(), Work()
     with WaitScope("gather", ["a.weight"]):
         activity.collective_started(work)
@@ -80,7 +82,7 @@ def test_what_runs_apart_from_the_host_is_waited_for_until_it_is_complete(monkey
     assert watcher.observe().operation == "" and watcher.current_wait is None and activity.pending_collective is None
 
 
-def test_marks_nest_and_remember_what_broke() -> None:
+def test_wait_scopes_nest_and_record_the_failed_operation() -> None:
     with WaitScope("step") as _:
         outer = activity.current_wait
         with pytest.raises(ValueError), WaitScope("reduce", ["b"]):
@@ -91,7 +93,7 @@ def test_marks_nest_and_remember_what_broke() -> None:
     assert activity.failed_wait is not None and activity.failed_wait[1].operation == "reduce"
 
 
-def test_waits_of_threads_are_apart() -> None:
+def test_waits_are_thread_local() -> None:
     """Waits of several threads are separate: an asynchronous save waits in a thread of its own, at any time."""
     begun, over = Event(), Event()
 
@@ -117,7 +119,7 @@ class Kept:
     """Object that a frame may hold, e.g. an activation."""
 
 
-def test_an_error_that_was_caught_is_let_go() -> None:
+def test_caught_error_frees_its_frames() -> None:
     """A caught error frees the objects of its frames, so that a retry with less memory can succeed."""
     gone: list[ref[Kept]] = []
 
@@ -132,15 +134,15 @@ def test_an_error_that_was_caught_is_let_go() -> None:
     assert gone[0]() is None
 
 
-def test_frames_without_a_line_are_no_obstacle() -> None:
+def test_frames_without_a_line_are_skipped() -> None:
     frame: FrameType | None = sys._getframe()
     assert frame is not None
     from windlass.watchdog import thread_location
 
-    assert thread_location._source_line(frame.f_code, 0).endswith("in test_frames_without_a_line_are_no_obstacle")
+    assert thread_location._source_line(frame.f_code, 0).endswith("in test_frames_without_a_line_are_skipped")
 
 
-def test_the_calls_that_it_knows_by_name_are_the_engines() -> None:
+def test_calls_known_by_name_are_engine_methods() -> None:
     from windlass.engine.training_engine import Engine
     from windlass.watchdog.thread_location import _ENGINE_CALLS
 
@@ -148,7 +150,7 @@ def test_the_calls_that_it_knows_by_name_are_the_engines() -> None:
         assert getattr(Engine, known.rpartition(".")[2]).__qualname__ == known
 
 
-def test_a_transfer_between_stages_or_along_a_ring_is_a_wait() -> None:
+def test_pipeline_and_ring_transfers_are_waits() -> None:
     from windlass.comm.mesh_axis import single_rank_axis
     from windlass.parallel.pipeline.stage_transfers import _InFlightTransfer
     from windlass.parallel.sequence.ring_transfer import RingTransfer

@@ -11,7 +11,7 @@ ROWS = torch.tensor([[1.0, -2.0, 4.0], [3.0, 6.0, -8.0]])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_rules_keep_the_mean_the_sum_or_nothing(ranks: int) -> None:
+def test_rank_state_rules_keep_mean_sum_or_nothing(ranks: int) -> None:
     mean, share, zeros = (rule(ROWS, ranks) for rule in (mean_of_ranks, share_of_sum, zeros_on_ranks))
     assert mean.shape == share.shape == zeros.shape == (ranks, 3)
     torch.testing.assert_close(mean.mean(0), ROWS.mean(0))

@@ -66,7 +66,7 @@ def test_each_expert_of_a_tensor_lies_on_one_rank(family: str, ranks: int) -> No
         assert rows == list(range(whole.get_parameter(name).shape[0])), name
 
 
-def test_modules_of_other_ranks_go_and_names_keep_their_numbers() -> None:
+def test_experts_of_other_ranks_are_removed_and_names_keep_their_indices() -> None:
     kept: list[str] = []
     for index in range(3):
         model = layer()
@@ -93,7 +93,7 @@ def test_modules_of_other_ranks_go_and_names_keep_their_numbers() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_without_values_is_cut_too(family: str) -> None:
+def test_meta_model_is_sharded(family: str) -> None:
     with torch.device("meta"):
         model = FAMILIES[family].build()
     sizes = {name: parameter.numel() for name, parameter in expert_parameters(model)}
@@ -111,7 +111,7 @@ def test_on_one_rank_nothing_changes() -> None:
     assert not any(has_placement(parameter) or "forward" in vars(model) for parameter in model.parameters())
 
 
-def test_a_copy_of_a_spread_model_runs_its_own_experts() -> None:
+def test_copy_of_a_sharded_model_runs_its_own_experts() -> None:
     model = FAMILIES["mixtral"].build()
     apply_expert_parallel(model, axis(2))
     experts: Any = model.model.layers[0].mlp.experts  # type: ignore[union-attr, index]
@@ -154,7 +154,7 @@ class Strange(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
 
 
-def test_unknown_experts_are_named() -> None:
+def test_unknown_experts_are_refused_by_name() -> None:
     model = nn.ModuleDict({"block": Strange(), "moe": MixtureOfExperts(4, nn.Linear(4, 4), 4)})
     with pytest.raises(ModelError, match=r"block.experts \(ModuleList\) over parallel.ep = 2.*register_experts\('Mod"):
         apply_expert_parallel(model, axis(2))
@@ -163,7 +163,7 @@ def test_unknown_experts_are_named() -> None:
     assert len(apply_expert_parallel(copy.deepcopy(model), axis(2), replicated=[r"block\..*"]).layers) == 1
 
 
-def test_shared_experts_are_nobodys_own() -> None:
+def test_shared_experts_are_replicated() -> None:
     """DeepSeek's shared experts are not sharded: despite their name, every token passes through them."""
     model = FAMILIES["deepseek_v3"].build()
     assert any("shared_experts" in name for name, _ in model.named_modules())
@@ -193,14 +193,14 @@ def test_registered_experts() -> None:
         apply_expert_parallel(nn.ModuleList([Bank(6), Bank(8)]), axis(2))
 
 
-def test_what_is_spread_is_not_spread_again() -> None:
+def test_sharded_model_is_not_sharded_again() -> None:
     for model in (layer(4), FAMILIES["mixtral"].build()):
         apply_expert_parallel(model, axis(2))
         with pytest.raises(ModelError, match="is spread already"):
             apply_expert_parallel(model, axis(2))
 
 
-def test_what_layers_ask_for() -> None:
+def test_expert_parallel_size_of_layers() -> None:
     assert get_requested_ep_size(layer()) == 1 == get_requested_ep_size(nn.Linear(2, 2))
     assert get_requested_ep_size(layer(4, ep_size=2)) == 2
     assert len(apply_expert_parallel(layer(4, ep_size=2), axis(2)).layers) == 1

@@ -21,7 +21,7 @@ COUNTS = [3, 0, 4, 2, 0, 0, 1, 0]  # rows per expert, for as many experts as a f
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("dbrx", "llama4")])
-def test_what_the_interface_says_is_what_a_module_does(name: str) -> None:
+def test_interface_description_equals_the_module(name: str) -> None:
     """The declared interface equals the module's own loop over experts."""
     model = FAMILIES[name].build(experts_implementation="eager")
     module: Any = next(one for one in model.modules() if type(one).__name__.endswith("Experts"))
@@ -56,7 +56,7 @@ class ByAnotherName(ByName):
         return x
 
 
-def test_a_module_is_known_by_its_structure() -> None:
+def test_expert_module_is_recognized_by_structure() -> None:
     assert find_expert_spec(ByName(4)) == ExpertModuleSpec()
     assert find_expert_spec(ByName(4, first=8)) is None
     assert find_expert_spec(ByAnotherName(4)) is None
@@ -77,7 +77,7 @@ def _classes() -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_every_module_of_the_interface_is_known() -> None:
+def test_every_module_of_the_interface_is_recognized() -> None:
     built, unbuilt = [], []
     for folder, name in _classes():
         module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")

@@ -70,7 +70,7 @@ def mixtral(**more: Any) -> Any:
         ),
     ],
 )
-def test_a_rule_routes_as_transformers_do(build: Any, rule: RoutingRule) -> None:
+def test_routing_rules_equal_transformers(build: Any, rule: RoutingRule) -> None:
     torch.manual_seed(0)
     router = build()
     torch.nn.init.normal_(router.weight)
@@ -85,7 +85,7 @@ def test_a_rule_routes_as_transformers_do(build: Any, rule: RoutingRule) -> None
     torch.testing.assert_close(found, asked)
 
 
-def test_gumbel_noise_draws_by_probability() -> None:
+def test_gumbel_noise_samples_by_probability() -> None:
     torch.manual_seed(0)
     logits = torch.tensor([0.1, 1.2, -0.7]).expand(200_000, 3)
     drawn = (logits + gumbel_like(logits)).argmax(-1)
@@ -93,7 +93,7 @@ def test_gumbel_noise_draws_by_probability() -> None:
     torch.testing.assert_close(fractions, logits[0].softmax(-1), atol=5e-3, rtol=0)
 
 
-def test_a_second_expert_is_drawn_among_the_others() -> None:
+def test_second_expert_differs_from_the_first() -> None:
     torch.manual_seed(0)
     logits = torch.tensor([2.0, 0.5, 0.0, -1.0]).expand(100_000, 4).clone()
     rule = RoutingRule(4, 2, sample_second_expert=True)
@@ -105,7 +105,7 @@ def test_a_second_expert_is_drawn_among_the_others() -> None:
     assert quiet.unique(dim=0).tolist() == [[0, 1]]
 
 
-def test_a_dropped_slot_weighs_nothing_and_the_others_share_its_weight() -> None:
+def test_dropped_slot_has_zero_weight_and_the_others_are_renormalized() -> None:
     scores = torch.tensor([[0.5, 0.3, 0.2]])
     found = compute_expert_weights(scores, torch.tensor([[0, 3]]), RoutingRule(3, 2))
     assert found.tolist() == [[1.0, 0.0]]

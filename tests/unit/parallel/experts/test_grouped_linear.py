@@ -53,7 +53,7 @@ def test_a_grouped_product_equals_one_product_an_expert(
         assert relative_error({"it": one.detach()}, {"it": other.detach()})[0] < bound, number
 
 
-def test_an_address_that_is_not_aligned_takes_the_loop() -> None:
+def test_unaligned_address_uses_the_loop() -> None:
     """Unaligned addresses use the loop: parameters that are views into a buffer may begin anywhere."""
     buffer = torch.randn(1 + 2 * 8 * 8)
     weight = buffer[1:].view(2, 8, 8)
@@ -74,7 +74,7 @@ def test_autocast_casts_as_for_a_linear_layer() -> None:
     assert relative_error({"it": found.detach().float()}, {"it": wanted.detach()})[0] < 2e-2
 
 
-def test_whose_a_row_is() -> None:
+def test_group_of_each_row() -> None:
     groups = RowGroups(torch.tensor([2, 0, 3]))
     assert groups.expert_of(torch.zeros(5, 1)).tolist() == [0, 0, 2, 2, 2]
     assert groups.sizes() == [2, 0, 3] and RowGroups(torch.tensor([1]), [4]).sizes() == [4]

@@ -135,13 +135,13 @@ def hold(layer: MixtureOfExperts, tokens: Tensor, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_a_dropless_layer_equals_the_slow_one(router: str) -> None:
+def test_dropless_layer_equals_the_reference(router: str) -> None:
     hold(build(drop_tokens=False, **ROUTERS[router]), torch.randn(TOKENS, HIDDEN))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.3])
 @pytest.mark.parametrize("router", CAPACITIES)
-def test_leaving_out_equals_leaving_out_token_by_token(router: str, factor: float) -> None:
+def test_dropping_equals_the_reference_per_token(router: str, factor: float) -> None:
     layer = build(capacity_factor=factor, min_capacity=0, **CAPACITIES[router])
     tokens = torch.randn(TOKENS, HIDDEN) + 0.7  # some experts are over capacity
     torch.manual_seed(7)
@@ -184,7 +184,7 @@ def test_stacked_experts_equal_single_ones(words: dict[str, Any], gated: bool, b
     assert error < 1e-5, (where, error)
 
 
-def test_tokens_that_are_not_used_go_nowhere() -> None:
+def test_unused_tokens_are_not_routed() -> None:
     used = [t % 3 != 0 for t in range(TOKENS)]
     for words in ({"drop_tokens": False}, {"capacity_factor": 0.6, "min_capacity": 1}):
         layer = build(k=1, **words)
@@ -194,7 +194,7 @@ def test_tokens_that_are_not_used_go_nowhere() -> None:
         assert not output[~torch.tensor(used)].any() and int(counts.sum()) == sum(used)
 
 
-def test_experts_that_nobody_chose_get_zeros_for_gradients() -> None:
+def test_unchosen_experts_get_zero_gradients() -> None:
     layer = build(k=1, drop_tokens=False)
     output, _, counts = layer(torch.randn(1, HIDDEN))
     output.sum().backward()
@@ -204,7 +204,7 @@ def test_experts_that_nobody_chose_get_zeros_for_gradients() -> None:
         assert moved == bool(counts[number])
 
 
-def test_no_token_at_all() -> None:
+def test_empty_input() -> None:
     layer = build(k=2)
     output, loss, counts = layer(torch.randn(0, HIDDEN, requires_grad=True))
     (output.sum() + loss).backward()
@@ -245,7 +245,7 @@ def test_an_expert_may_return_a_tuple() -> None:
     torch.testing.assert_close(layer(tokens)[0], linear(tokens))
 
 
-def test_noise_and_draws_are_for_training_alone() -> None:
+def test_noise_and_sampling_apply_in_training_only() -> None:
     for words in ({"k": 1, "noisy_gate_policy": "RSample"}, {"k": 1, "noisy_gate_policy": "Jitter"}, {"k": 2}):
         layer = build(drop_tokens=False, **words)
         tokens = torch.randn(TOKENS, HIDDEN)
@@ -255,14 +255,14 @@ def test_noise_and_draws_are_for_training_alone() -> None:
         assert len({str(layer(tokens)[0].tolist()) for _ in range(4)}) == 1, words
 
 
-def test_evaluation_has_a_capacity_of_its_own() -> None:
+def test_evaluation_has_its_own_capacity() -> None:
     layer = build(k=1, capacity_factor=0.2, eval_capacity_factor=float(EXPERTS), min_capacity=0)
     tokens = torch.randn(TOKENS, HIDDEN)
     assert (layer(tokens)[0].abs().sum(-1) == 0).any()
     assert not (layer.eval()(tokens)[0].abs().sum(-1) == 0).any()
 
 
-def test_bf16_stays_near() -> None:
+def test_bf16_is_close_to_fp32() -> None:
     layer = build(k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
     tokens = torch.randn(TOKENS, HIDDEN).bfloat16()
     wanted, _, _ = layer(tokens.float())
@@ -287,7 +287,7 @@ def test_under_autocast_the_router_stays_fp32() -> None:
     assert relative_error({"output": found.detach()}, {"output": wanted.detach()})[0] < 2e-2
 
 
-def test_names_are_those_of_deepspeed() -> None:
+def test_names_equal_deepspeed() -> None:
     names = set(build(use_residual=True).state_dict())
     assert {"deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts.5.2.bias"} < names
     assert {"mlp.0.weight", "coefficient.weight", "coefficient.bias"} < names
@@ -310,12 +310,12 @@ def test_names_are_those_of_deepspeed() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_said(words: dict[str, Any], said: str) -> None:
+def test_incompatible_options_are_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
         MixtureOfExperts(HIDDEN, expert(), EXPERTS, **words)
 
 
-def test_stacked_experts_are_as_many_as_the_layer_has() -> None:
+def test_number_of_stacked_experts_must_match() -> None:
     with pytest.raises(ConfigError, match="a StackedMLP of 4 experts can't be 6 experts; they are as many"):
         MixtureOfExperts(HIDDEN, StackedMLP(HIDDEN, 12, 4), EXPERTS)
     with pytest.raises(ConfigError, match="6 experts and the residual one"):

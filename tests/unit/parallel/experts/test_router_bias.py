@@ -24,7 +24,7 @@ def skewed(rate: float) -> MixtureOfExperts:
     return layer
 
 
-def test_a_bias_moves_against_the_load_by_its_rate() -> None:
+def test_bias_changes_against_the_load_by_its_rate() -> None:
     layer = skewed(0.25)
     gate: Any = layer.deepspeed_moe["gate"]
     counts = layer(torch.rand(50, 4))[2] + layer(torch.rand(30, 4))[2]  # two micro-batches
@@ -46,7 +46,7 @@ def test_a_second_rate_replaces_the_first() -> None:
         assert router._balance.expert_bias_update_rate == rate
 
 
-def test_a_skewed_router_is_evened_out() -> None:
+def test_skewed_router_is_balanced() -> None:
     layer, tokens = skewed(0.01), torch.rand(400, 4)
     before = layer(tokens)[2]
     assert int(before.max()) > 250
@@ -94,5 +94,5 @@ def test_routers_of_transformers_are_balanced_too() -> None:
     ]
 
 
-def test_what_is_no_expert_is_not_counted() -> None:
+def test_non_experts_are_not_counted() -> None:
     assert count_tokens_per_expert(torch.tensor([[0, 2], [2, 3], [7, 1]]), 3).tolist() == [1, 1, 2]

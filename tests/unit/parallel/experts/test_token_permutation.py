@@ -24,7 +24,7 @@ def routings(draw: Any) -> tuple[torch.Tensor, int]:
 
 
 @given(routings())
-def test_slots_are_sorted_and_stay_in_order(routing: tuple[torch.Tensor, int]) -> None:
+def test_slots_are_sorted_stably(routing: tuple[torch.Tensor, int]) -> None:
     index, experts = routing
     order, flat = sort_by_expert(index, experts), index.reshape(-1).tolist()
     assert order.sorted_slots.tolist() == sorted(range(len(flat)), key=lambda slot: flat[slot])
@@ -34,7 +34,7 @@ def test_slots_are_sorted_and_stay_in_order(routing: tuple[torch.Tensor, int]) -
 
 @given(routings(), st.integers(0, 2**16))
 @settings(deadline=None)
-def test_spreading_and_collecting_are_sums_over_slots(routing: tuple[torch.Tensor, int], seed: int) -> None:
+def test_permute_and_unpermute_are_sums_over_slots(routing: tuple[torch.Tensor, int], seed: int) -> None:
     index, experts = routing
     torch.manual_seed(seed)
     tokens, k = index.shape
@@ -60,7 +60,7 @@ def test_spreading_and_collecting_are_sums_over_slots(routing: tuple[torch.Tenso
         torch.testing.assert_close(have, want)
 
 
-def test_the_parts_are_differentiated_rightly() -> None:
+def test_permute_and_unpermute_pass_gradcheck() -> None:
     torch.manual_seed(0)
     index = torch.tensor([[0, 2], [3, 1], [2, 3], [2, 0]])  # 3 is an empty slot
     order = sort_by_expert(index, 3)
@@ -75,7 +75,7 @@ def test_the_parts_are_differentiated_rightly() -> None:
 
 @given(routings(), st.integers(0, 4), st.sampled_from(["position", "random", "score"]), st.integers(0, 2**16))
 @settings(deadline=None)
-def test_experts_take_those_of_first_priority(
+def test_experts_keep_tokens_of_first_priority(
     routing: tuple[torch.Tensor, int], room: int, priority: Any, seed: int
 ) -> None:
     index, experts = routing

@@ -22,7 +22,7 @@ def _by_trying(weights: list[float], parts: int) -> tuple[float, float]:
     return min(found)
 
 
-def test_a_cut_is_the_best_of_all() -> None:
+def test_partition_is_optimal() -> None:
     random = Random(0)
     for _ in range(300):
         weights = [float(random.choice([0, 0, 1, 2, 3, 7, 20])) for _ in range(random.randint(1, 9))]
@@ -34,19 +34,19 @@ def test_a_cut_is_the_best_of_all() -> None:
         assert (max(sums), sum(s * s for s in sums)) == _by_trying(weights, parts), (weights, parts)
 
 
-def test_equal_layers_are_spread_evenly_and_fractions_do_not_matter() -> None:
+def test_equal_layers_are_divided_evenly() -> None:
     assert partition_layers([1.0] * 8, 4) == [0, 2, 4, 6, 8]
     assert partition_layers([0.1] * 9, 3) == [0, 3, 6, 9]
     assert partition_layers([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], 2) == [0, 3, 6]
 
 
-def test_a_cut_of_many_layers() -> None:
+def test_partition_of_many_layers() -> None:
     weights = [50.0, *[10.0] * 126, 50.0]
     sums = [sum(weights[a:b]) for a, b in pairwise(partition_layers(weights, 16))]
     assert max(sums) == 90.0 and min(sums) >= 80.0
 
 
-def test_layers_weigh_what_the_method_says() -> None:
+def test_layer_weights_follow_the_method() -> None:
     names = ["Embedding", "TransformerBlock", "TransformerBlock", "Linear"]
     sizes = lambda: [4, 2, 2, 9]  # noqa: E731
     assert compute_layer_weights("uniform", names, sizes) == [1, 1, 1, 1]
@@ -66,17 +66,17 @@ def test_layers_weigh_what_the_method_says() -> None:
         ([1.0, 2.0], "2 weights, and there are 3 layers"),
     ],
 )
-def test_methods_that_there_are_not(method: str | list[float], said: str) -> None:
+def test_unknown_methods_are_refused(method: str | list[float], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         compute_layer_weights(method, ["Linear"] * 3, list)
 
 
-def test_too_few_layers() -> None:
+def test_too_few_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 layers can't be cut into 4 parts"):
         partition_layers([1.0, 1.0, 1.0], 4)
 
 
-def test_measured_times_tell_a_heavy_layer_from_a_light_one() -> None:
+def test_measured_times_distinguish_heavy_and_light_layers() -> None:
     layers = [nn.Linear(8, 8), nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), nn.ReLU()]
     layers[1][0], layers[1][-1] = nn.Linear(8, 256), nn.Linear(256, 8)
     found = measure_layer_times(layers, torch.randn(64, 8))

@@ -49,7 +49,7 @@ def test_every_micro_batch_passes_every_stage_once_and_in_order() -> None:
                     assert seen == list(range(micros)), (name, ranks, micros, each)
 
 
-def test_actions_begin_after_what_they_need() -> None:
+def test_actions_start_after_their_dependencies() -> None:
     for name, ranks, micros, each in cases():
         played = simulate_schedule(build_schedule(name, ranks, micros, each), ActionCosts(1.0, 1.5, 0.5, transfer=0.1))
         for action, (start, _) in played.spans.items():
@@ -58,14 +58,14 @@ def test_actions_begin_after_what_they_need() -> None:
                 assert played.spans[before][1] + late <= start + 1e-9
 
 
-def test_no_rank_waits_for_ever_even_if_sends_and_receives_block() -> None:
+def test_schedule_has_no_deadlock_with_blocking_transfers() -> None:
     for name, ranks, micros, each in cases():
         _rendezvous(add_transfers(build_schedule(name, ranks, micros, each)), ranks)
     for ranks, micros, each in ((2, 3, 1), (3, 5, 2), (4, 8, 3)):
         _rendezvous(add_transfers(build_forward_schedule(ranks, micros, each)), ranks)
 
 
-def test_transfers_pair_up_in_one_order_and_a_send_follows_what_it_sends() -> None:
+def test_transfers_are_paired_in_order_and_sends_follow_their_computation() -> None:
     for name, ranks, micros, each in cases():
         made = add_transfers(build_schedule(name, ranks, micros, each))
         moved = [one for order in made for one in order if not one.kind.is_compute]
@@ -79,7 +79,7 @@ def test_transfers_pair_up_in_one_order_and_a_send_follows_what_it_sends() -> No
                     assert (computed.stage, computed.micro_batch) == (one.stage, one.micro_batch)
 
 
-def test_orders_that_wait_for_each_other_are_told() -> None:
+def test_circular_schedules_are_refused() -> None:
     forward, backward = Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.BACKWARD, 0, 0)
     last = [Action(ActionKind.FORWARD, 1, 0), Action(ActionKind.BACKWARD, 1, 0)]
     with pytest.raises(ModelError, match=r"rank 0 at B0\.0, rank 1 at F1\.0"):
@@ -87,7 +87,7 @@ def test_orders_that_wait_for_each_other_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_bubble_is_what_the_formula_says(name: ScheduleName) -> None:
+def test_bubble_equals_the_formula(name: ScheduleName) -> None:
     for costs in (EVEN, ActionCosts(2.0, 2.0, 2.0), ActionCosts(1.0, 1.25, 0.75) if name != "zero-bubble" else EVEN):
         for ranks in range(1, 9):
             for micros in (1, 2, 3, 5, 8, 16, 24):
@@ -103,14 +103,14 @@ def test_the_bubble_is_what_the_formula_says(name: ScheduleName) -> None:
                     )
 
 
-def test_the_bubble_in_words() -> None:
+def test_bubble_description() -> None:
     assert compute_bubble_fraction("1f1b", 4, 8) == pytest.approx(3 / 11)
     assert compute_bubble_fraction("gpipe", 4, 8) == pytest.approx(3 / 11)
     assert compute_bubble_fraction("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
     assert compute_bubble_fraction("zero-bubble", 4, 8) == pytest.approx(1 / 9)
 
 
-def test_interleaving_is_never_slower_than_one_stage_a_rank() -> None:
+def test_interleaving_is_never_slower_than_one_stage_per_rank() -> None:
     for ranks in range(2, 7):
         for micros in range(ranks, 20):
             for each in (2, 3):
@@ -121,7 +121,7 @@ def test_interleaving_is_never_slower_than_one_stage_a_rank() -> None:
                 )
 
 
-def test_held_micro_batches_are_what_the_papers_say() -> None:
+def test_held_micro_batches_equal_the_papers() -> None:
     for ranks in range(1, 7):
         for micros in range(1, 14):
             assert simulate_schedule(build_schedule("gpipe", ranks, micros)).peak_micro_batches == [micros] * ranks
@@ -137,7 +137,7 @@ def test_held_micro_batches_are_what_the_papers_say() -> None:
                     assert held == [min(each * micros, most) for most in ahead]
 
 
-def test_torch_orders_1f1b_and_interleaved_alike() -> None:
+def test_orders_of_1f1b_and_interleaved_equal_torch() -> None:
     from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops as make
 
     for ranks, micros, each in ((2, 4, 2), (4, 8, 2), (3, 6, 3), (4, 12, 3)):
@@ -173,7 +173,7 @@ def test_torch_orders_1f1b_and_interleaved_alike() -> None:
         ("zero-bubble", 2, 2, 3, "one stage on each rank, not 3"),
     ],
 )
-def test_what_can_not_be_scheduled_is_told(name: ScheduleName, ranks: int, micros: int, each: int, said: str) -> None:
+def test_invalid_schedules_are_refused(name: ScheduleName, ranks: int, micros: int, each: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build_schedule(name, ranks, micros, each)
 

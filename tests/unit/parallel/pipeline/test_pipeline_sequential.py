@@ -69,7 +69,7 @@ def _layers(seen: list[int]) -> list[Any]:
 @pytest.mark.parametrize("each", [1, 2])
 @pytest.mark.parametrize("seed_layers", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_stages_have_the_values_of_the_whole(at: Any, world: int, seed_layers: bool, each: int) -> None:
+def test_stages_have_the_values_of_the_full_model(at: Any, world: int, seed_layers: bool, each: int) -> None:
     torch.manual_seed(5)
     if seed_layers:
         wanted: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ def test_stages_have_the_values_of_the_whole(at: Any, world: int, seed_layers: b
     assert found.keys() == names
 
 
-def test_with_a_seed_for_each_layer_only_own_ones_are_built(at: Any) -> None:
+def test_seed_layers_builds_only_local_layers(at: Any) -> None:
     for rank in range(3):
         at(rank, 3)
         seen: list[int] = []
@@ -114,7 +114,7 @@ def test_with_a_seed_for_each_layer_only_own_ones_are_built(at: Any) -> None:
         assert len(seen) == 6 + 2  # once on the meta device, to count parameters, and the local layers again
 
 
-def test_a_module_built_whole_can_be_cut_later(at: Any) -> None:
+def test_full_module_can_be_partitioned_later(at: Any) -> None:
     torch.manual_seed(1)
     whole = PipelineSequential(_layers([]), partition_method="uniform").state_dict()
     for rank in range(2):
@@ -132,7 +132,7 @@ def test_a_module_built_whole_can_be_cut_later(at: Any) -> None:
             late.keep_stages(2, 3)
 
 
-def test_modules_and_functions_are_layers_too_and_others_let_go(at: Any) -> None:
+def test_modules_and_functions_are_layers(at: Any) -> None:
     at(1, 2)
     first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
     model = PipelineSequential([first, torch.relu, last], num_stages=2, partition_method="uniform")
@@ -141,7 +141,7 @@ def test_modules_and_functions_are_layers_too_and_others_let_go(at: Any) -> None
     assert torch.equal(model(x), last(torch.relu(x)))
 
 
-def test_a_topology_says_which_stage(at: Any) -> None:
+def test_stage_is_read_from_the_topology(at: Any) -> None:
     class Coordinates:
         pipe = 1
 
@@ -163,7 +163,7 @@ def test_a_topology_says_which_stage(at: Any) -> None:
         PipelineSequential([_linear() for _ in range(4)], 4, Topology())
 
 
-def test_the_last_stage_comes_to_a_loss() -> None:
+def test_last_stage_computes_the_loss() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -182,7 +182,7 @@ def test_the_last_stage_comes_to_a_loss() -> None:
     assert torch.equal(own.run_stage(own, 0, None, x).loss, own(x))
 
 
-def test_only_the_last_stage_has_the_parameters_of_the_loss(at: Any) -> None:
+def test_loss_parameters_are_on_the_last_stage_only(at: Any) -> None:
     for rank in range(2):
         at(rank, 2)
         model = PipelineSequential([_linear(), _linear()], num_stages=2, loss_fn=nn.Linear(2, 2))
@@ -191,7 +191,7 @@ def test_only_the_last_stage_has_the_parameters_of_the_loss(at: Any) -> None:
 
 
 @pytest.mark.parametrize("interval", [0, 1, 2, 3])
-def test_checkpointed_segments_give_the_same_gradients_and_keep_less(interval: int) -> None:
+def test_checkpointed_segments_give_equal_gradients_and_save_less(interval: int) -> None:
     class Counted(nn.Linear):
         calls = 0
 
@@ -213,7 +213,7 @@ def test_checkpointed_segments_give_the_same_gradients_and_keep_less(interval: i
     assert all(torch.equal(have, p.grad) for have, p in zip(grads, model.parameters(), strict=True))
 
 
-def test_which_segments_are_checkpointed_and_by_what() -> None:
+def test_checkpointed_segments_and_their_function() -> None:
     called: list[int] = []
 
     def by_hand(function: Any, *args: Any) -> Any:
@@ -232,7 +232,7 @@ def test_which_segments_are_checkpointed_and_by_what() -> None:
     assert called == [2]
 
 
-def test_what_can_not_be_cut_is_told_with_numbers(at: Any) -> None:
+def test_impossible_partition_is_refused_with_numbers(at: Any) -> None:
     at(0, 4)
     linear = [_linear() for _ in range(6)]
     with pytest.raises(ConfigError, match="4 ranks can't be cut into num_stages = 3"):
@@ -258,13 +258,13 @@ def test_what_can_not_be_cut_is_told_with_numbers(at: Any) -> None:
         PipelineSequential([_linear()], loss_fn=F.mse_loss).check_batch({"x": 1})
 
 
-def test_layers_that_can_not_be_built_without_memory_are_counted_all_the_same() -> None:
+def test_layers_that_fail_on_meta_are_counted_by_building() -> None:
     before = torch.get_rng_state()
     assert PipelineSequential([LayerSpec(Stubborn)], seed_layers=True).parts == [0, 1]
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_row_can_be_built_on_the_meta_device(at: Any) -> None:
+def test_sequential_is_built_on_the_meta_device(at: Any) -> None:
     at(1, 2)
     with torch.device("meta"):
         model = PipelineSequential([_linear() for _ in range(4)], num_stages=2)

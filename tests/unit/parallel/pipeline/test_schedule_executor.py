@@ -44,7 +44,7 @@ class Stranger:
         self.tensor = torch.zeros(2)
 
 
-def test_values_are_taken_apart_and_put_together() -> None:
+def test_values_are_flattened_and_unflattened() -> None:
     x, y = torch.randn(2, 3, requires_grad=True), torch.arange(4)
     value = {"x": (x, [y, None, 3]), "pair": Pair(x, "text"), "none": None, "scalar": torch.tensor(2.0)}
     form, tensors = pack_message(value)
@@ -60,14 +60,14 @@ def test_values_are_taken_apart_and_put_together() -> None:
     assert not form.matches(pack_message({**value, "scalar": torch.tensor([2.0])})[0])
 
 
-def test_what_can_not_be_taken_apart_is_told() -> None:
+def test_unsupported_values_are_refused() -> None:
     with pytest.raises(
         ModelError, match=r"returned tuple with a tensor of shape \(2,\) in an object of unknown structure"
     ):
         pack_message((1, Stranger()))
 
 
-def test_batches_of_the_same_shapes_are_known_by_them() -> None:
+def test_batches_are_identified_by_shapes() -> None:
     batch = {"ids": torch.zeros(2, 3), "more": (torch.ones(1, dtype=torch.int64), None)}
     assert make_shape_key(batch) == (((2, 3), torch.float32), ((1,), torch.int64))
     assert make_shape_key(batch) != make_shape_key({"ids": torch.zeros(2, 4), "more": batch["more"]})
@@ -106,7 +106,7 @@ def test_one_rank_with_all_stages_gives_the_gradients_of_a_plain_backward(name: 
         assert torch.allclose(have.grad, want.grad, atol=1e-7)
 
 
-def test_what_surrounds_actions_is_called_as_it_says() -> None:
+def test_callbacks_are_called_in_order() -> None:
     said: list[Any] = []
 
     @contextmanager
@@ -127,7 +127,7 @@ def test_what_surrounds_actions_is_called_as_it_says() -> None:
     assert said == ["hold", "moved", "moved", False, False, False, True, "go"]
 
 
-def test_what_a_stage_returned_goes_once_it_is_passed_on() -> None:
+def test_stage_output_is_freed_after_it_is_sent() -> None:
     """The storage of a stage's output is freed after it is sent, before the backward, unless autograd saved it."""
     alive: list[int] = []
 
@@ -173,7 +173,7 @@ def test_without_gradients_outputs_can_be_kept() -> None:
     assert [one.loss for one in plain] == [None, None] and [one.output for one in plain] == [None, None]
 
 
-def test_a_loss_is_a_scalar() -> None:
+def test_loss_must_be_a_scalar() -> None:
     model = PipelineSequential([nn.Linear(WIDTH, WIDTH)], loss_fn=lambda out, _: out)
     with pytest.raises(ScheduleFailed) as halted:
         _run(model, "gpipe", _batches(1))
@@ -182,7 +182,7 @@ def test_a_loss_is_a_scalar() -> None:
     assert str(halted.value.action) == "F0.0"
 
 
-def test_optimizers_lose_what_other_ranks_have() -> None:
+def test_parameters_of_other_ranks_are_removed_from_the_optimizer() -> None:
     here, gone = nn.Linear(2, 2), nn.Linear(2, 2)
     ids = {id(p) for p in gone.parameters()}
     optimizer = torch.optim.SGD(

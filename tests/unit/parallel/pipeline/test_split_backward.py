@@ -87,7 +87,7 @@ def _seeded(outputs: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("learns", [(True, True), (True, False), (False, True), (False, False)])
-def test_two_parts_are_one_backward(build: Callable[[], nn.Module], learns: tuple[bool, bool]) -> None:
+def test_two_parts_equal_one_backward(build: Callable[[], nn.Module], learns: tuple[bool, bool]) -> None:
     plain, wanted_inputs, outputs = _made(build, learns)
     torch.autograd.backward(*_seeded(outputs))
 
@@ -113,7 +113,7 @@ def test_two_parts_are_one_backward(build: Callable[[], nn.Module], learns: tupl
         assert want.grad is None or torch.equal(have.grad, want.grad)
 
 
-def test_gradients_of_parameters_arrive_as_in_any_backward_once_each() -> None:
+def test_parameter_gradients_are_accumulated_once() -> None:
     model, given, outputs = _made(Mlp, (True, True))
     seen: list[str] = []
     for name, parameter in model.named_parameters():
@@ -127,7 +127,7 @@ def test_gradients_of_parameters_arrive_as_in_any_backward_once_each() -> None:
     assert began == [0] and sorted(seen) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_the_second_part_does_not_compute_the_first_again() -> None:
+def test_second_part_does_not_repeat_the_first() -> None:
     """The weight part does not repeat the input part: each part runs one half of a matrix product's backward."""
     counted: list[tuple[bool, bool]] = []
 

@@ -112,7 +112,7 @@ def _in_stages(model: nn.Module, ranks: int, each: int, batch: Any) -> tuple[lis
     return cuts, given
 
 
-def test_a_batch_may_ask_for_the_loss_over_routers() -> None:
+def test_batch_may_request_the_router_loss() -> None:
     model = _model("qwen3_moe", router_aux_loss_coef=0.9)
     without = model(**_batch()).loss
     wanted = model(**_batch(), output_router_logits=True)
@@ -123,7 +123,7 @@ def test_a_batch_may_ask_for_the_loss_over_routers() -> None:
     assert torch.allclose(ended.output.aux_loss, wanted.aux_loss, rtol=1e-6)
 
 
-def test_a_users_class_has_the_loss_of_the_one_it_is_made_from() -> None:
+def test_subclass_has_the_loss_of_its_base() -> None:
     from transformers import MixtralForCausalLM
 
     class Mine(MixtralForCausalLM):
@@ -136,7 +136,7 @@ def test_a_users_class_has_the_loss_of_the_one_it_is_made_from() -> None:
     assert torch.allclose(ended.loss, wanted, rtol=1e-6)
 
 
-def test_a_loss_over_some_of_the_routers_is_none() -> None:
+def test_router_loss_over_some_routers_is_none() -> None:
     model = _model("mixtral")
     part = split_into_stages(copy.deepcopy(model), 1, 2)
     hidden = torch.randn(2, 7, 16)
@@ -145,7 +145,7 @@ def test_a_loss_over_some_of_the_routers_is_none() -> None:
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_stages_come_to_the_loss_and_gradients_of_the_whole(family: str) -> None:
+def test_stages_give_loss_and_gradients_of_the_full_model(family: str) -> None:
     model = _model(family)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for ranks, each, padded in ((2, 1, True), (4, 1, False), (2, 2, True)):
@@ -170,7 +170,7 @@ def test_stages_come_to_the_loss_and_gradients_of_the_whole(family: str) -> None
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_a_model_on_the_meta_device_is_cut_alike(family: str) -> None:
+def test_meta_model_is_partitioned_equally(family: str) -> None:
     for rank in range(2):
         real, meta = _model(family), _model(family, "meta")
         on_cpu, on_meta = split_into_stages(real, rank, 2), split_into_stages(meta, rank, 2)
@@ -184,7 +184,7 @@ def test_a_model_on_the_meta_device_is_cut_alike(family: str) -> None:
         assert all(p.is_meta for p in meta.parameters())
 
 
-def test_each_stage_has_its_layers_under_their_own_names_and_nothing_else() -> None:
+def test_each_stage_has_only_its_layers_under_their_names() -> None:
     names = []
     for rank in range(4):
         model = _model("llama", tie_word_embeddings=False)
@@ -194,7 +194,7 @@ def test_each_stage_has_its_layers_under_their_own_names_and_nothing_else() -> N
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
 
 
-def test_a_tied_embedding_lies_in_the_first_and_last_stage() -> None:
+def test_tied_embedding_is_on_first_and_last_stage() -> None:
     names = {"transformer.wte.weight", "lm_head.weight"}
     for rank in range(3):
         model = _model("gpt2")
@@ -206,7 +206,7 @@ def test_a_tied_embedding_lies_in_the_first_and_last_stage() -> None:
         )
 
 
-def test_cutting_looks_at_a_model_and_leaves_no_trace() -> None:
+def test_partition_analysis_does_not_change_the_model() -> None:
     model = _model("gpt2")
     for parameter in model.transformer.wpe.parameters():
         parameter.requires_grad_(False)
@@ -222,7 +222,7 @@ def test_cutting_looks_at_a_model_and_leaves_no_trace() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_embedding_and_head_weigh_in_where_the_cut_falls() -> None:
+def test_partition_counts_embedding_and_head() -> None:
     model = _model("llama", vocab_size=4000, tie_word_embeddings=False)
     assert split_into_stages(copy.deepcopy(model), 0, 2).stage_bounds == [0, 2, 4]
     heavy_head = copy.deepcopy(model)
@@ -231,7 +231,7 @@ def test_embedding_and_head_weigh_in_where_the_cut_falls() -> None:
     assert split_into_stages(copy.deepcopy(model), 0, 2, partition_method=[1, 1, 1, 3]).stage_bounds == [0, 3, 4]
 
 
-def test_layers_are_timed_where_they_have_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_values_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model("llama")
     state = torch.get_rng_state()
     clock = [0.0]  # a fake clock: real time would depend on the load of the machine
@@ -248,7 +248,7 @@ def test_layers_are_timed_where_they_have_values(monkeypatch: pytest.MonkeyPatch
         measure_model_layer_times(_model("llama", "meta"))
 
 
-def test_batches_may_be_tuples_and_losses_may_be_left_out() -> None:
+def test_batches_may_be_tuples_and_losses_omitted() -> None:
     model = _model("llama")
     ids = _batch()["input_ids"]
     cuts = [split_into_stages(copy.deepcopy(model), rank, 2) for rank in range(2)]
@@ -302,7 +302,7 @@ class Layer(nn.Module):
         ("biased", "layer 0 gets bias besides hidden states, which depends on parameters of another stage"),
     ],
 )
-def test_what_a_cut_would_lose_is_told(what: str, said: str) -> None:
+def test_modules_lost_by_partition_are_refused(what: str, said: str) -> None:
     with pytest.raises(ModelError) as told:
         split_into_stages(Crossing(what), 0, 2)
     assert said in str(told.value)
@@ -310,7 +310,7 @@ def test_what_a_cut_would_lose_is_told(what: str, said: str) -> None:
     assert "first (2 of Linear): its layers are called in the order []" in str(told.value)
 
 
-def test_models_that_can_not_be_cut_say_why() -> None:
+def test_unpartitionable_models_are_refused_with_a_reason() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     small = T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, decoder_start_token_id=0)
@@ -331,7 +331,7 @@ def test_models_that_can_not_be_cut_say_why() -> None:
         split_into_stages(_model("llama"), 0, 3, virtual_stages=2)
 
 
-def test_a_model_that_reaches_for_another_stages_module_is_told_at_the_cut() -> None:
+def test_access_to_a_module_of_another_stage_is_refused() -> None:
     class Reaching(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -16,7 +16,7 @@ def whole(length: int = 64, samples: int = 4) -> Tile:
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
-def test_as_many_are_dropped_as_asked(probability: float) -> None:
+def test_drop_rate_is_as_requested(probability: float) -> None:
     factors = AttentionDropout(probability, 3).weight_factors(6, whole(), CPU)
     assert factors.shape == (4, 6, 64, 64)
     assert factors.unique().tolist() == pytest.approx([0.0, 1 / (1 - probability)])
@@ -27,11 +27,11 @@ def test_as_many_are_dropped_as_asked(probability: float) -> None:
         assert float((dropped.mean(rest) - probability).abs().max()) < 0.05
 
 
-def test_all_or_nothing() -> None:
+def test_drop_rate_zero_and_one() -> None:
     assert bool((AttentionDropout(1.0, 3).weight_factors(2, whole(), CPU) == 0).all())
 
 
-def test_layers_heads_samples_and_lines_differ() -> None:
+def test_masks_differ_by_layer_head_sample_and_row() -> None:
     dropped = (AttentionDropout(0.5, combine_seeds(7, 1)).weight_factors(2, whole(), CPU) == 0).double() - 0.5
     other = (AttentionDropout(0.5, combine_seeds(7, 2)).weight_factors(2, whole(), CPU) == 0).double() - 0.5
     pairs = [(dropped, other), (dropped[:, 0], dropped[:, 1]), (dropped[0], dropped[1])]
@@ -40,7 +40,7 @@ def test_layers_heads_samples_and_lines_differ() -> None:
         assert abs(float((one * two).mean()) / 0.25) < 0.05
 
 
-def test_a_tile_drops_what_the_whole_does() -> None:
+def test_tile_mask_equals_the_full_mask() -> None:
     found = AttentionDropout(0.3, 11).weight_factors(6, whole(), CPU)
     part = AttentionDropout(0.3, 11, first_head=2).weight_factors(
         3, Tile((1, 3), (4, 9), (2, 20), "full", 40 - 12, 40), CPU

@@ -59,7 +59,7 @@ def drawn(found: list[Tile], band: MaskBand, queries: int, keys: int) -> torch.T
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_tiles_are_what_is_seen(data: st.DataObject) -> None:
+def test_tiles_cover_exactly_the_visible_pairs(data: st.DataObject) -> None:
     ring = data.draw(st.integers(1, 4))
     length = data.draw(st.integers(ring, 24))
     band = data.draw(BANDS)
@@ -82,14 +82,14 @@ def test_tiles_are_what_is_seen(data: st.DataObject) -> None:
                 assert all(t.keys[1] - t.keys[0] <= largest for t in found)
 
 
-def test_a_causal_sequence_is_one_tile_and_nothing_of_what_is_later() -> None:
+def test_causal_sequence_is_one_tile_without_later_tokens() -> None:
     whole = make_full_mask(3, 10)
     assert make_visible_tiles(whole, CAUSAL, ((0, 10),), ((0, 10),)) == [Tile((0, 3), (0, 10), (0, 10), "causal", 0, 0)]
     assert make_visible_tiles(whole, CAUSAL, ((0, 5),), ((5, 10),)) == []
     assert make_visible_tiles(whole, CAUSAL, ((5, 10),), ((0, 5),)) == [Tile((0, 3), (0, 5), (0, 5), "full", 5, 5)]
 
 
-def test_a_long_window_is_mostly_whole_rectangles() -> None:
+def test_long_window_is_mostly_full_rectangles() -> None:
     """Only the edges of a window of 4096 in 65536 tokens use masked tiles; the rest are full rectangles."""
     found = make_visible_tiles(make_full_mask(1, 65536), MaskBand(0, 4095), ((0, 65536),), ((0, 65536),))
     area = {kind: 0 for kind in ("full", "causal", "band")}
@@ -99,7 +99,7 @@ def test_a_long_window_is_mostly_whole_rectangles() -> None:
     assert sum(area.values()) < 1.2 * 65536 * 4096
 
 
-def test_samples_that_see_alike_go_together() -> None:
+def test_samples_with_equal_masks_share_tiles() -> None:
     mask = torch.ones(4, 6, dtype=torch.long)
     mask[2, 4:] = 0
     assert [(rows.start, rows.stop) for rows in make_padding_mask(mask)] == [(0, 2), (2, 3), (3, 4)]
@@ -107,7 +107,7 @@ def test_samples_that_see_alike_go_together() -> None:
     assert [(rows.start, rows.stop) for rows in make_document_mask(positions, 4)] == [(0, 4)]
 
 
-def test_a_sample_without_any_real_token_sees_nothing() -> None:
+def test_padded_sample_has_no_tiles() -> None:
     mask = torch.tensor([[0, 0, 0], [1, 1, 1]])
     assert all(
         tile.samples == (1, 2) for tile in make_visible_tiles(make_padding_mask(mask), CAUSAL, ((0, 3),), ((0, 3),))

@@ -24,7 +24,7 @@ def patterns(draw: st.DrawFn) -> tuple[SequenceShardPattern, int]:
 
 
 @given(patterns())
-def test_every_token_is_somewhere_once_and_every_rank_has_some(case: tuple[SequenceShardPattern, int]) -> None:
+def test_every_token_is_on_one_rank_and_every_rank_has_tokens(case: tuple[SequenceShardPattern, int]) -> None:
     pattern, length = case
     cut = pattern.shard(length)
     tokens = [token for ranges in cut.ranges for start, stop in ranges for token in range(start, stop)]
@@ -34,7 +34,7 @@ def test_every_token_is_somewhere_once_and_every_rank_has_some(case: tuple[Seque
 
 
 @given(patterns())
-def test_taking_parts_and_restoring_them_is_nothing(case: tuple[SequenceShardPattern, int]) -> None:
+def test_shard_and_restore_round_trip(case: tuple[SequenceShardPattern, int]) -> None:
     pattern, length = case
     cut = pattern.shard(length)
     whole = torch.arange(2 * length).view(2, length)
@@ -44,7 +44,7 @@ def test_taking_parts_and_restoring_them_is_nothing(case: tuple[SequenceShardPat
 
 
 @given(patterns())
-def test_a_group_holds_the_tokens_of_its_ranks_in_their_order(case: tuple[SequenceShardPattern, int]) -> None:
+def test_group_has_the_tokens_of_its_ranks_in_order(case: tuple[SequenceShardPattern, int]) -> None:
     pattern, length = case
     cut = pattern.shard(length)
     for group in range(cut.num_ring_groups):
@@ -53,7 +53,7 @@ def test_a_group_holds_the_tokens_of_its_ranks_in_their_order(case: tuple[Sequen
         assert held == of_ranks
 
 
-def test_a_balanced_causal_ring_of_1024_ranks_sees_as_much_everywhere() -> None:
+def test_balanced_causal_ring_of_1024_ranks_has_equal_work() -> None:
     pattern = SequenceShardPattern(1024, 8, zigzag=True)
     cut = pattern.shard(2**20)
     pairs = [
@@ -66,7 +66,7 @@ def test_a_balanced_causal_ring_of_1024_ranks_sees_as_much_everywhere() -> None:
     assert last[1] ** 2 - last[0] ** 2 > 200 * first[1] ** 2  # the purpose of balancing
 
 
-def test_parts_of_given_sizes_lie_one_after_the_other() -> None:
+def test_parts_of_given_sizes_are_consecutive() -> None:
     cut = make_sharding_from_sizes([3, 1, 4], 1)
     assert cut.ranges == (((0, 3),), ((3, 4),), ((4, 8),))
     assert cut.is_contiguous and cut.sizes == [3, 1, 4]
@@ -80,10 +80,10 @@ def test_parts_of_given_sizes_lie_one_after_the_other() -> None:
         (((4, 6),), (1, 1), ((0, 0),)),
     ],
 )
-def test_a_part_of_ranges(ranges: tuple, part: tuple, wanted: tuple) -> None:
+def test_intersection_of_ranges(ranges: tuple, part: tuple, wanted: tuple) -> None:
     assert select_range(ranges, part) == wanted
 
 
-def test_ranges_that_meet_are_one() -> None:
+def test_adjacent_ranges_are_merged() -> None:
     assert merge_ranges([(0, 2), (2, 5), (7, 7), (7, 9)]) == ((0, 5), (7, 9))
     assert merge_ranges([]) == ((0, 0),) and count_tokens(merge_ranges([])) == 0

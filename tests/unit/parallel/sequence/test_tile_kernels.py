@@ -62,7 +62,7 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 )
 @pytest.mark.parametrize("kind", ["all", "packed", "padded"])
 @pytest.mark.parametrize("cap", [None, 1.5])
-def test_tiles_make_attention(kernels: str, band: MaskBand, kind: str, cap: float | None, monkeypatch) -> None:
+def test_merged_tiles_equal_attention(kernels: str, band: MaskBand, kind: str, cap: float | None, monkeypatch) -> None:
     if kernels == "plain":
         monkeypatch.setattr("windlass.parallel.sequence.tile_kernels._supports_flash", lambda *_: False)
         monkeypatch.setattr(MatmulTileKernel, "max_tile_size", 7)
@@ -80,7 +80,7 @@ def test_tiles_make_attention(kernels: str, band: MaskBand, kind: str, cap: floa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merging_costs_no_accuracy(dtype: torch.dtype) -> None:
+def test_merging_keeps_accuracy(dtype: torch.dtype) -> None:
     """Many tiles are as close to fp64 as one masked product in the same dtype."""
     sight, mask = sight_and_mask("packed")
     q, k, v = inputs(dtype)
@@ -92,7 +92,7 @@ def test_merging_costs_no_accuracy(dtype: torch.dtype) -> None:
     assert float((output.double() - exact).detach().abs().max()) < close
 
 
-def test_values_may_have_other_features_than_keys() -> None:
+def test_head_size_of_values_may_differ_from_keys() -> None:
     q, k, _ = inputs(torch.float64)
     v = torch.randn(SAMPLES, KEYS, LENGTH, 5, dtype=torch.float64)
     sight, mask = sight_and_mask("padded")
@@ -101,7 +101,7 @@ def test_values_may_have_other_features_than_keys() -> None:
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-10)
 
 
-def test_torchs_kernels_serve_what_they_can() -> None:
+def test_torch_kernels_are_used_where_supported() -> None:
     q, k, v = inputs(torch.float32)
     assert isinstance(TileKernels(q, k, v, ScoreSpec(1.0, None, CAUSAL))._fused, FlashTileKernel)
     assert TileKernels(q, k, v, ScoreSpec(1.0, 2.0, CAUSAL))._fused is None
@@ -110,7 +110,7 @@ def test_torchs_kernels_serve_what_they_can() -> None:
     assert TileKernels(q, k, v, ScoreSpec(1.0, None, CAUSAL, AttentionDropout(0.1, 3)))._fused is None
 
 
-def test_tokens_that_are_not_this_ranks_are_refused() -> None:
+def test_tokens_of_other_ranks_are_refused() -> None:
     from windlass.base.errors import ModelError
 
     q, k, v = inputs(torch.float32)

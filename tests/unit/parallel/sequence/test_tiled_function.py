@@ -33,14 +33,14 @@ def trained(mlp: nn.Module, hidden: Tensor, gradient: Tensor) -> tuple[Tensor, T
 
 @pytest.mark.parametrize("tokens", [1, 3, 7, 100, None])
 @pytest.mark.parametrize("shape", [(13, 8), (1, 13, 8), (2, 13, 8), (2, 3, 5, 8)])
-def test_an_mlp_in_parts_is_the_mlp(tokens: int | None, shape: tuple[int, ...]) -> None:
+def test_tiled_mlp_equals_the_mlp(tokens: int | None, shape: tuple[int, ...]) -> None:
     plain, parts = pair(tokens)
     hidden, gradient = torch.randn(shape), torch.randn(shape)
     wanted, found = trained(plain, hidden, gradient), trained(parts, hidden, gradient)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_each_parameter_hears_of_its_gradient_once() -> None:
+def test_parameter_hooks_run_once() -> None:
     _, parts = pair(2)
     heard: list[str] = []
     for name, parameter in parts.named_parameters():
@@ -114,7 +114,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 256, 512])
-def test_what_lies_between_the_products_does_not_grow_with_the_tokens(tokens: int) -> None:
+def test_intermediate_memory_is_independent_of_the_tokens(tokens: int) -> None:
     plain, parts = pair(16, features=8, between=96)
     sizes = []
     for mlp in (plain, parts):
@@ -125,7 +125,7 @@ def test_what_lies_between_the_products_does_not_grow_with_the_tokens(tokens: in
     assert sizes == [tokens * 96, max(16 * 96, tokens * 8)]
 
 
-def test_a_model_keeps_its_class_its_names_and_copies_of_it_are_their_own() -> None:
+def test_model_keeps_class_and_names_and_copies_are_independent() -> None:
     _, parts = pair(2)
     assert type(parts) is GatedMLP and set(parts.state_dict()) == set(GatedMLP().state_dict())
     other = copy.deepcopy(parts)
@@ -137,7 +137,7 @@ def test_a_model_keeps_its_class_its_names_and_copies_of_it_are_their_own() -> N
         install_tiled_mlp(parts)
 
 
-def test_sums_of_parts() -> None:
+def test_sums_over_tiles() -> None:
     weight = torch.randn(8, requires_grad=True)
     hidden, labels = torch.randn(7, 8, requires_grad=True), torch.arange(7)
 
@@ -150,7 +150,7 @@ def test_sums_of_parts() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_mlps_are_found_by_how_they_are_made() -> None:
+def test_mlps_are_recognized_by_structure() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     small = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 20}

@@ -25,7 +25,7 @@ def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | No
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 100, None])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_loss_in_parts_is_the_loss(chunk: int | None, with_bias: bool) -> None:
+def test_tiled_loss_equals_the_loss(chunk: int | None, with_bias: bool) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 9, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
     bias = torch.randn(11, requires_grad=True) if with_bias else None
@@ -38,13 +38,13 @@ def test_a_loss_in_parts_is_the_loss(chunk: int | None, with_bias: bool) -> None
     torch.testing.assert_close(torch.autograd.grad(found, given), torch.autograd.grad(wanted, given))
 
 
-def test_the_mean_may_be_over_another_count() -> None:
+def test_mean_may_use_another_count() -> None:
     hidden, weight, labels = torch.randn(9, 6), torch.randn(11, 6), torch.randint(0, 11, (9,))
     mean = tiled_loss(hidden, weight, labels, 2)
     torch.testing.assert_close(tiled_loss(hidden, weight, labels, 2, num_items=36), mean / 4)
 
 
-def test_only_the_logits_of_one_part_are_there_at_a_time() -> None:
+def test_only_logits_of_one_tile_are_in_memory() -> None:
     weight = torch.randn(50, 4, requires_grad=True)
     for tokens in (100, 200, 400):
         hidden = torch.randn(tokens, 4, requires_grad=True)
@@ -57,7 +57,7 @@ def test_only_the_logits_of_one_part_are_there_at_a_time() -> None:
         assert largest.elements == tokens * 50
 
 
-def test_by_default_256_mib_of_logits_are_there() -> None:
+def test_default_tile_is_256_mib_of_logits() -> None:
     assert get_default_tile_tokens(128_256) == 523 and get_default_tile_tokens(2**40) == 1
 
 
@@ -121,7 +121,7 @@ PLAIN_GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cac
         ("cohere", {"logit_scale": 0.3}),
     ],
 )
-def test_an_unmodified_model_trains_the_same(name: str, changes: dict[str, Any]) -> None:
+def test_unmodified_model_trains_equally(name: str, changes: dict[str, Any]) -> None:
     model = build(name, **changes)
     long = copy.deepcopy(model)
     apply_long_context(long, tiled_mlp=5, tiled_loss=4)
@@ -162,7 +162,7 @@ def test_largest_tensors_do_not_grow_with_the_vocabulary_times_the_tokens() -> N
     assert sizes[64, True] == sizes[128, True] == 2000 * 16  # the largest tensor is the embedding
 
 
-def test_a_model_that_looks_at_its_logits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_access_to_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     apply_long_context(model, tiled_mlp=False, recompute=False)
     model.train()
@@ -186,7 +186,7 @@ def test_a_model_that_looks_at_its_logits_is_told(monkeypatch: pytest.MonkeyPatc
     assert model(**a_batch()).loss > 0  # the model still works after the error
 
 
-def test_requests_that_make_no_sense() -> None:
+def test_invalid_requests_are_refused() -> None:
     with pytest.raises(ModelError, match="recompute=False"):
         apply_long_context(build("llama"), recompute=False, activation_tier="cpu")
     with pytest.raises(ConfigError, match="and only then"):
@@ -199,7 +199,7 @@ def test_requests_that_make_no_sense() -> None:
         apply_long_context(model)
 
 
-def test_the_loss_function_takes_what_transformers_passes() -> None:
+def test_loss_function_accepts_the_arguments_of_transformers() -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     loss = ModelLoss()

@@ -26,7 +26,7 @@ def test_every_feature_has_one_owner(ranks: int, size: int) -> None:
 
 
 @given(some.integers(1, 256), some.integers(1, 512))
-def test_shares_are_nearly_equal(ranks: int, grains: int) -> None:
+def test_range_sizes_differ_by_at_most_one(ranks: int, grains: int) -> None:
     """Sizes that are multiples of 128, as in models, are split nearly evenly."""
     size = 128 * grains
     each = count_rank_elements(make_even_ranges(size, ranks))
@@ -36,7 +36,7 @@ def test_shares_are_nearly_equal(ranks: int, grains: int) -> None:
         assert size % ranks == 0 or all(one % 8 == 0 for one in each)
 
 
-def test_sections_are_cut_each_for_itself() -> None:
+def test_sections_are_sharded_separately() -> None:
     three = [
         (6, scale_ranges([(0, 1), (1, 3)], 2)),
         (3, scale_ranges([(0, 1), (1, 3)], 1)),
@@ -46,7 +46,7 @@ def test_sections_are_cut_each_for_itself() -> None:
 
 
 @given(some.integers(1, 64), some.integers(1, 16), some.integers(1, 64))
-def test_heads_find_their_keys(key: int, group: int, ranks: int) -> None:
+def test_query_heads_have_their_key_heads(key: int, group: int, ranks: int) -> None:
     query = key * group
     if query < ranks:
         return
@@ -70,7 +70,7 @@ def test_heads_find_their_keys(key: int, group: int, ranks: int) -> None:
         assert not heads.has_shared_keys
 
 
-def test_the_largest_share_decides_whether_keys_are_shared() -> None:
+def test_key_heads_are_sharded_if_the_largest_share_stays_small() -> None:
     assert partition_heads("a", 32, 8, 3).query_ranges == (
         (0, 12),
         (12, 24),

@@ -34,7 +34,7 @@ def test_a_plan_prints_as_a_table() -> None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_every_model_of_the_zoo_has_a_plan_without_its_values(name: str) -> None:
+def test_every_model_of_the_zoo_has_a_plan_on_the_meta_device(name: str) -> None:
     """Plans are made on the meta device, and the parts of all ranks add up to the whole."""
     with torch.device("meta"):
         model = CAUSAL[name]()
@@ -63,7 +63,7 @@ def test_a_1024_rank_plan_of_a_large_model_owns_every_element_once() -> None:
         assert max(count_rank_elements(cut.rank_ranges)) <= 2 * cut.sharded_size / 1024
 
 
-def test_nothing_changes_on_one_rank_or_when_a_plan_is_only_made() -> None:
+def test_plan_on_one_rank_changes_nothing() -> None:
     model = build("llama")
     before = {name: value.shape for name, value in model.named_parameters()}
     build_tensor_parallel_plan(model, 4)
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_told_is_refused_by_name_with_lines_of_the_table(case: str) -> None:
+def test_ambiguous_modules_are_refused_with_table_entries(case: str) -> None:
     block, message, lines = REFUSED[case]
     model = Unknown(block)
     with pytest.raises(ModelError, match=message) as refusal:
@@ -189,7 +189,7 @@ class _Two:
         self.name = name
 
 
-def test_models_without_anything_to_cut_are_refused() -> None:
+def test_models_without_shardable_modules_are_refused() -> None:
     with pytest.raises(ModelError, match="found nothing to cut in this Sequential; write parallel.tensor_table"):
         build_tensor_parallel_plan(nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU()), 2, {"0": "replicated"})
     with pytest.raises(ModelError, match=r"backbone\.layers\.0\.mixer: of x_proj, dt_proj, out_proj none can be told"):
@@ -198,7 +198,7 @@ def test_models_without_anything_to_cut_are_refused() -> None:
         build_tensor_parallel_plan(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)), 2)
 
 
-def test_too_many_ranks_for_models_of_transformers() -> None:
+def test_too_many_ranks_are_refused() -> None:
     with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn: 4 query heads are too few for 5 ranks"):
         build_tensor_parallel_plan(build("llama"), 5)
     with pytest.raises(ModelError, match="2 key heads are too few for 3 ranks"):
@@ -214,7 +214,7 @@ def test_too_many_ranks_for_models_of_transformers() -> None:
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
-def test_the_table_goes_before_the_plan_of_the_model() -> None:
+def test_table_overrides_the_plan_of_the_model() -> None:
     plan = build_tensor_parallel_plan(
         build("llama"), 2, {r"model\.layers\.\d+\.self_attn": "replicated", "lm_head": "replicated"}
     )
@@ -229,7 +229,7 @@ def test_the_table_goes_before_the_plan_of_the_model() -> None:
     assert "model.layers.0.self_attn.q_proj" in plan.replicated and "lm_head" in plan.replicated
 
 
-def test_a_language_model_inside_of_another_model_is_found() -> None:
+def test_nested_language_model_is_found() -> None:
     wrapper = nn.Module()
     wrapper.inside = build("llama")
     wrapper.value = nn.Linear(32, 1)
@@ -240,7 +240,7 @@ def test_a_language_model_inside_of_another_model_is_found() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
-def test_adapters_with_norms_of_whole_rows_are_refused_by_name() -> None:
+def test_adapters_with_full_row_norms_are_refused_by_name() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
     message = r"can't cut base_model\.model\.model\.layers\.0\.self_attn\.q_proj: .* are DoRA's or another variant"
@@ -248,12 +248,12 @@ def test_adapters_with_norms_of_whole_rows_are_refused_by_name() -> None:
         build_tensor_parallel_plan(model, 2)
 
 
-def test_tied_weights_are_cut_together_or_not_at_all() -> None:
+def test_tied_weights_are_sharded_together_or_not_at_all() -> None:
     plan = build_tensor_parallel_plan(build("gpt2"), 2, {"lm_head": "replicated"})
     assert plan.shard_of("transformer.wte") is None and plan.shard_of("lm_head") is None
 
 
-def test_modules_may_be_left_out_of_what_is_refused() -> None:
+def test_refused_modules_may_be_excluded() -> None:
     model = Unknown(REFUSED["a convolution"][0])
     plan = build_tensor_parallel_plan(model, 2, {r"blocks\.\d+\.mix": "replicated"})
     assert [cut.style for cut in plan.shards] == [ShardStyle.COLUMN, ShardStyle.ROW] * 2
@@ -299,7 +299,7 @@ def test_a_table_that_does_not_fit_the_model_is_refused(case: str) -> None:
         build_tensor_parallel_plan(build("llama"), 2, table)
 
 
-def test_numbers_that_cannot_be_honoured() -> None:
+def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="overlap_chunks = 0; it is at least 1"):
         apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=0)
     with pytest.raises(ConfigError, match="sequence_norms leaves no all-reduce to overlap, and overlap_chunks is 2"):

@@ -52,7 +52,7 @@ def read(residence: OptimizerStateOffload, chunk: UpdateChunk) -> tuple[torch.Te
         return chunk.values().clone(), states
 
 
-def test_states_that_come_late_destroy_none_that_are_there(tier: DiskTier) -> None:
+def test_late_states_keep_existing_states(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
     with residence.resident([chunk]):
         residence.states[chunk.state_keys[1]]["mean"] = torch.full((N,), 2.0)
@@ -63,7 +63,7 @@ def test_states_that_come_late_destroy_none_that_are_there(tier: DiskTier) -> No
     assert [state["mean"].unique().tolist() for state in states] == [[1.0], [2.0]]
 
 
-def test_states_that_go_leave_the_others(tier: DiskTier) -> None:
+def test_removed_states_keep_the_others(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
     with residence.resident([chunk]):
         for number, tenant in enumerate(chunk.state_keys):
@@ -80,7 +80,7 @@ def test_states_that_go_leave_the_others(tier: DiskTier) -> None:
     ]
 
 
-def test_what_is_only_read_is_not_written(tier: DiskTier) -> None:
+def test_read_only_chunk_is_not_written_back(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
     read(residence, chunk)  # the earlier writes have arrived
     before = tier.io_rates().disk_write_bytes
@@ -90,7 +90,7 @@ def test_what_is_only_read_is_not_written(tier: DiskTier) -> None:
     assert torch.equal(read(residence, chunk)[0], torch.arange(float(N)))
 
 
-def test_states_are_known_without_being_read(tier: DiskTier) -> None:
+def test_describe_state_reads_nothing(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
     with residence.resident([chunk]):
         residence.states[chunk.state_keys[0]] |= {
@@ -110,7 +110,7 @@ def like(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(N, dtype=dtype, device="meta")
 
 
-def test_a_chunk_is_refilled_in_one_piece_of_memory(tier: DiskTier) -> None:
+def test_refilled_chunk_is_contiguous(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
     with residence.overwritten(chunk, {tenant: {"mean": like(), "square": like()} for tenant in chunk.state_keys}):
         assert torch.equal(chunk.values(), torch.arange(float(N)))
@@ -128,7 +128,7 @@ def test_a_chunk_is_refilled_in_one_piece_of_memory(tier: DiskTier) -> None:
     ]
 
 
-def test_a_refilled_chunk_has_the_states_it_shall_have_and_no_others(tier: DiskTier) -> None:
+def test_refilled_chunk_has_exactly_the_given_states(tier: DiskTier) -> None:
     residence, chunk = residence_of(tier)
     first, second = chunk.state_keys
     with residence.resident([chunk]):
@@ -144,7 +144,7 @@ def test_a_refilled_chunk_has_the_states_it_shall_have_and_no_others(tier: DiskT
     assert states[1]["kept"].dtype == torch.uint8 and not states[1]["kept"].any()
 
 
-def test_reading_ahead_keeps_to_the_order_of_the_step_and_to_the_limit(tier: DiskTier) -> None:
+def test_prefetch_follows_step_order_and_limit(tier: DiskTier) -> None:
     """Reading ahead keeps to the order of the step and to the limit.
 
     A small chunk late in the step must not take the memory that earlier chunks need.
@@ -180,7 +180,7 @@ def test_reading_ahead_keeps_to_the_order_of_the_step_and_to_the_limit(tier: Dis
 
 
 @given(st.integers(0, 5000), st.integers(1, 2000))
-def test_chunks_of_a_unit_are_of_nearly_one_size(span: int, limit: int) -> None:
+def test_chunk_sizes_of_a_unit_are_balanced(span: int, limit: int) -> None:
     slot: Any = SimpleNamespace(unit=SimpleNamespace(state_start=7, state_stop=7 + span, state_tier=Tier.NVME))
     chunks = make_chunks([slot], limit)
     assert [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]

@@ -33,7 +33,7 @@ def names(rules: UnitRules, model: nn.Module) -> list[str]:
     return [block.name for block in find_blocks(model, rules)]
 
 
-def test_a_transformer_block_is_one_block_with_all_it_holds() -> None:
+def test_transformer_block_is_one_block_with_all_its_parameters() -> None:
     assert names(UnitRules(), Model()) == ["", "embed", "layers.0", "layers.1", "head"]
 
 
@@ -44,7 +44,7 @@ def test_every_parameter_is_in_exactly_one_unit() -> None:
     assert sorted(found) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_units_are_of_one_kind() -> None:
+def test_units_have_one_dtype_and_requires_grad() -> None:
     model = Model(frozen=True)
     model.layers[1].norm.to(torch.bfloat16)
     _, plans = plan_units(model, UnitRules(persistence_threshold=5))
@@ -52,13 +52,13 @@ def test_units_are_of_one_kind() -> None:
         assert len({(p.dtype, p.requires_grad, p.numel() < 5) for p in plan.parameters}) == 1
 
 
-def test_a_tied_weight_is_a_unit_of_its_own_that_both_users_trigger() -> None:
+def test_tied_weight_is_a_separate_unit_of_both_blocks() -> None:
     _, plans = plan_units(Model(), UnitRules())
     tied = next(plan for plan in plans if "embed.weight" in plan.names)
     assert tied.names == ["embed.weight"] and [block.name for block in tied.blocks] == ["embed", "head"]
 
 
-def test_the_root_owns_only_what_nobody_else_does() -> None:
+def test_root_block_has_only_remaining_parameters() -> None:
     _, plans = plan_units(Model(), UnitRules())
     assert [plan.names for plan in plans if plan.blocks[0].name == ""] == [["scale"]]
 
@@ -68,18 +68,18 @@ def test_blocks_can_be_named_by_class_or_path() -> None:
     assert "layers.0.experts" in names(UnitRules(blocks=("layers.0.experts",)), Model())
 
 
-def test_a_block_too_large_is_cut_into_its_children() -> None:
+def test_oversized_block_is_split_into_its_children() -> None:
     assert "layers.0.up" in names(UnitRules(split_above=50), Model())
 
 
-def test_small_neighbours_merge_below_the_limit_only() -> None:
+def test_small_adjacent_units_merge_below_the_limit_only() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     assert len(plan_units(model, UnitRules())[1]) == 6
     assert len(plan_units(model, UnitRules(merge_below=50))[1]) == 2
     assert len(plan_units(model, UnitRules(persistence_threshold=1000))[1]) == 1
 
 
-def test_planning_takes_time_in_proportion_to_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_time_is_linear_in_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning takes time proportional to the parameters: a growing bundle is not recounted for each parameter."""
     asked = 0
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.deepspeed_maker import SAVED_AT, STEPS
+from tests.deepspeed_training_run import SAVED_AT, STEPS
 from tests.dist.harness import run_ranks
 from tests.dist.test_deepspeed_resume import CLIENT, engine_for, steps
 from tests.ports import free_port
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def make(out: Path, stage: int, precision: str, ranks: int) -> None:
     """Have DeepSpeed train and save on so many ranks."""
-    run_deepspeed("tests.deepspeed_maker", out, stage, precision, ranks)
+    run_deepspeed("tests.deepspeed_training_run", out, stage, precision, ranks)
 
 
 def run_deepspeed(module: str, out: Path, stage: int, precision: str, ranks: int) -> None:
@@ -82,7 +82,9 @@ def gone_on(folder: str, stage: int, precision: str) -> dict[str, object]:
     ("stage", "precision", "here"),
     [(0, "fp32", 3), (1, "fp32", 2), (2, "fp32", 3), (3, "fp32", 1), (1, "bf16", 3), (2, "bf16", 0), (3, "bf16", 3)],
 )
-def test_deepspeeds_run_goes_on(stage: int, precision: str, here: int, ranks: int, tmp_path: Path) -> None:
+def test_run_of_deepspeed_resumes_in_windlass(
+    stage: int, precision: str, here: int, ranks: int, tmp_path: Path
+) -> None:
     make(tmp_path, stage, precision, ranks)
     bound = 1e-5 if precision == "fp32" else 2e-2
     for rank, found in enumerate(run_ranks(gone_on, ranks, str(tmp_path), here, precision)):

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.deepspeed_maker import SAVED_AT, STEPS
+from tests.deepspeed_training_run import SAVED_AT, STEPS
 from tests.dist.harness import run_ranks
 from tests.dist.test_deepspeed_resume import CLIENT, engine_for, steps
-from tests.parity.test_deepspeed_files import run_deepspeed
+from tests.parity.test_deepspeed_resume import run_deepspeed
 
 pytestmark = [
     pytest.mark.peer,
@@ -42,9 +42,9 @@ LAYOUTS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("stage", "precision"), LAYOUTS)
-def test_deepspeed_goes_on(stage: int, precision: str, ranks: int, tmp_path: Path) -> None:
+def test_exported_run_resumes_in_deepspeed(stage: int, precision: str, ranks: int, tmp_path: Path) -> None:
     wanted = run_ranks(saved, ranks, str(tmp_path), stage, precision)
-    run_deepspeed("tests.deepspeed_resumer", tmp_path, stage, precision, ranks)
+    run_deepspeed("tests.deepspeed_resume_run", tmp_path, stage, precision, ranks)
     bound = 1e-5 if precision == "fp32" else 2e-2
     for rank, ours in enumerate(wanted):
         found = json.loads((tmp_path / f"resumed_{rank}.json").read_text())

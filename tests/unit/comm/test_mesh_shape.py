@@ -23,7 +23,7 @@ subsets = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
 
 
 @given(grids)
-def test_a_rank_is_its_place(grid: MeshShape) -> None:
+def test_rank_and_coordinates_are_inverse(grid: MeshShape) -> None:
     places = [grid.coordinates(rank) for rank in range(grid.world)]
     assert [grid.rank(**place) for place in places] == list(range(grid.world))
     assert places == sorted(places, key=lambda place: tuple(place[axis] for axis in AXES))
@@ -42,7 +42,7 @@ def test_groups_partition_the_world(grid: MeshShape, axes: tuple[str, ...]) -> N
 
 @settings(max_examples=30)
 @given(grids, subsets, subsets)
-def test_groups_of_other_axes_meet_in_one_rank(grid: MeshShape, some: tuple[str, ...], more: tuple[str, ...]) -> None:
+def test_groups_of_different_axes_share_one_rank(grid: MeshShape, some: tuple[str, ...], more: tuple[str, ...]) -> None:
     """A group along some axes and a group along the other axes share exactly one rank."""
     others = tuple(axis for axis in AXES if axis not in some)
     for first in grid.groups(*some)[:4]:
@@ -83,7 +83,7 @@ def test_tensor_parallel_ranks_share_a_node_of_eight(grid: MeshShape) -> None:
     assert all(len(node) == 1 for node in nodes)
 
 
-def test_what_reads_other_samples_is_no_part_of_a_sequence() -> None:
+def test_sequence_groups_exclude_data_axes() -> None:
     grid = MeshShape(pp=2, dp_replicate=2, dp_shard=2, ep=2, sp=2, tp=2)
     assert set(DATA_AXES) == {*DATA_LOADING_AXES, "sp"}
     assert set(EXPERT_DATA_AXES) == set(DATA_AXES) - {"ep"}
@@ -93,7 +93,7 @@ def test_what_reads_other_samples_is_no_part_of_a_sequence() -> None:
             assert all(grid.coordinates(other)[axis] == here[axis] for axis in DATA_LOADING_AXES)
 
 
-def test_sizes_and_places_lie_inside() -> None:
+def test_sizes_and_coordinates_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="the axis sp has 0 ranks"):
         MeshShape(sp=0)
     grid = MeshShape(pp=2, tp=2)

@@ -26,7 +26,7 @@ from windlass.zero.sharded_init.weight_files import deferred_from_files, header
 
 
 @given(st.integers(0, 1000), st.integers(1, 9))
-def test_pieces_tile_a_parameter_and_none_is_larger_than_the_first(numel: int, count: int) -> None:
+def test_shards_partition_a_parameter_and_the_first_is_largest(numel: int, count: int) -> None:
     spans = [initial_shard.span(numel, index, count) for index in range(count)]
     assert spans[0][0] == 0 and spans[-1][1] == numel
     assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
@@ -34,7 +34,7 @@ def test_pieces_tile_a_parameter_and_none_is_larger_than_the_first(numel: int, c
 
 
 @given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=4, max_size=4), st.booleans())
-def test_memory_order_and_strides_give_the_tensor_back(order: list[int], sizes: list[int], gaps: bool) -> None:
+def test_memory_order_and_strides_round_trip(order: list[int], sizes: list[int], gaps: bool) -> None:
     tensor = torch.arange(float(torch.tensor(sizes).prod())).view(sizes).permute(order)
     tensor = tensor[..., ::2] if gaps else tensor
     flat = initial_shard.flat_of(tensor)
@@ -44,7 +44,7 @@ def test_memory_order_and_strides_give_the_tensor_back(order: list[int], sizes: 
     assert initial_shard.is_row_major(tensor.shape, tensor.stride()) == tensor.is_contiguous()
 
 
-def test_a_piece_goes_with_its_parameter() -> None:
+def test_initial_shard_is_freed_with_its_parameter() -> None:
     class Kept:
         def load(self) -> torch.Tensor:
             return torch.zeros(2)
@@ -65,7 +65,7 @@ def test_a_piece_goes_with_its_parameter() -> None:
     assert len(initial_shard._sharded_inits) == before
 
 
-def test_a_file_of_pieces_takes_the_room_of_those_that_are_gone(tmp_path: Path) -> None:
+def test_shard_file_reuses_the_space_of_freed_shards(tmp_path: Path) -> None:
     file = ShardFile(tmp_path / "new")
     first, second = file.put(torch.arange(5)), file.put(torch.arange(3.0))
     assert torch.equal(first.load(), torch.arange(5)) and torch.equal(second.load(), torch.arange(3.0))
@@ -77,7 +77,7 @@ def test_a_file_of_pieces_takes_the_room_of_those_that_are_gone(tmp_path: Path) 
     assert file.put(torch.empty(0)).load().numel() == 0
 
 
-def test_a_path_that_cannot_hold_a_file_is_named(tmp_path: Path) -> None:
+def test_unusable_path_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match="nvme_path.*taken"):
         ShardFile(tmp_path / "taken")
@@ -102,7 +102,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return tmp_path / "one.safetensors", state
 
 
-def test_spans_of_a_file_are_those_of_its_tensors(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_byte_ranges_of_a_file_are_those_of_its_tensors(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, state = saved
     for name, (shape, source) in header(path).items():
         assert shape == tuple(state[name].shape) and source.dtype == state[name].dtype
@@ -112,7 +112,7 @@ def test_spans_of_a_file_are_those_of_its_tensors(saved: tuple[Path, dict[str, t
             assert torch.equal(source.read(0, start), flat[:start])
 
 
-def test_a_promise_is_kept_whatever_is_done_to_it(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_deferred_tensor_supports_casts_views_and_joins(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, state = saved
     first, second = deferred_from_files([path], computes=True), deferred_from_files([path], computes=False)
     passed = first["a"][...].detach().to(device="cpu", dtype=torch.float64)
@@ -143,12 +143,14 @@ def _patched(path: Path, text: bytes) -> Path:
         (b"nonsense", "not a safetensors"),
     ],
 )
-def test_a_damaged_header_is_named(text: bytes, words: str, tmp_path: Path) -> None:
+def test_damaged_header_is_refused_by_name(text: bytes, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         header(_patched(tmp_path / "bad.safetensors", text))
 
 
-def test_a_file_that_shrinks_after_its_header_was_read_is_named(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_file_truncated_after_its_header_was_read_is_refused_by_name(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
     path, _ = saved
     found = header(path)
     with path.open("r+b") as file:
@@ -161,14 +163,14 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_named(saved: tuple[Pat
 # ----------------------------------------------------------------------------------------------------------------- Init
 
 
-def test_the_arguments_are_those_that_scripts_write() -> None:
+def test_init_accepts_deepspeed_arguments() -> None:
     wanted = """module data_parallel_group mem_efficient_linear remote_device pin_memory config_dict_or_path config
     enabled dtype mpu zero_param_parallel_group zero_quantized_weights zero_quantized_nontrainable_weights
     sequence_data_parallel_group param_swapper tensor_overrides"""
     assert " ".join(inspect.signature(windlass.zero.Init).parameters) == " ".join(wanted.split())
 
 
-def test_the_names_that_are_replaced_in_transformers_are_there_and_come_back() -> None:
+def test_patched_transformers_names_exist_and_are_restored() -> None:
     """The patched names exist in transformers and are restored. A new version that changes them must fail here."""
     modeling: Any = pytest.importorskip(from_pretrained_patch.MODULE)
     model = modeling.PreTrainedModel
@@ -198,7 +200,7 @@ def test_the_names_that_are_replaced_in_transformers_are_there_and_come_back() -
     assert now() == before
 
 
-def test_a_transformers_without_these_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_without_the_patched_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     modeling: Any = pytest.importorskip(from_pretrained_patch.MODULE)
     monkeypatch.delattr(modeling, from_pretrained_patch.DETECTION)
     with pytest.raises(ConfigError, match=from_pretrained_patch.DETECTION):
@@ -206,7 +208,7 @@ def test_a_transformers_without_these_names_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["4.57", "5.0", "5.8"])
-def test_each_transformers_is_replaced_by_its_own_names(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_transformers_version_has_its_patched_names(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each version of transformers is patched by its own names.
 
     transformers 5.0 returns no tuple. 4.57 lacks one name and refuses to load only on the attempt.

@@ -1,4 +1,5 @@
-"""One rank of a run of DeepSpeed itself, which saves in the middle: `tests.deepspeed_maker OUT STAGE PRECISION`."""
+"""One rank of DeepSpeed itself, which goes on from what windlass saved in its format:
+`tests.deepspeed_resume_run FOLDER STAGE PRECISION`."""
 
 from __future__ import annotations
 
@@ -8,16 +9,15 @@ from pathlib import Path
 
 import torch
 
-from tests.dist.test_deepspeed_resume import CLIENT, Net, batch, config_of, groups_of
-
-SAVED_AT, STEPS = 3, 6
+from tests.deepspeed_training_run import SAVED_AT, STEPS
+from tests.dist.test_deepspeed_resume import Net, batch, config_of, groups_of
 
 
 def main(out: Path, stage: int, precision: str) -> None:
-    """Train, save after `SAVED_AT` steps, and leave the losses that followed."""
+    """Load, and leave counts and the losses that followed."""
     import deepspeed
 
-    torch.manual_seed(0)
+    torch.manual_seed(5)
     model = Net()
     config = config_of(stage, precision)
     if precision == "bf16" and stage == 1:
@@ -25,15 +25,22 @@ def main(out: Path, stage: int, precision: str) -> None:
     if stage == 3:
         config["zero_optimization"]["sub_group_size"] = 60
     engine = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)[0]
+    path, client = engine.load_checkpoint(str(out))
+    assert path is not None
     losses = []
-    for step in range(STEPS):
-        if step == SAVED_AT:
-            engine.save_checkpoint(str(out), client_state=CLIENT)
+    for step in range(SAVED_AT, STEPS):
         loss = engine(batch(step, engine.global_rank))
         losses.append(float(loss.detach()))
         engine.backward(loss)
         engine.step()
-    (out / f"losses_{engine.global_rank}.json").write_text(json.dumps(losses[SAVED_AT:]))
+    found = {
+        "losses": losses,
+        "steps": engine.global_steps,
+        "samples": engine.global_samples,
+        "epoch": client["epoch"],
+        "rates": engine.get_lr(),
+    }
+    (out / f"resumed_{engine.global_rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

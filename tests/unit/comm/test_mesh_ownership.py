@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.comm.test_grid import THOUSAND
+from tests.unit.comm.test_mesh_shape import THOUSAND
 from windlass.comm.mesh_shape import DATA_AXES, EXPERT_DATA_AXES, MeshShape
 from windlass.parallel.placement import Placement, Ranges, compute_shard_range, make_full_ranges, make_ranges_along
 from windlass.zero.core.unit_layout import layout_of

@@ -11,7 +11,7 @@ from windlass.zero.access.shard_values import assemble
 from windlass.zero.core.unit_layout import layout_of
 
 
-def test_a_whole_weight_is_where_the_model_computes() -> None:
+def test_full_weight_is_on_the_device_of_the_model() -> None:
     """A full weight is on the model's device, here `meta` in place of a GPU.
 
     Master weights in host memory would otherwise give a weight that no loss on the device can use.

@@ -33,14 +33,14 @@ def contains(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
     return all(code in rest for code in part)
 
 
-def test_what_all_have_comes_once_and_the_rest_in_turns() -> None:
+def test_merged_sequence_has_common_entries_once_and_interleaves_the_rest() -> None:
     assert merge_sequences(((1, 10, 11, 2), (1, 20, 21, 2))) == (1, 10, 20, 11, 21, 2)
     assert merge_sequences(((1, 2), (1, 2), (1, 2))) == (1, 2)
     assert merge_sequences(((), (3, 4))) == (3, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_rank_finds_its_own_in_its_order(seed: int) -> None:
+def test_merged_sequence_contains_every_sequence_in_order(seed: int) -> None:
     random = Random(seed)
     lists = tuple(tuple(random.choices(range(9), k=random.randrange(12))) for _ in range(random.randrange(1, 5)))
     whole = merge_sequences(lists)
@@ -48,12 +48,12 @@ def test_every_rank_finds_its_own_in_its_order(seed: int) -> None:
     assert merge_sequences(lists) == whole
 
 
-def test_equal_lists_stay_what_they_are_in_any_company() -> None:
+def test_merge_keeps_equal_sequences_beside_an_empty_one() -> None:
     for lists in permutations([(1, 2, 3), (1, 2, 3), ()]):
         assert merge_sequences(lists) == (1, 2, 3)
 
 
-def test_gathers_go_one_ahead_and_reductions_keep_their_order() -> None:
+def test_hoisting_moves_gathers_one_ahead_and_keeps_reduction_order() -> None:
     codes = [f(unit) for unit in (3, 2, 1) for f in (gather, reduction)]
     wanted = [gather(3), gather(2), reduction(3), gather(1), reduction(2), reduction(1)]
     assert hoist_gathers(tuple(codes)) == tuple(wanted)
@@ -64,7 +64,7 @@ def test_gathers_go_one_ahead_and_reductions_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_gather_passes_another_one(seed: int) -> None:
+def test_hoisting_keeps_the_order_of_gathers(seed: int) -> None:
     random = Random(seed)
     codes = tuple(random.choice((gather, reduction))(random.randrange(6)) for _ in range(random.randrange(20)))
     for kind in (0, 2):
@@ -97,7 +97,7 @@ class Unit(SimpleNamespace):
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_the_begin_of_a_window_is_awaited_only_by_what_needs_it(there: bool) -> None:
+def test_begin_of_a_phase_is_awaited_only_by_gathers(there: bool) -> None:
     """Only a unit that has to be gathered waits for the begin of a phase; unsharded units are computed at once."""
     units, board = [Unit(number, ShardState.SHARDED) for number in range(3)], Board()
     order: Any = CollectiveScheduler(units, hoist_gathers=True)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_the_begin_of_a_window_is_awaited_only_by_what_needs_it(there: bool) -> 
     assert board.waited == ["the begin of a forward"], "what was needed before is known"
 
 
-def test_who_reads_experts_meets_all_once_after_a_window_or_a_step() -> None:
+def test_reading_experts_syncs_once_per_phase_or_step() -> None:
     """A rank that reads experts meets all ranks once after a phase or a step.
 
     Other ranks may have fewer experts and have moved on.

@@ -16,7 +16,7 @@ from windlass.zero.core.unit_layout import UnitLayout
 
 
 @given(shard=st.integers(1, 16), replicas=st.integers(1, 8), numel=st.integers(1, 5000), cut=st.booleans())
-def test_over_all_ranks_each_element_of_the_gradient_counts_once(
+def test_norm_counts_each_gradient_element_once_over_all_ranks(
     shard: int, replicas: int, numel: int, cut: bool
 ) -> None:
     world = shard * replicas
@@ -34,7 +34,7 @@ def test_over_all_ranks_each_element_of_the_gradient_counts_once(
 
 
 @pytest.mark.parametrize(("norm", "limit"), [(0.5, 1.0), (1.0, 1.0), (3.0, 1.0), (math.inf, 1.0), (2.0, 0.0)])
-def test_the_coefficient_is_torchs(norm: float, limit: float) -> None:
+def test_clip_coefficient_equals_torch(norm: float, limit: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.full((1,), norm)
     wanted = norm
@@ -45,5 +45,5 @@ def test_the_coefficient_is_torchs(norm: float, limit: float) -> None:
     assert found == pytest.approx(wanted, rel=1e-6, nan_ok=True)
 
 
-def test_a_norm_that_is_not_a_number_is_not_clipped_away() -> None:
+def test_nan_norm_is_not_clipped() -> None:
     assert math.isnan(clip_coefficient(math.nan, 1.0))

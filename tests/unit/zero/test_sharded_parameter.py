@@ -39,7 +39,7 @@ def released() -> tuple[nn.Parameter, FakeUnit]:
     return parameter, unit
 
 
-def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.Parameter, FakeUnit]) -> None:
+def test_sharded_parameter_keeps_shape_and_identity_without_memory(released: tuple[nn.Parameter, FakeUnit]) -> None:
     parameter, unit = released
     assert isinstance(parameter, nn.Parameter) and isinstance(parameter, ShardedParameter)
     assert parameter.shape == (3, 4) and parameter.numel() == 12 and parameter.dtype == torch.float32
@@ -75,7 +75,7 @@ def test_it_keeps_its_shape_and_identity_and_takes_no_memory(released: tuple[nn.
         pickle.dumps,
     ],
 )
-def test_any_use_of_its_values_raises_and_says_how(released: tuple[nn.Parameter, FakeUnit], use: Any) -> None:
+def test_use_of_sharded_values_raises_with_a_fix(released: tuple[nn.Parameter, FakeUnit], use: Any) -> None:
     with pytest.raises(ShardedParameterError, match=r"layer\.weight.*GatheredParameters"):
         use(released[0])
 
@@ -99,7 +99,7 @@ FILLS = [
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 @pytest.mark.parametrize("fill", FILLS)
-def test_a_copy_in_another_dtype_can_be_initialised_as_a_plain_one(cast: Any, fill: Any) -> None:
+def test_copy_in_another_dtype_can_be_initialized(cast: Any, fill: Any) -> None:
     """A copy in another dtype has the values, dtype and random numbers of plain PyTorch. The parameter is unchanged."""
     plain = nn.Parameter(torch.randn(3, 4, dtype=torch.float16 if cast is not CASTS["half"] else torch.float32))
     parameter, found = nn.Parameter(plain.detach().clone()), []
@@ -117,7 +117,7 @@ def test_a_copy_in_another_dtype_can_be_initialised_as_a_plain_one(cast: Any, fi
 
 
 @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
-def test_a_normalised_weight_can_be_initialised_as_a_plain_one_and_not_read(norm: Any) -> None:
+def test_weight_norm_can_be_initialized_and_not_read(norm: Any) -> None:
     """An initializer of a weight behind weight_norm draws the random numbers that it draws in plain PyTorch."""
     draws = []
     with warnings.catch_warnings():
@@ -140,7 +140,7 @@ def test_a_normalised_weight_can_be_initialised_as_a_plain_one_and_not_read(norm
 
 
 @pytest.mark.parametrize("cast", [lambda p: p.float(), lambda p: p.to(torch.float32), lambda p: p.type(torch.float32)])
-def test_a_cast_to_its_own_dtype_is_the_parameter(released: tuple[nn.Parameter, FakeUnit], cast: Any) -> None:
+def test_cast_to_the_same_dtype_returns_the_parameter(released: tuple[nn.Parameter, FakeUnit], cast: Any) -> None:
     released[0].mark = 1  # type: ignore[attr-defined]
     assert cast(released[0]) is released[0] and cast(released[0]).mark == 1
 
@@ -155,7 +155,7 @@ def test_a_cast_to_its_own_dtype_is_the_parameter(released: tuple[nn.Parameter, 
         lambda p: p.to(torch.zeros(1)),
     ],
 )
-def test_moving_it_leaves_it_where_it_is(released: tuple[nn.Parameter, FakeUnit], move: Any) -> None:
+def test_to_device_leaves_a_sharded_parameter_unchanged(released: tuple[nn.Parameter, FakeUnit], move: Any) -> None:
     parameter, unit = released
     assert move(parameter) is parameter and isinstance(parameter, ShardedParameter) and unit.asked == 0
     module = nn.Module()
@@ -163,7 +163,7 @@ def test_moving_it_leaves_it_where_it_is(released: tuple[nn.Parameter, FakeUnit]
     assert module.to("cpu").cpu().weight is parameter and isinstance(parameter, ShardedParameter)
 
 
-def test_a_write_is_refused(released: tuple[nn.Parameter, FakeUnit]) -> None:
+def test_write_to_a_sharded_parameter_is_refused(released: tuple[nn.Parameter, FakeUnit]) -> None:
     with torch.no_grad(), pytest.raises(ShardedParameterError):
         released[0].fill_(1.0)
     with pytest.raises(ShardedParameterError):
@@ -177,7 +177,7 @@ def test_state_dict_raises_rather_than_giving_an_empty_tensor(released: tuple[nn
         module.state_dict()
 
 
-def test_inside_a_forward_its_unit_brings_it() -> None:
+def test_access_in_a_forward_unshards_the_unit() -> None:
     parameter = nn.Parameter(torch.randn(3, 4))
     unit = FakeUnit(parameter, answer=True)
     mark_sharded(parameter, unit)  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ def test_inside_a_forward_its_unit_brings_it() -> None:
     assert parameter.grad is not None
 
 
-def test_hooks_and_flags_may_be_set_while_it_is_away(released: tuple[nn.Parameter, FakeUnit]) -> None:
+def test_hooks_and_flags_may_be_set_while_sharded(released: tuple[nn.Parameter, FakeUnit]) -> None:
     parameter = released[0]
     parameter.requires_grad_(False)
     assert not parameter.requires_grad
