@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -49,12 +49,13 @@ from windlass.zero.core import parameter_registry
 from windlass.zero.core.sharding_policy import sharding_policy
 from windlass.zero.core.unit_partition import UnitRules
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
+from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.update_class import update_class
 
 EngineT = TypeVar("EngineT", bound=Engine)
 
-_engines_by_model_id: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # keyed by the id of the sharded model
+_engines_by_model_id: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # keyed by the id of the module
 
 
 def initialize(
@@ -182,10 +183,13 @@ def build_engine(
         built = _build_optimizer(model, optimizer, model_parameters, settings_of, mesh)
         _check_checkpoint_format(built, settings_of)
         watch.before_sharding(model, built, settings_of)
-        sharded = _build_sharded_model(model, built, settings_of, device, mesh)
-    engine = engine_class_for(engine_class, model)(
-        sharded, built, settings_of, progress, _build_loss_scale(settings_of)
-    )
+        engine = engine_class_for(engine_class, model)(
+            _ShardedModelBuilder(model, built, settings_of, device, mesh),
+            built,
+            settings_of,
+            progress,
+            _build_loss_scale(settings_of),
+        )
     try:
         engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, settings_of)
     except Exception:  # raised on every rank alike
@@ -193,12 +197,9 @@ def build_engine(
         raise
     if training_data is not None:
         engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    engine.rebuild_sharded_model = partial(_rebuild_sharded_model, built, settings_of, device)
-    _engines_by_model_id[id(sharded)] = engine
+    _engines_by_model_id[id(model)] = engine
     if device.type == "cpu":
         keep_freed_memory()
-    for line in startup_lines(sharded, settings_of, world):
-        logger.info(line)
     watch.after_initialize(engine)
     return engine
 
@@ -306,14 +307,14 @@ def _destroy_previous_engines(model: nn.Module, *, allow_training: bool) -> None
     others = {
         id(place.model): place.model for p in model.parameters() if (place := parameter_registry.find(p)) is not None
     }
-    for number, other in others.items():
+    for other in others.values():
         trains = other.update is not None
         if trains and not allow_training:
             raise ModelError(
                 "this model (or a part of it) has an engine that trains it; call engine.destroy() before the second "
                 "initialize"
             )
-        engine = _engines_by_model_id.pop(number, None)
+        engine = _engines_by_model_id.pop(id(other.model), None)
         if engine is not None:
             lost = "; its optimizer states are dropped" if trains else ""
             logger.info(
@@ -388,8 +389,38 @@ def _get_or_build_mesh(model: nn.Module, config: Config, axes: Axes) -> Mesh:
     return before
 
 
+@dataclass
+class _ShardedModelBuilder:
+    """Callable that shards an engine's model, with the same mesh again if the model itself is partitioned over it.
+
+    Attributes:
+        mesh: mesh of the first call; None after it, because a sharded model that is destroyed may close its mesh.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    config: Config
+    device: torch.device
+    mesh: Mesh | None
+
+    def __call__(self, callbacks: EngineCallbacks) -> ShardedModel:
+        given, self.mesh, world = self.mesh, None, dist.get_world_size()
+        mesh = (
+            given or mesh_of_model(self.model) or _get_or_build_mesh(self.model, self.config, self.config.axes(world))
+        )
+        sharded = _build_sharded_model(self.model, self.optimizer, self.config, self.device, mesh, callbacks)
+        for line in startup_lines(sharded, self.config, world) if given is not None else ():
+            logger.info(line)
+        return sharded
+
+
 def _build_sharded_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device, mesh: Mesh
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    device: torch.device,
+    mesh: Mesh,
+    callbacks: EngineCallbacks,
 ) -> ShardedModel:
     zero = config.zero_optimization
     homes = _build_placements(config)
@@ -439,7 +470,7 @@ def _build_sharded_model(
         delayed_update=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
     )
     try:
-        return ShardedModel(model, optimizer, settings, mesh, device, trains=optimizer is not None)
+        return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
     except BaseException:
         if homes.disk is not None:
             homes.disk.close()
@@ -467,19 +498,6 @@ def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[
         kinds.add(kind)
     modules = [module for module in model.modules() if type(module) in kinds]
     return frozenset(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
-
-
-def _rebuild_sharded_model(
-    optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device, engine: Engine
-) -> ShardedModel:
-    """Shard an engine's current model again, with the same mesh if it has one."""
-    before = mesh_of_model(engine.module)
-    mesh = (
-        before if before is not None else _get_or_build_mesh(engine.module, config, config.axes(dist.get_world_size()))
-    )
-    sharded = _build_sharded_model(engine.module, optimizer, config, device, mesh)
-    _engines_by_model_id[id(sharded)] = engine
-    return sharded
 
 
 def _build_placements(config: Config) -> Placements:

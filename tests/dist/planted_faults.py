@@ -36,14 +36,14 @@ def doubled_scale() -> Iterator[None]:
     """Accumulate gradients with twice their weight."""
     arrive = GradientReducer.accumulate_grad
 
-    def twice(self: GradientReducer, number: int, index: int) -> None:
+    def twice(self: GradientReducer, number: int, index: int) -> bool:
         slot = self.slots[number]
         gradient = slot.unit.parameters[index].grad
         if gradient is not None:
             gradient.mul_(2)
-        arrive(self, number, index)
+        return arrive(self, number, index)
 
-    with patch.object(GradientReducer, "arrive", twice):
+    with patch.object(GradientReducer, "accumulate_grad", twice):
         yield
 
 

@@ -189,12 +189,11 @@ def ends_of_backward(stage: int, plain: bool, precision: str) -> list[int]:
     counts = []
     ended = engine._sharded.reducer.end_backward
 
-    def counted() -> None:
+    def counted(reduce_remaining: Any) -> None:
         counts[-1] += 1
-        ended()
+        ended(reduce_remaining)
 
-    callbacks = engine._sharded.runtime.on_backward_end
-    callbacks[callbacks.index(ended)] = counted
+    engine._sharded.reducer.end_backward = counted
     for step in range(2):
         counts.append(0)
         batch = cast(subject.batch(Place(step, 0, dist.get_rank())), dtype)

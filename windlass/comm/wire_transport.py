@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,40 +55,27 @@ class _WireTransport:
     def allocate_memory(self, buffer: TransportBuffer) -> None:
         buffer.local.untyped_storage().resize_(buffer.local.numel() * buffer.local.element_size())
 
-    def reduce(
-        self,
-        lane: int,
-        buffer: TransportBuffer,
-        out: torch.Tensor,
-        *,
-        add: bool,
-        factor: float,
-        elements: int,
-        wire: torch.dtype,
-    ) -> Reduction:
-        self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
-        # Peers start these gathers before this reduction, so this rank must too.
-        self._begin_waiting()
-        if not self.ways.use_reduce_scatter and self.group.size > 1:
-            return WholeReduction(self.group, buffer.local, out, add, factor, wire)
-        return self._scatter(buffer.local, out, add, factor, wire)
-
     def all_gather(self, buffer: TransportBuffer, *, elements: int, ready: Pending = DONE) -> Pending:
         if self.group.size == 1:
             return ready
         self._count("gather", elements, buffer.local.numel(), buffer.local.element_size())
         self._begin_waiting()
-        tag = self._next_tag()
+        tag, start = self._next_tag(), self._gather if self.ways.use_all_gather else self._broadcast_shards
         if ready is DONE:
-            return self._gathering(buffer.local, tag)
-        waiting = ChainedPending(ready, lambda: self._gathering(buffer.local, tag))
+            return start(buffer.local, tag)
+        waiting = ChainedPending(ready, lambda: start(buffer.local, tag))
         self._waiting.append(waiting)
         return waiting
 
-    def _gathering(self, flat: torch.Tensor, tag: int) -> Pending:
-        together = self.ways.use_all_gather
-        works = list(self._gather(flat, tag) if together else _broadcasts(flat, self.group))
-        return FinishingPending(None, lambda: _wait(works), lambda: None)
+    def _begin_reduction(self, buffer: TransportBuffer, elements: int, wire: torch.dtype) -> None:
+        self._count("reduce", elements, buffer.local.numel(), wire.itemsize)
+        # Peers start these gathers before this reduction, so this rank must too.
+        self._begin_waiting()
+
+    @property
+    def _reduces_whole(self) -> bool:
+        """True if each rank receives the whole sum, of which it keeps its shard."""
+        return not self.ways.use_reduce_scatter and self.group.size > 1
 
     def _begin_waiting(self) -> None:
         """Start deferred gathers whose local shard was not ready yet.
@@ -107,11 +93,16 @@ class _WireTransport:
         """True if tags distinguish the messages of different collectives."""
         return False
 
-    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
+    def _gather(self, flat: torch.Tensor, tag: int) -> Pending:
         raise NotImplementedError
 
-    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
-        raise NotImplementedError
+    def _broadcast_shards(self, flat: torch.Tensor, tag: int) -> Pending:
+        """All-gather by one broadcast per rank (`allgather_partitions: false`)."""
+        works: list[dist.Work] = []
+        for index, rank in enumerate(self.group.ranks):
+            part = local_shard(flat, index, self.group.size).view(torch.uint8)
+            works += _started(dist.broadcast(part, rank, group=self.group.process_group, async_op=True))
+        return FinishingPending(None, lambda: _wait(works), lambda: None)
 
     def _next_tag(self) -> int:
         """Return a tag for one operation. Equal on all ranks, because all ranks start operations in one order."""
@@ -132,23 +123,40 @@ class GlooTransport(_WireTransport):
 
     name = "gloo"
 
-    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
-        return GlooReduction(self.group, flat, out, add, factor, wire, self.ways, self._next_tag())
+    def reduce(
+        self,
+        lane: int,
+        buffer: TransportBuffer,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        factor: float,
+        elements: int,
+        wire: torch.dtype,
+    ) -> Reduction:
+        self._begin_reduction(buffer, elements, wire)
+        if self._reduces_whole:
+            return WholeReduction(self.group, buffer.local, out, add, factor, wire)
+        return GlooReduction(self.group, buffer.local, out, add, factor, wire, self.ways, self._next_tag())
 
     @property
     def _tagged(self) -> bool:
         return self.ways.use_all_gather and self.ways.use_reduce_scatter
 
-    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
-        group = self.group
+    def _gather(self, flat: torch.Tensor, tag: int) -> Pending:
+        group, pg = self.group, self.group.process_group
         span = max(1, self.ways.gather_chunk // group.size)
         own = local_shard(flat, group.index, group.size)
+        works: list[dist.Work] = []
         for start in range(0, own.numel(), span):
             for index in _peers(group, rotate=self.ways.rotate_peers):
-                yield _receive(
-                    local_shard(flat, index, group.size)[start : start + span], group.ranks[index], group, tag
+                theirs = local_shard(flat, index, group.size)[start : start + span]
+                # Sent as bytes, because gloo does not support bfloat16.
+                works += _started(
+                    dist.irecv(theirs.view(torch.uint8), group.ranks[index], group=pg, tag=tag),
+                    dist.isend(own[start : start + span].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
                 )
-                yield _send(own[start : start + span], group.ranks[index], group, tag)
+        return FinishingPending(None, lambda: _wait(works), lambda: None)
 
 
 class GlooReduction:
@@ -190,10 +198,14 @@ class GlooReduction:
         group, end = self._group, min(begin + self._span, self._out.numel())
         parts = [local_shard(self._flat, index, group.size)[begin:end].to(self._wire) for index in range(group.size)]
         self._sent, self._parts, self._works = parts, list(parts), []
+        pg, tag = group.process_group, self._tag
         for index in _peers(group, rotate=self._rotate):
             self._parts[index] = torch.empty_like(parts[index])
-            self._works.append(_receive(self._parts[index], group.ranks[index], group, self._tag))
-            self._works.append(_send(parts[index], group.ranks[index], group, self._tag))
+            # Sent as bytes, because gloo does not support bfloat16.
+            self._works += _started(
+                dist.irecv(self._parts[index].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
+                dist.isend(parts[index].view(torch.uint8), group.ranks[index], group=pg, tag=tag),
+            )
 
     def _finish(self) -> None:
         begin, squares = 0, torch.zeros((), dtype=torch.float64)
@@ -216,16 +228,27 @@ class NcclTransport(_WireTransport):
 
     name = "nccl"
 
-    def _scatter(self, flat: torch.Tensor, out: torch.Tensor, add: bool, factor: float, wire: torch.dtype) -> Reduction:
-        return NcclReduction(self.group, flat, out, add, factor, wire)
+    def reduce(
+        self,
+        lane: int,
+        buffer: TransportBuffer,
+        out: torch.Tensor,
+        *,
+        add: bool,
+        factor: float,
+        elements: int,
+        wire: torch.dtype,
+    ) -> Reduction:
+        self._begin_reduction(buffer, elements, wire)
+        kind = WholeReduction if self._reduces_whole else NcclReduction
+        return kind(self.group, buffer.local, out, add, factor, wire)
 
-    def _gather(self, flat: torch.Tensor, tag: int) -> Iterator[dist.Work]:
+    def _gather(self, flat: torch.Tensor, tag: int) -> Pending:
         group = self.group
         own = local_shard(flat, group.index, group.size)
-        work = _ALL_GATHER(flat, own, group=group.process_group, async_op=True)
-        assert work is not None
-        activity.collective_started(work)
-        yield work
+        works = _started(_ALL_GATHER(flat, own, group=group.process_group, async_op=True))
+        activity.collective_started(works[0])
+        return FinishingPending(None, lambda: _wait(works), lambda: None)
 
 
 class _NcclSum:
@@ -298,14 +321,6 @@ def _flat(need: BufferRequest, device: torch.device) -> torch.Tensor:
     return flat
 
 
-def _broadcasts(flat: torch.Tensor, group: RankGroup) -> Iterator[dist.Work]:
-    for index, rank in enumerate(group.ranks):
-        part = local_shard(flat, index, group.size).view(torch.uint8)
-        work = dist.broadcast(part, rank, group=group.process_group, async_op=True)
-        assert work is not None
-        yield work
-
-
 def _peers(group: RankGroup, *, rotate: bool) -> list[int]:
     """Return the indices of the other ranks.
 
@@ -316,17 +331,10 @@ def _peers(group: RankGroup, *, rotate: bool) -> list[int]:
     return [index for index in range(group.size) if index != group.index]
 
 
-def _send(tensor: torch.Tensor, rank: int, group: RankGroup, tag: int) -> dist.Work:
-    # Sent as bytes, because gloo does not support bfloat16.
-    work = dist.isend(tensor.view(torch.uint8), rank, group=group.process_group, tag=tag)
-    assert work is not None
-    return work
-
-
-def _receive(tensor: torch.Tensor, rank: int, group: RankGroup, tag: int) -> dist.Work:
-    work = dist.irecv(tensor.view(torch.uint8), rank, group=group.process_group, tag=tag)
-    assert work is not None
-    return work
+def _started(*works: dist.Work | None) -> list[dist.Work]:
+    """Return the handles of started operations. torch returns None only on ranks outside the group."""
+    assert None not in works
+    return [work for work in works if work is not None]
 
 
 def _wait(works: list[dist.Work]) -> None:

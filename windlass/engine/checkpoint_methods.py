@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -12,22 +12,31 @@ from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.checkpoint.async_save import AsyncSave
 from windlass.config import Config
-from windlass.engine.engine_checkpoint import LoadOptions, load_engine, save_engine
+from windlass.engine.engine_checkpoint import EngineState, LoadOptions, load_engine, save_engine
+from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.full_weights import full_state_dict, load_full_state_dict, load_with_function, save_16bit_model
+from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.state_fingerprint import compute_fingerprint
+from windlass.engine.training_progress import TrainingProgress
+from windlass.optim.loss_scale import LossScale
 from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.sharded_model import ShardedModel
-
-if TYPE_CHECKING:
-    from windlass.engine.training_engine import Engine
 
 
 class CheckpointMethods:
     """Saving and loading methods of an engine. Names are DeepSpeed's where it has an equivalent."""
 
+    config: Any
+    progress: TrainingProgress
+    lr_scheduler: Any
+    training_dataloader: Any
+    saved_tags: set[str]
     _config: Config
     _sharded: ShardedModel
+    _optimizer: ShardedOptimizer | None
+    _scaler: LossScale
     _async_save: AsyncSave
+    _observers: list[EngineObserver]
 
     def _require_ready(self, what: str) -> None:
         if self._sharded.destroyed:
@@ -205,9 +214,10 @@ class CheckpointMethods:
         self._require_ready("save_checkpoint")
         self._sharded.scheduler.sync(SyncPoint.CHECKPOINT)
         at_once = not self._config.checkpoint.async_save if blocking is None else blocking
-        engine = cast("Engine", self)
         name = None if tag is None else str(tag)  # scripts may pass numbers as tags
-        return save_engine(engine, save_dir, name, client_state or {}, save_latest, exclude_frozen_parameters, at_once)
+        return save_engine(
+            self._state(), save_dir, name, client_state or {}, save_latest, exclude_frozen_parameters, at_once
+        )
 
     def finish_checkpoint(self) -> None:
         """Wait until the async save in flight is written, if there is one (see `save_checkpoint`). Collective.
@@ -266,7 +276,24 @@ class CheckpointMethods:
             load_progress=not load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        return load_engine(cast("Engine", self), load_dir, None if tag is None else str(tag), wanted)
+        found = load_engine(self._state(), load_dir, None if tag is None else str(tag), wanted)
+        for observer in self._observers:
+            observer.after_load()
+        return found
+
+    def _state(self) -> EngineState:
+        return EngineState(
+            sharded=self._sharded,
+            optimizer=self._optimizer,
+            config=self._config,
+            raw_config=self.config,
+            progress=self.progress,
+            scaler=self._scaler,
+            lr_scheduler=self.lr_scheduler,
+            training_dataloader=self.training_dataloader,
+            async_save=self._async_save,
+            saved_tags=self.saved_tags,
+        )
 
 
 def _frozen_names(model: torch.nn.Module) -> set[str]:

@@ -6,16 +6,13 @@ import math
 import random
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.engine.optimizer_groups import GroupMatch, GroupMetadata
 from windlass.optim.elementwise_optimizers import SCALAR_STATES
-
-if TYPE_CHECKING:
-    from windlass.engine.training_engine import Engine
 
 _LARGEST = 1 << 63
 
@@ -54,14 +51,13 @@ def require_compatible(saved: Any, current: Any, where: str) -> None:
         )
 
 
-def check_saved_groups(engine: Engine, match: GroupMatch, saved: GroupMetadata) -> None:
+def check_saved_groups(optimizer: torch.optim.Optimizer, match: GroupMatch, saved: GroupMetadata) -> None:
     """Check the hyper-parameters that `load_hyperparameters` will load.
 
     Raises:
         CheckpointError: a saved value has another type than the current one.
     """
-    assert engine._optimizer is not None
-    for number, (group, source) in enumerate(zip(engine._optimizer.param_groups, match.source, strict=True)):
+    for number, (group, source) in enumerate(zip(optimizer.param_groups, match.source, strict=True)):
         values = {} if source is None else saved[source]["values"]
         if "params" in values:
             raise CheckpointError("the hyper-parameters of the checkpoint have the key 'params'; load another one")
@@ -103,9 +99,8 @@ def check_counts(counts: Mapping[str, torch.Tensor]) -> None:
                 )
 
 
-def check_lr_scheduler_state(engine: Engine, saved: Mapping[str, Any]) -> None:
+def check_lr_scheduler_state(schedule: Any, saved: Mapping[str, Any]) -> None:
     """Check the state of the learning rate scheduler. Raises CheckpointError if it cannot be loaded."""
-    schedule = engine.lr_scheduler
     if schedule is None or not hasattr(schedule, "state_dict"):
         return
     now = schedule.state_dict()
@@ -124,9 +119,8 @@ def check_lr_scheduler_state(engine: Engine, saved: Mapping[str, Any]) -> None:
         )
 
 
-def check_saved_position(engine: Engine, saved: Mapping[str, Any] | None) -> None:
-    """Check the data position. Raises CheckpointError if it is invalid."""
-    loader = engine.training_dataloader
+def check_saved_position(loader: Any, saved: Mapping[str, Any] | None) -> None:
+    """Check the data position of a loader. Raises CheckpointError if it is invalid."""
     if saved is None or not hasattr(loader, "state_dict"):
         return
     for key, value in loader.state_dict().items():

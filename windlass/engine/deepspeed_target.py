@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from windlass.checkpoint.deepspeed_export import DeepSpeedTarget
+from windlass.config import Config
 from windlass.engine.extra_state import extra_state_names
-from windlass.optim.loss_scale import DynamicLossScale
-
-if TYPE_CHECKING:
-    from windlass.engine.training_engine import Engine
+from windlass.engine.sharded_optimizer import ShardedOptimizer
+from windlass.optim.loss_scale import DynamicLossScale, LossScale
+from windlass.zero.sharded_model import ShardedModel
 
 _FLAT = ("FusedAdam",)  # optimizers that DeepSpeed's stage 0 steps on flat groups if parameters are 16-bit
 
 
-def build_deepspeed_target(engine: Engine) -> DeepSpeedTarget:
-    """Build the `DeepSpeedTarget` of this engine."""
-    model, config = engine._sharded, engine._config
+def build_deepspeed_target(
+    model: ShardedModel, config: Config, raw_config: Any, optimizer: ShardedOptimizer | None, scaler: LossScale
+) -> DeepSpeedTarget:
+    """Build the `DeepSpeedTarget` of an engine.
+
+    Args:
+        raw_config: the configuration as the script gave it.
+    """
     zero = config.zero_optimization
     return DeepSpeedTarget(
         stage=model.policy.stage,
@@ -27,12 +32,12 @@ def build_deepspeed_target(engine: Engine) -> DeepSpeedTarget:
         sub_group_size=zero.sub_group_size,
         round_robin_gradients=zero.round_robin_gradients,
         low_precision="bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None,
-        state_dict_keys=list(_state_dict_keys(engine.module)),
+        state_dict_keys=list(_state_dict_keys(model.model)),
         trainable_names=frozenset(name for unit in model.units if unit.trainable for name in unit.names),
-        flat_optimizer=_steps_flat_groups(engine),
+        flat_optimizer=_steps_flat_groups(config, optimizer),
         gradient_clipping=config.gradient_clipping,
-        loss_scaling=_loss_scaling_fields(engine),
-        config=engine.config if isinstance(engine.config, dict) else {},
+        loss_scaling=_loss_scaling_fields(scaler),
+        config=raw_config if isinstance(raw_config, dict) else {},
     )
 
 
@@ -52,15 +57,14 @@ def _state_dict_keys(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _steps_flat_groups(engine: Engine) -> bool:
-    section = engine._config.optimizer
-    if engine._optimizer is None or section is None:
-        return engine._optimizer is not None and type(engine._optimizer.optimizer).__name__ in _FLAT
+def _steps_flat_groups(config: Config, optimizer: ShardedOptimizer | None) -> bool:
+    section = config.optimizer
+    if optimizer is None or section is None:
+        return optimizer is not None and type(optimizer.optimizer).__name__ in _FLAT
     return section.type.lower() in ("adam", "adamw") and not section.params.get("torch_adam")
 
 
-def _loss_scaling_fields(engine: Engine) -> dict[str, Any]:
-    scaler = engine._scaler
+def _loss_scaling_fields(scaler: LossScale) -> dict[str, Any]:
     if not isinstance(scaler, DynamicLossScale):
         return {"dynamic": False}
     return {

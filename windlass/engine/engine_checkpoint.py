@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from windlass.base.errors import CheckpointError
 from windlass.base.garbage_collection import held_off
@@ -22,6 +23,7 @@ from windlass.checkpoint import (
     read_checkpoint,
     read_latest,
 )
+from windlass.checkpoint.async_save import AsyncSave
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 from windlass.checkpoint.checkpoint_save import CheckpointSave
 from windlass.checkpoint.deepspeed_export import write_deepspeed_files
@@ -32,6 +34,7 @@ from windlass.checkpoint.retention import remove_old_checkpoints
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 from windlass.checkpoint.to_windlass import LATEST_UNIVERSAL
 from windlass.comm.mesh_shape import AXES
+from windlass.config import Config
 from windlass.engine import average_checkpoint
 from windlass.engine.checkpoint_tag import agree_on_tag
 from windlass.engine.checkpoint_validation import (
@@ -66,19 +69,42 @@ from windlass.engine.rng_and_data_position import (
     set_data_position,
     set_rng_state,
 )
+from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.state_fingerprint import StreamedFingerprint, compute_fingerprint
+from windlass.engine.training_progress import TrainingProgress
+from windlass.optim.loss_scale import LossScale
 from windlass.zero.core.disk_health import LOST
 from windlass.zero.update.update_chunk import UpdateChunk
 
 if TYPE_CHECKING:
-    from windlass.engine.training_engine import Engine
     from windlass.zero.core.unit import Unit
     from windlass.zero.sharded_model import ShardedModel
 
 
+@dataclass(frozen=True)
+class EngineState:
+    """Parts of an engine that a checkpoint saves or loads.
+
+    Attributes:
+        raw_config: the configuration as the script gave it.
+        saved_tags: tags of the checkpoints that the engine wrote; a save adds its own.
+    """
+
+    sharded: ShardedModel
+    optimizer: ShardedOptimizer | None
+    config: Config
+    raw_config: Any
+    progress: TrainingProgress
+    scaler: LossScale
+    lr_scheduler: Any
+    training_dataloader: Any
+    async_save: AsyncSave
+    saved_tags: set[str]
+
+
 @held_off()
 def save_engine(
-    engine: Engine,
+    engine: EngineState,
     directory: str,
     tag: str | None,
     client_state: dict[str, Any],
@@ -90,14 +116,14 @@ def save_engine(
 
     One chunk of the offloaded states is in memory at a time.
     """
-    model = engine._sharded
+    model = engine.sharded
     if not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of plain data")
-    deepspeed = engine._config.checkpoint.format == "deepspeed"
+    deepspeed = engine.config.checkpoint.format == "deepspeed"
     if exclude_frozen_parameters is None:  # DeepSpeed's tools expect full models
         exclude_frozen_parameters = not deepspeed and trains_adapters(model)
     require_unchanged_model(model)
-    engine._async_save.finish()
+    engine.async_save.finish()
     model.finish_update()
     if model.disk_health.loss_reason:
         raise CheckpointError(
@@ -136,12 +162,12 @@ def save_engine(
             collect_state_fragments(model.update, drawer_of, states)
         if not blocking:
             later.append(StreamedFingerprint(model, units, absent))
-        return {**states.metadata(), "data": data_position(engine), "tag": name}
+        return {**states.metadata(), "data": data_position(engine.training_dataloader), "tag": name}
 
-    name = tag if tag is not None else f"global_step{engine.global_steps}"
+    name = tag if tag is not None else f"global_step{engine.progress.global_steps}"
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
     everywhere = ranks.run_on_all("preparing to save", look)
-    name = agree_on_tag([one["tag"] for one in everywhere], engine._config.checkpoint.tag_validation)
+    name = agree_on_tag([one["tag"] for one in everywhere], engine.config.checkpoint.tag_validation)
     places = [one["data"] for one in everywhere]
     if len({repr(place) for place in places}) > 1:
         logger.warning(
@@ -159,28 +185,28 @@ def save_engine(
         },
         "fingerprint": None if taken is None else {"parameters": taken.parameters, "states": taken.states},
         **merge_state_metadata(everywhere),
-        "groups": merge_metadata(model.mesh, group_metadata(engine)),
-        "loss_scale": engine._scaler.state_dict(),
-        "schedule": _lr_scheduler_state(engine),
+        "groups": merge_metadata(model.mesh, group_metadata(engine.optimizer, engine.sharded.model)),
+        "loss_scale": engine.scaler.state_dict(),
+        "schedule": _lr_scheduler_state(engine.lr_scheduler),
         "data": places[0],
         "trainable_only": exclude_frozen_parameters,
         **merge_metadata(model.mesh, weight_metadata(model, absent)),
         "base": frozen_parameter_hashes(model) if exclude_frozen_parameters else {},
         "buffers": True,
         "averages": average_checkpoint.average_metadata(model),
-        "extra": merge_metadata(model.mesh, collect_plain_extra_states(engine.module)),
+        "extra": merge_metadata(model.mesh, collect_plain_extra_states(engine.sharded.model)),
         "client": client_state,
     }
     require_engine_data(plain, "the state of this engine", require_all=True)  # refuse to write what could not be loaded
     # rank 0's buffers are saved; those of other ranks may differ until the next forward (engine/module_buffers)
-    tensors = states.tensors | (_persistent_buffers(engine) if model.mesh.first_of_stage else {})
+    tensors = states.tensors | (_persistent_buffers(model.model) if model.mesh.first_of_stage else {})
     state = SavedState(
         [*shards, *states.shards, *rank_state_shards(model), *average_checkpoint.average_shards(model)],
         tensors,
         plain,
-        {"random": rng_state(engine.device)},
+        {"random": rng_state(engine.sharded.device)},
     )
-    keep = engine._config.checkpoint.keep_last
+    keep = engine.config.checkpoint.keep_last
     written = engine.saved_tags | {name}
 
     def afterwards() -> None:
@@ -188,7 +214,11 @@ def save_engine(
         if keep is not None:
             remove_old_checkpoints(directory, keep, name, written)
 
-    target = build_deepspeed_target(engine) if deepspeed else None
+    target = (
+        build_deepspeed_target(model, engine.config, engine.raw_config, engine.optimizer, engine.scaler)
+        if deepspeed
+        else None
+    )
 
     def beside(place: Path) -> None:
         assert target is not None
@@ -204,12 +234,12 @@ def save_engine(
             afterwards,
             None if blocking else later[0],
             None if target is None else beside,
-            engine._config.checkpoint.use_node_local_storage,
+            engine.config.checkpoint.use_node_local_storage,
         )
         if blocking:
             begun.finish(ranks)
         else:
-            engine._async_save.start(begun, ranks, pin=model.tiers.pin)
+            engine.async_save.start(begun, ranks, pin=model.tiers.pin)
     except CheckpointError:  # raised on all ranks
         model.disk_health.check("nothing is saved, master weights and optimizer states could not be read")
         raise
@@ -252,12 +282,12 @@ class LoadOptions:
 
 @held_off()
 def load_engine(
-    engine: Engine, directory: str, tag: str | None, options: LoadOptions
+    engine: EngineState, directory: str, tag: str | None, options: LoadOptions
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load a checkpoint as `Engine.load_checkpoint` describes."""
-    model = engine._sharded
+    model = engine.sharded
     require_unchanged_model(model)
-    engine._async_save.finish()  # the async save in flight may be the requested checkpoint
+    engine.async_save.finish()  # the async save in flight may be the requested checkpoint
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
     if tag is None:  # rank 0 reads `latest` for all ranks: another save may change it meanwhile
         tag = ranks.run_on_first("looking for the checkpoint", lambda: _tag_to_load(engine, directory))
@@ -266,8 +296,8 @@ def load_engine(
         return None, None
     opened: list[StoredCheckpoint] = []
     order = (
-        optimizer_parameter_order(engine.module, engine._optimizer)
-        if options.load_optimizer_states and engine._optimizer is not None
+        optimizer_parameter_order(engine.sharded.model, engine.optimizer)
+        if options.load_optimizer_states and engine.optimizer is not None
         else None
     )
     ranks.run_on_all(
@@ -276,23 +306,24 @@ def load_engine(
     plain, saved = opened[0].plain, opened[0].outline()
     require_engine_data(plain, f"the checkpoint {tag!r} in {directory}", require_all=True)
     _infer_trainable_only(plain, saved, model)
-    groups_too = options.load_optimizer_states and engine._optimizer is not None and bool(plain["groups"])
-    here = merge_metadata(model.mesh, group_metadata(engine))
+    groups_too = options.load_optimizer_states and engine.optimizer is not None and bool(plain["groups"])
+    here = merge_metadata(model.mesh, group_metadata(engine.optimizer, engine.sharded.model))
     matched = match_groups(here, plain["groups"])
     if groups_too and options.load_optimizer_strict:
         require_complete_match(matched, here, plain["groups"])
     position = plain.get("data") if options.load_data_position else None
-    ranks.run_on_all("checking the data position", lambda: check_data_position(engine, position))
+    ranks.run_on_all("checking the data position", lambda: check_data_position(engine.training_dataloader, position))
 
     def check(shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         if shared is not plain:  # another checkpoint was saved under this tag meanwhile
             require_engine_data(shared, f"the checkpoint {tag!r} in {directory}", require_all=True)
         if groups_too:
-            check_saved_groups(engine, matched, shared["groups"])
+            assert engine.optimizer is not None
+            check_saved_groups(engine.optimizer, matched, shared["groups"])
             check_scalar_states(shared.get("values", {}))
         if options.load_lr_scheduler_states and shared["schedule"] is not None:
-            check_lr_scheduler_state(engine, shared["schedule"])
-        check_saved_position(engine, position)
+            check_lr_scheduler_state(engine.lr_scheduler, shared["schedule"])
+        check_saved_position(engine.training_dataloader, position)
         if options.load_progress and own is not None and own.get("random") is not None:
             check_rng_state(own["random"])
 
@@ -301,7 +332,7 @@ def load_engine(
         check_frozen_parameters(model, plain.get("base", {}), saved, f"the checkpoint {tag!r} in {directory}")
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     lost = bool(model.disk_health.loss_reason)
-    if lost and not (options.loads_everything and not trainable_only and (groups_too or engine._optimizer is None)):
+    if lost and not (options.loads_everything and not trainable_only and (groups_too or engine.optimizer is None)):
         model.disk_health.require_intact("loading only a part of parameters and optimizer states")
     with model.replacing_parameters(units):
         if lost:
@@ -310,19 +341,20 @@ def load_engine(
     _verify_fingerprint(model, units, found, alike, frozen_parameter_names(model) if trainable_only else frozenset())
     if lost:
         model.disk_health.mark_reloaded()
-    if not engine._config.zero_optimization.load_from_fp32_weights:
+    if not engine.config.zero_optimization.load_from_fp32_weights:
         model.masters.round_to_parameters(units)
     if options.custom_load_fn is not None:
         load_with_function(model, read_checkpoint(directory, tag).model_state_dict(), options.custom_load_fn)
-    set_extra_states(engine.module, found.plain.get("extra", {}))
+    set_extra_states(engine.sharded.model, found.plain.get("extra", {}))
     if groups_too:
-        load_hyperparameters(engine, matched, plain["groups"])
+        assert engine.optimizer is not None
+        load_hyperparameters(engine.optimizer, matched, plain["groups"])
     elif options.load_optimizer_states and plain["groups"]:
         logger.info("optimizer states were not loaded: this engine has no optimizer")
     if options.load_progress:
         model.drop_gradients()
         engine.progress.load_state_dict(found.plain["engine"], found.plain.get("layout", {}).get("accumulation"))
-        engine._scaler.load_state_dict(found.plain["loss_scale"])
+        engine.scaler.load_state_dict(found.plain["loss_scale"])
     if options.load_lr_scheduler_states and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
         engine.lr_scheduler.load_state_dict(
             _matching_scheduler_state(found.plain["schedule"], engine.lr_scheduler.state_dict())
@@ -331,26 +363,26 @@ def load_engine(
     return str(found.path), dict(found.plain["client"])
 
 
-def _tag_to_load(engine: Engine, directory: str) -> str | None:
+def _tag_to_load(engine: EngineState, directory: str) -> str | None:
     """Return the tag to load if the caller gives none."""
-    universal = read_latest(directory, LATEST_UNIVERSAL) if engine._config.checkpoint.load_universal else None
+    universal = read_latest(directory, LATEST_UNIVERSAL) if engine.config.checkpoint.load_universal else None
     return universal or read_latest(directory)
 
 
 def _restore_position(
-    engine: Engine, loaded: LoadedState, position: dict[str, Any] | None, options: LoadOptions
+    engine: EngineState, loaded: LoadedState, position: dict[str, Any] | None, options: LoadOptions
 ) -> None:
     """Restore random states and the data position, and log where training resumes."""
     told = []
     if options.load_progress:
-        told.append(f"step {engine.global_steps}")
+        told.append(f"step {engine.progress.global_steps}")
         random = (loaded.rank_plain or {}).get("random")
-        if loaded.saved_world_size == engine.world_size and random is not None:
-            set_rng_state(random, engine.device)
+        if loaded.saved_world_size == engine.sharded.mesh.world.size and random is not None:
+            set_rng_state(random, engine.sharded.device)
             told.append("random states as saved")
         else:
             told.append(f"random states unchanged (those of {plural(loaded.saved_world_size, 'rank')} were saved)")
-    if place := set_data_position(engine, position):
+    if place := set_data_position(engine.training_dataloader, position):
         told.append(f"data at {place}")
     if told:
         logger.info(f"resumes at {'; '.join(told)}")
@@ -388,7 +420,7 @@ def _comparable_part(comparable: tuple[bool, bool]) -> str:
 
 
 def _load_tensors(
-    engine: Engine,
+    engine: EngineState,
     directory: str,
     opened: StoredCheckpoint,
     saved: dict[str, torch.Tensor],
@@ -407,7 +439,7 @@ def _load_tensors(
     """
     plain = opened.plain
     trainable_only = bool(plain["trainable_only"])
-    model = engine._sharded
+    model = engine.sharded
     drawers: dict[int, ChunkLoadStorage] = {}
 
     def drawer_of(chunk: UpdateChunk) -> ChunkLoadStorage:
@@ -416,7 +448,7 @@ def _load_tensors(
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     absent = frozen_parameter_names(model) if trainable_only else frozenset()
     shards = list(parameter_fragments(model, units, drawer_of, write_back=True, excluded=absent))
-    tensors = _persistent_buffers(engine) if plain.get("buffers", not trainable_only) else {}
+    tensors = _persistent_buffers(model.model) if plain.get("buffers", not trainable_only) else {}
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
     counts: dict[str, torch.Tensor] = {}
     if with_states:
@@ -512,19 +544,19 @@ def _load_or_mark_lost(
         raise
 
 
-def _persistent_buffers(engine: Engine) -> dict[str, torch.Tensor]:
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
-    for prefix, module in engine.module.named_modules():
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"] = buffer
     return found
 
 
-def _lr_scheduler_state(engine: Engine) -> dict[str, Any] | None:
-    if engine.lr_scheduler is None or not hasattr(engine.lr_scheduler, "state_dict"):
+def _lr_scheduler_state(schedule: Any) -> dict[str, Any] | None:
+    if schedule is None or not hasattr(schedule, "state_dict"):
         return None
-    state = engine.lr_scheduler.state_dict()
+    state = schedule.state_dict()
     return {key: value for key, value in state.items() if not callable(value)}
 
 

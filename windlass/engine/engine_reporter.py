@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from windlass.base.dtypes import dtype_name
 from windlass.base.log import logger
 from windlass.base.text import plural
+from windlass.comm.traffic import Traffic
 from windlass.config import Config
 from windlass.observe.memory_usage import see_memory_usage
 from windlass.observe.monitor_writers import RunMonitor
@@ -20,8 +21,25 @@ from windlass.storage.slot import Tier
 from windlass.zero.core.unit import ShardState, Unit
 from windlass.zero.sharded_model import ShardedModel
 
-if TYPE_CHECKING:
-    from windlass.engine.training_engine import Engine
+
+class ReportedEngine(Protocol):
+    """Methods and attributes of an engine that its reporter reads. See `Engine`."""
+
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def global_steps(self) -> int: ...
+    @property
+    def global_samples(self) -> int: ...
+    @property
+    def skipped_steps(self) -> int: ...
+    def get_lr(self) -> list[float]: ...
+    def grad_norm(self) -> float | None: ...
+    def fp16_enabled(self) -> bool: ...
+    def loss_scale(self) -> float: ...
+    def fingerprint(self) -> str: ...
 
 
 class EngineReporter:
@@ -30,12 +48,13 @@ class EngineReporter:
     Args:
         config: sets the interval of log lines, and the monitors.
         engine: the engine to report on.
+        has_monitor: write values to the configured monitors.
     """
 
-    def __init__(self, config: Config, engine: Engine) -> None:
+    def __init__(self, config: Config, engine: ReportedEngine, *, has_monitor: bool) -> None:
         self._config, self._engine = config, engine
         self._timers = Timers(engine.device, enabled=config.wall_clock_breakdown)
-        self._monitor = RunMonitor(config, engine.global_rank) if engine._optimizer is not None else None
+        self._monitor = RunMonitor(config, engine.global_rank) if has_monitor else None
         self._loss_sum: torch.Tensor | None = None
         self._losses = 0
         self._logged_keys: set[str] = set()
@@ -65,8 +84,12 @@ class EngineReporter:
         self._loss_sum = value.clone() if self._loss_sum is None else self._loss_sum + value
         self._losses += 1
 
-    def record_step(self) -> None:
-        """Write and log the values that are due at the end of a step, and reset the step's counters."""
+    def record_step(self, traffic: Traffic) -> None:
+        """Write and log the values that are due at the end of a step, and reset the step's counters.
+
+        Args:
+            traffic: counter of the step's traffic, which is reset.
+        """
         engine = self._engine
         step, every = engine.global_steps, self._config.steps_per_print
         due = every is not None and math.isfinite(every) and step % max(1, int(every)) == 0
@@ -75,7 +98,6 @@ class EngineReporter:
         if (pause := self._config.fingerprint_interval) and step % pause == 0:
             logger.info(f"step {step} | fingerprint {engine.fingerprint()}")
         self._loss_sum, self._losses = None, 0
-        traffic = engine._sharded.transport.traffic
         self._last_payload, self._last_bytes_moved = dict(traffic.payload), dict(traffic.bytes_moved)
         traffic.reset()
 
@@ -103,9 +125,9 @@ class EngineReporter:
             if self._config.memory_breakdown:
                 see_memory_usage(f"step {step}", engine.device)
 
-    def report(self) -> dict[str, Any]:
-        """Return the memory report of `Engine.report`."""
-        found = memory_report(self._engine._sharded)
+    def report(self, model: ShardedModel) -> dict[str, Any]:
+        """Return the memory report of `Engine.report` for the engine's sharded model."""
+        found = memory_report(model)
         found["payload"] = dict(self._last_payload)
         found["payload_elements"] = sum(self._last_payload.values())
         found["bytes_moved"] = dict(self._last_bytes_moved)

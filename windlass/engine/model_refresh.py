@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -16,17 +16,20 @@ from windlass.zero.access.unfreezing import can_unfreeze, unfreeze
 from windlass.zero.core.collective_scheduler import SyncPoint
 from windlass.zero.core.model_consistency import check_same_model
 from windlass.zero.core.sharded_parameter import put_grad, raw_grad
+from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.unit_builder import check_devices
 from windlass.zero.update.elementwise_update import check_parameters
 
-if TYPE_CHECKING:
-    from windlass.engine.training_engine import Engine
-    from windlass.zero.sharded_model import ShardedModel
 
+def refresh_model(
+    before: ShardedModel, *, before_destroy: Callable[[], None], rebuild: Callable[[], ShardedModel]
+) -> None:
+    """Adapt an engine's sharded model as `Engine.refresh` describes. Collective.
 
-def refresh_engine(engine: Engine) -> None:
-    """Adapt the engine as `Engine.refresh` describes."""
-    before = engine._sharded
+    Args:
+        before_destroy: called before storage of the old layout is freed; waits for an async save, which reads it.
+        rebuild: shards the model again, after `before` was destroyed.
+    """
     for average in before.averages.values():
         average.refuse_applied("refresh()")
     before.scheduler.sync(SyncPoint.STATE_CHANGE)
@@ -45,12 +48,11 @@ def refresh_engine(engine: Engine) -> None:
         check_parameters(before.update.optimizer, before.model)
     carried = StateTransfer(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
-    engine._async_save.wait()  # it reads storage that the old layout owns
+    before_destroy()
     before.destroy(keeps_mesh=mesh_of_model(before.model) is before.mesh)  # the new layout uses the same process groups
     for parameter in before.model.parameters():
         put_grad(parameter, None)  # gradients of an earlier backward that the engine did not reduce
-    after = engine.rebuild_sharded_model(engine)
-    engine._attach(after)
+    after = rebuild()
     carried.restore(after)
     now = sum(unit.numel for unit in after.units if unit.trainable)
     logger.info(f"the model was sharded again: {plural(now, 'parameter')} are trained now, {trained:,} before")

@@ -7,7 +7,10 @@ the same parameters, where only parameters trained in both runs count.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
@@ -15,19 +18,16 @@ from windlass.base.text import plural
 from windlass.checkpoint.checkpoint_load import count_and_names
 from windlass.parallel.placement import get_global_name
 
-if TYPE_CHECKING:
-    from windlass.engine.training_engine import Engine
-
 GroupMetadata = list[dict[str, Any]]
 
 
-def group_metadata(engine: Engine) -> GroupMetadata:
-    """Return the hyper-parameters of each group, with the names of its parameters."""
-    if engine._optimizer is None:
+def group_metadata(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> GroupMetadata:
+    """Return the hyper-parameters of each group, with the names of its parameters in `model`."""
+    if optimizer is None:
         return []
-    names = {id(p): get_global_name(p, name) for name, p in engine.module.named_parameters()}
+    names = {id(p): get_global_name(p, name) for name, p in model.named_parameters()}
     groups = []
-    for group in engine._optimizer.param_groups:
+    for group in optimizer.param_groups:
         values = {key: value for key, value in group.items() if key != "params"}
         groups.append({"parameters": [names[id(p)] for p in group["params"]], "values": values})
     return groups
@@ -92,10 +92,9 @@ def require_complete_match(match: GroupMatch, current: GroupMetadata, saved: Gro
     )
 
 
-def load_hyperparameters(engine: Engine, match: GroupMatch, saved: GroupMetadata) -> None:
+def load_hyperparameters(optimizer: torch.optim.Optimizer, match: GroupMatch, saved: GroupMetadata) -> None:
     """Load the saved hyper-parameters, and log what was matched."""
-    assert engine._optimizer is not None
-    for group, number in zip(engine._optimizer.param_groups, match.source, strict=True):
+    for group, number in zip(optimizer.param_groups, match.source, strict=True):
         if number is None:
             continue
         # states are converted to this run's dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from windlass.parallel.pipeline.schedule_simulation import compute_bubble_fracti
 from windlass.parallel.pipeline.stage_transfers import StageTransfers
 from windlass.parallel.pipeline.transfer_order import add_transfers
 from windlass.zero.core.collective_scheduler import SyncPoint
+from windlass.zero.engine_callbacks import BuildShardedModel, EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
 
 PipelineEngineT = TypeVar("PipelineEngineT", bound=Engine)
@@ -65,13 +67,14 @@ class PipelineEngine(Engine):
 
     def __init__(
         self,
-        sharded: ShardedModel,
+        build_sharded_model: BuildShardedModel,
         optimizer: torch.optim.Optimizer | None,
         config: Config,
         progress: TrainingProgress,
         scaler: LossScale,
     ) -> None:
-        super().__init__(sharded, optimizer, config, progress, scaler)
+        super().__init__(build_sharded_model, optimizer, config, progress, scaler)
+        sharded = self._sharded
         if not progress.managed_gradient_accumulation:
             raise ConfigError(
                 "managed_gradient_accumulation is false, but a pipeline runs all micro-batches of a step in one "
@@ -98,11 +101,15 @@ class PipelineEngine(Engine):
         super()._attach(sharded)
         # a rank that failed inside its stage's forward cannot join the collectives of that forward
         self._can_recover = all(axis.size == 1 for axis in (sharded.mesh.tp, sharded.mesh.sp, sharded.mesh.ep))
-        sharded.next_is_step = lambda: self._is_last_backward
-        self._input_check = _NoInputCheck(sharded.mesh)
         self._unshard_policy = ScheduleUnshardPolicy(sharded, self._config)
         if self._stage_transfer is not None:
             self._stage_transfer.forget_layouts()
+
+    def _make_callbacks(self) -> EngineCallbacks:
+        return replace(super()._make_callbacks(), is_step_next=lambda: self._is_last_backward)
+
+    def _make_input_check(self, sharded: ShardedModel) -> InputConsistencyCheck:
+        return _NoInputCheck(sharded.mesh)
 
     # Training and evaluation.
 

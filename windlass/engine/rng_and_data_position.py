@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from windlass.base.errors import CheckpointError, DataError
 from windlass.data.resumable_loaders import CyclingLoader, EpochLoader, SequenceLoader
 from windlass.parallel.rng_tracker import rng_tracker
-
-if TYPE_CHECKING:
-    from windlass.engine.training_engine import Engine
 
 _RESUMABLE = (EpochLoader, SequenceLoader, CyclingLoader)
 
@@ -48,15 +45,13 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def data_position(engine: Engine) -> dict[str, Any] | None:
-    """Return the position of the engine's loader, the same for all ranks; None if the loader cannot be resumed."""
-    loader = engine.training_dataloader
+def data_position(loader: Any) -> dict[str, Any] | None:
+    """Return the position of a data loader, the same for all ranks; None if the loader cannot be resumed."""
     return (loader.state_dict() or None) if isinstance(loader, _RESUMABLE) else None
 
 
-def check_data_position(engine: Engine, state: dict[str, Any] | None) -> None:
-    """Raise CheckpointError if the engine's loader cannot resume from a `data_position`."""
-    loader = engine.training_dataloader
+def check_data_position(loader: Any, state: dict[str, Any] | None) -> None:
+    """Raise CheckpointError if the loader cannot resume from a `data_position`."""
     if state is None or not isinstance(loader, _RESUMABLE):
         return
     try:
@@ -65,12 +60,11 @@ def check_data_position(engine: Engine, state: dict[str, Any] | None) -> None:
         raise CheckpointError(f"{error}; or begin at the first sample: load_data_position=False") from error
 
 
-def set_data_position(engine: Engine, state: dict[str, Any] | None) -> str:
+def set_data_position(loader: Any, state: dict[str, Any] | None) -> str:
     """Resume from a `data_position`, after `check_data_position`.
 
     Return a description of the position, or an empty text.
     """
-    loader = engine.training_dataloader
     if state is None or not isinstance(loader, _RESUMABLE):
         return ""
     loader.load_state_dict(state)

@@ -21,13 +21,14 @@ from windlass.comm.mesh_axis import MeshAxis
 from windlass.config import BatchSizes, Config
 from windlass.engine.checkpoint_methods import CheckpointMethods
 from windlass.engine.data_loaders import build_data_loader
+from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.engine_reporter import EngineReporter
 from windlass.engine.failed_call_barrier import FailedCallBarrier
 from windlass.engine.input_consistency import InputConsistencyCheck
 from windlass.engine.model_refresh import (
     check_no_lost_gradients,
     drop_external_gradients,
-    refresh_engine,
+    refresh_model,
     unfrozen_parameters,
 )
 from windlass.engine.module_buffers import BufferDtypePolicy, BufferSynchronizer
@@ -39,8 +40,9 @@ from windlass.optim.loss_scale import LossScale
 from windlass.parallel.experts import find_router_biases, update_biases
 from windlass.parallel.sequence.apply_sequence_parallel import sequence_parallel_of
 from windlass.zero.core.collective_scheduler import SyncPoint
-from windlass.zero.core.script_gradients import format_foreign_gradients
+from windlass.zero.core.script_gradients import ScriptGradientCallbacks, format_foreign_gradients
 from windlass.zero.core.zero_settings import StepOutcome
+from windlass.zero.engine_callbacks import BuildShardedModel, EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.offload_states import KINDS
 
@@ -65,15 +67,18 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     def __init__(
         self,
-        sharded: ShardedModel,
+        build_sharded_model: BuildShardedModel,
         optimizer: torch.optim.Optimizer | None,
         config: Config,
         progress: TrainingProgress,
         scaler: LossScale,
     ) -> None:
         super().__init__()
+        self._config, self.progress, self._scaler = config, progress, scaler
+        self._observers: list[EngineObserver] = []
+        self._build_sharded_model = build_sharded_model
+        sharded = self._sharded = build_sharded_model(self._make_callbacks())
         self.module = sharded.model
-        self._sharded, self._config, self.progress, self._scaler = sharded, config, progress, scaler
         self.device = sharded.device
         world = sharded.mesh.world
         self.world_size, self.global_rank = world.size, world.ranks[world.index]
@@ -86,7 +91,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self.optimizer: Any = self._optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self._reporter = EngineReporter(config, self)
+        self._reporter = EngineReporter(config, self, has_monitor=optimizer is not None)
         self._loss_weight = 1.0 / progress.batch.accumulation
         self._no_sync = False
         self._loss_is_scaled = False  # the loss of the next backward includes the loss scale
@@ -96,13 +101,36 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._destroyed = False
         self.saved_tags: set[str] = set()  # tags of checkpoints that this engine wrote
         self._restore_gc = suspend_garbage_collection() if config.disable_python_gc else _nothing
-        self.rebuild_sharded_model: Callable[[Engine], ShardedModel] = (
-            _refuse_rebuild  # called by `refresh` after destroy, to shard the model again
-        )
         self._attach(sharded)
 
+    def _make_callbacks(self) -> EngineCallbacks:
+        """Return the callables that the engine's sharded models call."""
+        return EngineCallbacks(
+            gradient_weight=lambda: self._loss_weight * self._scale_correction(),
+            reduces_this_backward=self._is_syncing,
+            is_step_next=lambda: self.progress.is_at_boundary() and not self._no_sync,
+            loss_scale=lambda: self._scaler.scale,
+            on_gradient=self._observe_gradient if self._config.fp16.enabled else None,
+            on_backward_begin=lambda: self._failed_call_barrier.begin("backward"),
+            on_backward_end=self._end_gradients,
+            before_update=self._before_update,
+            on_weights_edited=self._on_weights_edited,
+            on_gradient_dropped=self._on_gradient_dropped,
+            script_gradients=ScriptGradientCallbacks(
+                hides_gradients=lambda: self.hides_gradients,
+                refuses_external_gradients=lambda: not self.drops_external_gradients,
+                keeps_accumulated=lambda: self.keeps_accumulated_gradients and self._is_between_micro_batches(),
+                before_drop=self._log_dropped_gradients,
+            ),
+        )
+
+    def add_observer(self, observer: EngineObserver) -> None:
+        """Call the methods of `observer` from now on, after those of earlier observers."""
+        self._observers.append(observer)
+        observer.on_sharded(self._sharded)
+
     def _attach(self, sharded: ShardedModel) -> None:
-        """Connect the engine to another sharded model."""
+        """Connect the engine to a sharded model that it has built."""
         self._sharded, data = sharded, sharded.mesh.dense.data
         if self._optimizer is not None:
             self._optimizer.attach(sharded)
@@ -113,24 +141,15 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._failed_call_barrier = FailedCallBarrier(
             sharded.mesh, gathers=any(unit.frees_memory for unit in sharded.units)
         )
+        self._input_check = self._make_input_check(sharded)
         sequences = sequence_parallel_of(self.module)
-        self._input_check = InputConsistencyCheck(
-            sharded.mesh, sequence_is_sharded=sequences is None or sequences.pre_sharded
-        )
         self._alone_in_eval = sequences is not None and sequences.only_training
-        sharded.runtime.on_backward_begin.append(lambda: self._failed_call_barrier.begin("backward"))
-        script = sharded.script_gradients
-        script.hidden, script.raises = self.hides_gradients, not self.drops_external_gradients
-        script.keeps, script.dropping = self._keeps_accumulated_now, self._log_dropped_gradients
-        gradients = sharded.reducer
-        gradients.gradient_weight = lambda: self._loss_weight * self._scale_correction()
-        gradients.reduces_this_backward = self._is_syncing
-        if self._config.fp16.enabled:
-            gradients.on_gradient = self._observe_gradient
-        sharded.next_is_step = lambda: self.progress.is_at_boundary() and not self._no_sync
-        sharded.loss_scale = lambda: self._scaler.scale
-        sharded.runtime.on_backward_end.append(self._on_backward_end)
-        sharded.runtime.on_backward_end.append(self._count_backward)
+        for observer in self._observers:
+            observer.on_sharded(sharded)
+
+    def _make_input_check(self, sharded: ShardedModel) -> InputConsistencyCheck:
+        sequences = sequence_parallel_of(self.module)
+        return InputConsistencyCheck(sharded.mesh, sequence_is_sharded=sequences is None or sequences.pre_sharded)
 
     def _buffer_dtype_policy(self) -> BufferDtypePolicy | None:
         compute, section = self._sharded.settings.param_dtype, self._config.data_types
@@ -168,7 +187,13 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             StorageError: there is no space on NVMe. If modules changed, the engine is destroyed.
         """
         self._require_ready("refresh")
-        refresh_engine(self)
+        refresh_model(self._sharded, before_destroy=self._async_save.wait, rebuild=self._rebuild)
+
+    def _rebuild(self) -> ShardedModel:
+        """Shard the model again, after the previous sharded model was destroyed. Collective."""
+        sharded = self._build_sharded_model(self._make_callbacks())
+        self._attach(sharded)
+        return sharded
 
     # Training.
 
@@ -214,6 +239,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             f"backward takes a scalar loss, not {tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss)}"
         )
         self._loss_weight = 1.0 / self.progress.batch.accumulation if scale_wrt_gas else 1.0
+        for observer in self._observers:
+            observer.before_backward(loss, self._loss_weight)
         self._hook_backward_begin(loss)
         self._loss_is_scaled = True
         self._reporter.record_loss(loss)
@@ -225,6 +252,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         finally:
             self._loss_weight = 1.0 / self.progress.batch.accumulation
             self._on_backward_end()
+            for observer in self._observers:
+                observer.after_backward()
         return loss * (1.0 / self.progress.batch.accumulation) if scale_wrt_gas else loss
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
@@ -232,6 +261,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
         `retain_graph` is accepted and ignored: a retained graph may be used for another backward.
         """
+        for observer in self._observers:
+            observer.before_backward(loss, 1.0 / self.progress.batch.accumulation)
         self._hook_backward_begin(loss)
         self._loss_is_scaled = True
         return loss.float() * self._scaler.scale if self._scaler.scale != 1.0 else loss
@@ -251,6 +282,19 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """
         assert self._optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
         self._require_ready("step")
+        observers = self._observers if self.progress.would_end_step() else []
+        for observer in observers:
+            observer.before_step()
+        try:
+            self._end_micro_batch(lr_kwargs or {})
+        except BaseException:
+            for observer in observers:
+                observer.after_failed_step()
+            raise
+        for observer in observers:
+            observer.after_step()
+
+    def _end_micro_batch(self, lr_kwargs: dict[str, Any]) -> None:
         self._failed_call_barrier.wait_for_peers()
         if self._no_sync:
             raise ModelError("step() inside no_sync(): gradients were not reduced; leave the context first")
@@ -260,7 +304,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             if self.progress.is_at_boundary():
                 self._failed_call_barrier.begin("step")
                 with self._reporter.timed("step"):
-                    self._optimizer_step(lr_kwargs or {})
+                    self._optimizer_step(lr_kwargs)
         finally:  # a failed step has dropped its gradients, so the next micro-batch begins a step
             self.progress.is_stepping = False
             self.progress.micro_steps += 1
@@ -314,7 +358,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._optimizer.loss_scale = self._scaler.scale
         if self.lr_scheduler is not None and outcome.applied:
             self._step_lr_scheduler(lr_kwargs)
-        self._reporter.record_step()
+        self._reporter.record_step(self._sharded.transport.traffic)
         if outcome.flags[1] > 0:  # set if the save failed on any rank, so that all ranks raise at the same step
             self._async_save.finish()
 
@@ -436,9 +480,6 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """Return True between a micro-batch that does not end the step and the next backward."""
         return 0 < self._backwards_at_last_step_call == self._sharded.reducer.backward_count
 
-    def _keeps_accumulated_now(self) -> bool:
-        return self.keeps_accumulated_gradients and self._is_between_micro_batches()
-
     def _log_dropped_gradients(self) -> None:
         if self._is_between_micro_batches():
             self._reporter.log_once(
@@ -473,8 +514,22 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             else:
                 _clear_scaling_engine()
 
-    def _count_backward(self) -> None:
+    def _end_gradients(self) -> None:
+        """Handle the end of an outermost backward that reached parameters."""
+        self._on_backward_end()
         self.progress.backward_count += 1
+
+    def _before_update(self, norm: float, clip: float) -> None:
+        for observer in self._observers:
+            observer.before_update(norm, clip)
+
+    def _on_weights_edited(self) -> None:
+        for observer in self._observers:
+            observer.on_weights_edited()
+
+    def _on_gradient_dropped(self, name: str, zero: bool) -> None:
+        for observer in self._observers:
+            observer.on_gradient_dropped(name, zero)
 
     def _scale_correction(self) -> float:
         """Return the factor that replaces another engine's loss scale in the gradients by this engine's own."""
@@ -551,20 +606,45 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
         Rank 0 logs it.
         """
-        return self._reporter.report()
+        return self._reporter.report(self._sharded)
 
-    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
         """Return a loader of this rank's micro-batches, as `initialize(training_data=...)` builds it.
 
         The first one with `route="train"` becomes `training_dataloader`, whose position is saved in checkpoints.
 
         Args:
             dataset: a dataset of known length. An iterable dataset is read as it is, on every rank.
-            args, kwargs: `batch_size` (the configuration's micro-batch by default), `route` ("train" is shuffled;
-                "eval" and "predict" are not), `pin_memory`, `data_sampler` (this rank's order; a checkpoint cannot
-                resume it), `collate_fn`, `num_local_io_workers`.
+            batch_size: samples of a micro-batch; the configuration's by default.
+            route: "train" is shuffled; "eval" and "predict" are not.
+            pin_memory: page-lock batches, if the device is a GPU.
+            data_sampler: this rank's order. A checkpoint cannot resume it.
+            collate_fn: makes a batch from a list of samples.
+            num_local_io_workers: processes that load samples; 0 by default.
         """
-        return build_data_loader(self, dataset, *args, **kwargs)
+        loader = build_data_loader(
+            dataset,
+            self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            *self.data_loading_ranks,
+            drop_last=self._config.dataloader_drop_last,
+            pin_memory=pin_memory and self.device.type == "cuda",
+            route=route,
+            data_sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+        )
+        if route == "train" and self.training_dataloader is None:
+            self.training_dataloader = loader
+        return loader
 
     def destroy(self) -> None:
         """Restore the plain model with full parameters and without hooks.
@@ -587,10 +667,6 @@ def _nothing() -> None:
 
 def _clear_scaling_engine() -> None:
     Engine._scaling_engine = None
-
-
-def _refuse_rebuild(engine: Engine) -> ShardedModel:
-    raise ModelError("this engine cannot shard its model again: build engines with windlass.initialize")
 
 
 def _local_rank() -> int:

@@ -14,6 +14,7 @@ from windlass.base.dtypes import dtype_name
 from windlass.base.errors import WindlassError
 from windlass.comm.rank_group import world_group
 from windlass.config import Config
+from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.training_engine import Engine
 from windlass.optim.cpu_optimizer import CPUOptimizer
 from windlass.verify.independent_run import IndependentRun
@@ -24,6 +25,7 @@ from windlass.verify.tensor_difference import MISSING, Difference, measure_diffe
 from windlass.verify.tolerance import Tolerance
 from windlass.verify.verification_report import PHASES, Deviation, VerificationReport
 from windlass.zero import full_grad, full_param
+from windlass.zero.sharded_model import ShardedModel
 
 _CONTINUE, _DONE = -1, -2  # values of a turn that name no rank
 
@@ -32,7 +34,7 @@ class VerifyError(WindlassError, RuntimeError):
     """Run that can't be compared with a plain one. The text gives the reason."""
 
 
-class EngineVerifier:
+class EngineVerifier(EngineObserver):
     """Verifier of one engine, with the plain copy of its model on rank 0.
 
     `on_step_compared` is called after each comparison.
@@ -58,7 +60,8 @@ class EngineVerifier:
             config,
             on_step_compared,
         )
-        self._sharded = engine._sharded
+        self._layouts: list[ShardedModel] = []  # all sharded models that the engine had
+        self._loss_scale = 1.0
         self._names = [name for name, _ in engine.module.named_parameters()]
         self._trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
         self.compared_steps, self.has_deviated = 0, False
@@ -66,9 +69,10 @@ class EngineVerifier:
         self._reduced_gradients: dict[str, torch.Tensor | None] = {}
         self._clip: tuple[float, float] | None = None
         self._options: list[dict[str, Any]] = []
-        self.report = self._build_report()
         self._recorder = StepRecorder(engine)
-        self._wrap_engine()
+        engine.add_observer(self._recorder)
+        engine.add_observer(self)
+        self.report = self._build_report()
 
     def _build_report(self) -> VerificationReport:
         table = self._sharded.settings
@@ -85,47 +89,39 @@ class EngineVerifier:
             )
         return verdict
 
-    def _wrap_engine(self) -> None:
-        engine: Any = self.engine
-        step, load = engine.step, engine.load_checkpoint
+    def on_sharded(self, model: ShardedModel) -> None:
+        """Record the layout. The next step refuses any layout but the first."""
+        self._layouts.append(model)
 
-        def watched_step(lr_kwargs: dict[str, Any] | None = None) -> None:
-            if not engine.progress.would_end_step():
-                step(lr_kwargs)
-                return
-            if engine._sharded is not self._sharded:
-                raise VerifyError(
-                    "the model's layout changed during the run (parameters unfrozen or added, engine.refresh): verify "
-                    "compares runs whose trained parameters stay the same; verify it with them unfrozen from the start"
-                )
-            scale = engine.loss_scale()
-            self._load_edited_weights()
-            self._clip, self._reduced_gradients = None, {}
-            try:
-                step(lr_kwargs)
-            except BaseException:
-                self._recorder.take_record()  # the engine drops the micro-batches of a step that raises
-                raise
-            self._compare_step(scale)
-            self._on_step_compared(self)
+    @property
+    def _sharded(self) -> ShardedModel:
+        return self._layouts[0]
 
-        def watched_load(*args: Any, **kwargs: Any) -> Any:
-            found = load(*args, **kwargs)
-            self._load_after_checkpoint()
-            return found
+    def before_step(self) -> None:
+        """Load edited weights into the plain copies. Collective."""
+        if len(self._layouts) > 1:
+            raise VerifyError(
+                "the model's layout changed during the run (parameters unfrozen or added, engine.refresh): verify "
+                "compares runs whose trained parameters stay the same; verify it with them unfrozen from the start"
+            )
+        self._loss_scale = self.engine.loss_scale()
+        self._load_edited_weights()
+        self._clip, self._reduced_gradients = None, {}
 
-        engine.step, engine.load_checkpoint = watched_step, watched_load
-        engine.optimizer._step = watched_step
-        sharded: Any = self._sharded
-        renewing = sharded.replacing_parameters
+    def after_step(self) -> None:
+        """Compare the step, and end the script if enough steps were compared. Collective."""
+        self._compare_step(self._loss_scale)
+        self._on_step_compared(self)
 
-        def watched_renewing(units: Any, **words: Any) -> Any:
-            self._weights_were_edited = True
-            return renewing(units, **words)
+    def after_failed_step(self) -> None:
+        """Drop the record, because the engine drops the micro-batches of a step that raises."""
+        self._recorder.take_record()
 
-        sharded.before_update, sharded.replacing_parameters = self._before_update, watched_renewing
+    def on_weights_edited(self) -> None:
+        """Load the weights into the plain copies before the next step."""
+        self._weights_were_edited = True
 
-    def _before_update(self, norm: float, clip: float) -> None:
+    def before_update(self, norm: float, clip: float) -> None:
         """All-gather the reduced gradients, and copy norm, clip coefficient and optimizer options, before the
         update.
         """
@@ -189,7 +185,7 @@ class EngineVerifier:
             for name, value in values.items():
                 self.reference.set_value(name, value)
 
-    def _load_after_checkpoint(self) -> None:
+    def after_load(self) -> None:
         """Load weights and optimizer state of a loaded checkpoint into the plain copies. Collective."""
         assert self.engine.optimizer is not None
         values, state = self._full_parameters(), self.engine.optimizer.state_dict()

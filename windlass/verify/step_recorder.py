@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from windlass.base.backward_callbacks import current_backward_id, queue_end_of_backward
+from windlass.engine.engine_observer import EngineObserver
 from windlass.verify.module_trace import ModuleTrace, replace_with_copies
 from windlass.verify.recorded_forward import RecordedForward, begin_recording
 
@@ -54,8 +55,8 @@ class StepRecord:
         return self.gradient_magnitudes[name] if name in self.gradient_magnitudes else self.gradient_sums[name].abs()
 
 
-class StepRecorder:
-    """Hooks on a model that an engine trains, and wrappers of the engine's `backward` and `scale`."""
+class StepRecorder(EngineObserver):
+    """Hooks on a model that an engine trains, and observer of the engine's losses and dropped gradients."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._model, self._device = engine, engine.module, engine.device
@@ -82,12 +83,10 @@ class StepRecorder:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._parameter_gradient_hook(name))
-        self._wrap_engine()
 
     def take_record(self) -> StepRecord:
         """Return the record since the last step, and begin a new one."""
         record, self.record = self.record, StepRecord()
-        self._engine._sharded.reducer.on_drop = self._on_gradient_dropped  # engine.refresh() makes a new reducer
         if self._partially_dropped:
             record.problem = record.problem or (
                 f"the gradient of {self._partially_dropped!r} was dropped and others kept, or set to zero: a replay of "
@@ -107,28 +106,18 @@ class StepRecorder:
         self._graph_ranges.clear()
         return record
 
-    # Hooks on the engine
+    # Calls by the engine
 
-    def _wrap_engine(self) -> None:
-        engine: Any = self._engine
-        backward, scale = engine.backward, engine.scale
+    def before_backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Record the loss, and weight the gradients that follow."""
+        self._weight = weight
+        self._record_loss(loss)
 
-        def watched_backward(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-            self._weight = self._accumulation_weight if scale_wrt_gas else 1.0
-            self._record_loss(loss)
-            try:
-                return backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-            finally:
-                self._weight = self._accumulation_weight
+    def after_backward(self) -> None:
+        """Weight gradients of a plain `loss.backward()` again."""
+        self._weight = self._accumulation_weight
 
-        def watched_scale(loss: Any) -> Any:
-            self._record_loss(loss)
-            return scale(loss)
-
-        engine.backward, engine.scale = watched_backward, watched_scale
-        engine._sharded.reducer.on_drop = self._on_gradient_dropped
-
-    def _on_gradient_dropped(self, name: str, zero: bool) -> None:
+    def on_gradient_dropped(self, name: str, zero: bool) -> None:
         """Remove a parameter's recorded gradient, which the script dropped.
 
         If all are dropped, the step starts again.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -24,12 +24,13 @@ from windlass.storage.extent_allocator import page_up
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.slot import Tier
 from windlass.zero.core import parameter_properties, parameter_registry
-from windlass.zero.core.collective_scheduler import CollectiveScheduler, SyncPoint
+from windlass.zero.core.collective_scheduler import CollectiveScheduler, SchedulerCallbacks, SyncPoint
+from windlass.zero.core.completion_order import CompletionOrder
 from windlass.zero.core.disk_health import DiskHealth
 from windlass.zero.core.dp_group import build_dp_groups
 from windlass.zero.core.gradient_norm import clip_coefficient
 from windlass.zero.core.gradient_offload import GradientOffload
-from windlass.zero.core.gradient_reducer import GradientReducer
+from windlass.zero.core.gradient_reducer import GradientReducer, ReducerCallbacks
 from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.model_consistency import check_same_model, check_same_units
 from windlass.zero.core.module_hooks import register_block_hooks, register_gradient_hooks, register_model_hooks
@@ -37,10 +38,11 @@ from windlass.zero.core.prefetcher import Prefetcher
 from windlass.zero.core.script_gradients import ScriptGradients
 from windlass.zero.core.sharded_parameter import ShardedParameter, mark_unsharded, put_data, put_grad
 from windlass.zero.core.step_agreement import StepAgreement
-from windlass.zero.core.unit import ShardState, Unit, expert_data_group
+from windlass.zero.core.unit import ShardState, Unit, UnitCallbacks, expert_data_group
 from windlass.zero.core.unit_partition import Block, plan_units
-from windlass.zero.core.unshard_runtime import UnshardRuntime
+from windlass.zero.core.unshard_runtime import RuntimeCallbacks, UnshardRuntime
 from windlass.zero.core.zero_settings import StepOutcome, ZeroSettings
+from windlass.zero.engine_callbacks import EngineCallbacks
 from windlass.zero.sharded_generate import ShardedGenerate, attach_generation
 from windlass.zero.unit_builder import UnitBuilder, check_devices, effective_tiers, make_units
 from windlass.zero.update.delayed_update import DelayedUpdate
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from windlass.zero.access.moving_average import ExponentialMovingAverage
 
 
+_BAD_FORWARD = "this forward could not read parameters, and its results are wrong"
 _WIDENED = 1 << 26  # elements of 16-bit master weights that are widened at a time: 512 MiB with their gradient
 
 
@@ -67,6 +70,7 @@ class ShardedModel:
         settings: Settings of the ZeRO core.
         mesh: Mesh of all ranks, with the groups that shard and replicate the parameters.
         device: Device on which this rank computes.
+        callbacks: Callables of the engine.
         trains: The model will have gradients. If False, all parameters count as frozen.
 
     Raises:
@@ -81,6 +85,7 @@ class ShardedModel:
         settings: ZeroSettings,
         mesh: Mesh,
         device: torch.device,
+        callbacks: EngineCallbacks,
         *,
         trains: bool,
     ) -> None:
@@ -97,6 +102,7 @@ class ShardedModel:
             check_self_reducing(optimizer, settings, mesh)
         self_reducing = optimizer is not None and update_class(optimizer).reduces_itself
         self.model, self.settings, self.mesh, self.device, self.trains = model, settings, mesh, device, trains
+        self.callbacks = callbacks
         policy = self.policy = settings.policy
         late = settings.delayed_update and optimizer is not None
         homes = self.tiers = effective_tiers(settings.tiers, device, delayed=late)
@@ -105,18 +111,27 @@ class ShardedModel:
         blocks, plans = plan_units(model, settings.unit_rules)
         if mesh.experts is not mesh.dense:
             check_same_units(plans, mesh.dense.data)
-        self.units = make_units(plans, settings, homes, mesh, self.dp_groups, trains=trains)
+        self._unshards_on_access = False  # True from the end of the construction to `destroy`
+        completion = CompletionOrder()
+        unit_callbacks = UnitCallbacks(self._unshard_for_current_block, completion.enqueue)
+        self.units = make_units(plans, settings, homes, mesh, self.dp_groups, unit_callbacks, trains=trains)
         self._builder = UnitBuilder(model, settings, homes, self.dp_groups, device, self.ledger)
         self.make_slot = self._builder.make_slot
         self.averages: dict[str, ExponentialMovingAverage] = {}
         trainable = [unit for unit in self.units if unit.trainable]
         # the mean over ranks of local gradients is what the reduction would give
         local_factor = settings.predivide_factor * settings.postdivide_factor * mesh.dense.data.size
-        self.scheduler = CollectiveScheduler(self.units, hoist_gathers=settings.prefetch_numel > 0)
         self.reducer = GradientReducer(
             trainable,
             policy,
-            self.scheduler,
+            completion,
+            ReducerCallbacks(
+                gradient_weight=callbacks.gradient_weight,
+                reduces_this_backward=callbacks.reduces_this_backward,
+                on_gradient=callbacks.on_gradient,
+                on_reduced=self._on_reduced,
+                on_drop=callbacks.on_gradient_dropped,
+            ),
             accumulation_dtype=settings.accumulation_dtype,
             reduce_dtype=settings.reduce_dtype,
             lowered_reduce_dtype=settings.lowered_reduce_dtype,
@@ -133,7 +148,19 @@ class ShardedModel:
             ),
             keeps_local_gradients=self_reducing,
         )
-        self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device)
+        self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device, self._temporary_extents)
+        self.scheduler = CollectiveScheduler(
+            self.units,
+            completion,
+            SchedulerCallbacks(
+                start_reduction=self.reducer.start_reduction,
+                is_gradient_ready=self.reducer.is_gradient_ready,
+                reshard_unused=lambda unit: self.runtime.reshard(unit),
+                has_local_failure=self._has_forward_failure,
+                raise_failure=self._raise_forward_failure,
+            ),
+            hoist_gathers=settings.prefetch_numel > 0,
+        )
         # such updates step each unit at once
         whole = optimizer is not None and (self_reducing or update_class(optimizer).needs_whole_parameters)
         at_once = min(settings.sub_group_size, pipeline_numel(self.slots))
@@ -155,6 +182,7 @@ class ShardedModel:
                 if optimizer is not None and not whole
                 else 0
             ),
+            self._state_name,
             dtype=settings.master_dtype,
             state_dtype=settings.state_dtype,
             delayed=late,
@@ -174,15 +202,19 @@ class ShardedModel:
         foresight = Prefetcher(
             settings.prefetch_numel, self._max_live_numel(), settings.max_reuse_distance, homes.read_ahead_numel
         )
-        self.runtime = UnshardRuntime(self.units, blocks, foresight, self.scheduler)
-        self.runtime.will_reduce = lambda: bool(self.slots) and self.reducer.reduces_this_backward()
-        self.disk_health.temporary_extents = self._temporary_extents
-        self.reducer.on_reduced = self._on_reduced
-        self.runtime.on_backward_end.append(self.reducer.end_backward)
-        if homes.param is Tier.NVME:
-            self.runtime.after_unshard_all = lambda among: self.disk_health.check(
-                "parameters could not be gathered", loses=self._update_in_progress(), among=among
-            )
+        self.runtime = UnshardRuntime(
+            self.units,
+            blocks,
+            foresight,
+            self.scheduler,
+            RuntimeCallbacks(
+                will_reduce=lambda: bool(self.slots) and callbacks.reduces_this_backward(),
+                on_backward_begin=callbacks.on_backward_begin,
+                on_backward_end=self._on_backward_end,
+                after_unshard_all=self._after_unshard_all,
+            ),
+        )
+        self._unshards_on_access = True
         self.update: Update | None = None
         self.delayed_update: DelayedUpdate | None = None
         if optimizer is not None:
@@ -201,12 +233,8 @@ class ShardedModel:
         self.agreement = StepAgreement(
             self.reducer, self.units, policy, mesh, dense.transport.traffic, device, self.disk_health.has_local_failure
         )
-        self.next_is_step: Callable[[], bool] = lambda: False  # True if a step follows the running backward
-        self.loss_scale: Callable[[], float] = lambda: 1.0  # loss scale of the current gradients
-        # Called on all ranks before an update, with the norm and the clip coefficient; the gradients are reduced then.
-        self.before_update: Callable[[float, float], None] = lambda norm, clip: None
         self.masters.remember_versions(self.units)
-        self.script_gradients = ScriptGradients(self.reducer)
+        self.script_gradients = ScriptGradients(self.reducer, callbacks.script_gradients)
         self._gradients_consumed = False  # True after an update: a step without a backward has no gradients
         parameter_registry.register(self)
         self._forget_properties = parameter_properties.install(self)
@@ -270,18 +298,33 @@ class ShardedModel:
             raise
 
     def _check_forward_reads(self) -> None:
-        what = "this forward could not read parameters, and its results are wrong"
         # Ranks of another group may be at another call or have no forward, so no exchange with them is possible.
         if self.dp_groups[0].group.size < self.mesh.world.size:
             if self.disk_health.has_local_failure():
-                logger.error("%s; the next step is refused on all ranks", what)
+                logger.error("%s; the next step is refused on all ranks", _BAD_FORWARD)
             return
         if self.scheduler.is_single_rank:
-            self.disk_health.check(what, loses=self._update_in_progress())
+            self.disk_health.check(_BAD_FORWARD, loses=self._update_in_progress())
             return
-        self.scheduler.has_local_failure = lambda: self.disk_health.has_local_failure() > 0
-        self.scheduler.raise_failure = lambda: self.disk_health.raise_failures(what, loses=self._update_in_progress())
         self.scheduler.share_failures()
+
+    def _has_forward_failure(self) -> float:
+        """Return nonzero if this rank has a failure that `after_forward` must raise on all ranks."""
+        return self.disk_health.has_local_failure() if self.tiers.param is Tier.NVME else 0.0
+
+    def _raise_forward_failure(self) -> None:
+        self.disk_health.raise_failures(_BAD_FORWARD, loses=self._update_in_progress())
+
+    def _after_unshard_all(self, among: RankGroup | None) -> None:
+        if self.tiers.param is Tier.NVME:
+            self.disk_health.check("parameters could not be gathered", loses=self._update_in_progress(), among=among)
+
+    def _on_backward_end(self) -> None:
+        self.reducer.end_backward(self.scheduler.reduce_remaining)
+        self.callbacks.on_backward_end()
+
+    def _unshard_for_current_block(self, unit: Unit) -> bool:
+        return self._unshards_on_access and self.runtime.unshard_for_current_block(unit)
 
     def _discard_reads(self) -> None:
         """Discard data read from disk, or in flight from it, because it may contain NaN. It is read again at its
@@ -308,12 +351,11 @@ class ShardedModel:
         enable_fused_step(optimizer)
         context = UpdateContext(self.masters, self.dp_groups, self.mesh.axes, self.policy.state, at_once)
         self.update = update_class(optimizer)(optimizer, context)
-        self.masters.state_offload.state_name_of = self._state_name
         self._refuse_quantized_states()
 
-    def _state_name(self, chunk: UpdateChunk, tenant: nn.Parameter) -> str:
-        assert self.update is not None
-        return next((one.name for one in self.update.state_entries(chunk.unit) if one.state_key is tenant), "?")
+    def _state_name(self, chunk: UpdateChunk, state_key: nn.Parameter) -> str:
+        entries = self.update.state_entries(chunk.unit) if self.update is not None else ()
+        return next((one.name for one in entries if one.state_key is state_key), "?")
 
     def _refuse_quantized_states(self) -> None:
         """Raise ModelError if 8-bit states would have to be quantized again at each step.
@@ -420,7 +462,7 @@ class ShardedModel:
         self.reducer.all_gather_gradients()
         self.recapture_parameters()
         clip = clip_coefficient(norm, limit)
-        self.before_update(norm, clip)
+        self.callbacks.before_update(norm, clip)
         # A parameter is updated if it has a gradient on any rank.
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
         try:
@@ -518,6 +560,7 @@ class ShardedModel:
 
         Collective.
         """
+        self.callbacks.on_weights_edited()
         self.scheduler.sync(SyncPoint.STATE_CHANGE, experts_only=experts_only)
         self.finish_update()
         for group in self._groups_of([unit for unit in units if unit.buffer.parts]):
@@ -548,7 +591,7 @@ class ShardedModel:
             self._undo(keeps_mesh)
 
     def _undo(self, keeps_mesh: bool) -> None:
-        self.destroyed = True
+        self.destroyed, self._unshards_on_access = True, False
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -565,7 +608,6 @@ class ShardedModel:
                     mark_unsharded(parameter)
                 put_data(parameter, view.clone())
                 put_grad(parameter, None)
-            unit.unshard_for_current_block = None
         parameter_registry.unregister(self)
         self._forget_properties()
         self._log_lost_state()
@@ -627,29 +669,17 @@ class ShardedModel:
 
     def hook_gradients(self) -> None:
         """Register gradient hooks on the trainable parameters that have none yet."""
-        places, parameters = [], []
+        places = []
         for number, slot in enumerate(self.slots):
             for index, parameter in enumerate(slot.unit.parameters):
                 if parameter.requires_grad and id(parameter) not in self._hooked_parameters:
                     self._hooked_parameters.add(id(parameter))
-                    places.append((number, index))
-                    parameters.append(parameter)
-
-        # torch holds these hooks in C++, invisible to Python's garbage collector. A strong reference to the model in a
-        # hook would keep the model and its memory alive for ever.
-        runtime, gradients = ref(self.runtime), ref(self.reducer)
-
-        def arrived(which: int) -> None:
-            now, then = runtime(), gradients()
-            if now is not None and then is not None:
-                now.register_backward()
-                then.accumulate_grad(*places[which])
-
-        self._handles += register_gradient_hooks(parameters, arrived)
+                    places.append((number, index, parameter))
+        self._handles += register_gradient_hooks(places, self.runtime, self.reducer)
 
     def _on_reduced(self, slot: GradientSlot) -> None:
         """Start to read a unit's master weights and states from disk, if a step follows the backward."""
-        if self.next_is_step() and not self._update_in_progress():
+        if self.callbacks.is_step_next() and not self._update_in_progress():
             self.masters.read_ahead(slot.unit)
 
     def _max_live_numel(self) -> int:

@@ -15,7 +15,7 @@ from windlass.comm.transport import BufferRequest, TransportBuffer
 from windlass.storage.slot import Slot, Tier
 from windlass.zero.core.dp_group import DataParallelGroup, is_primary_replica, norm_weight
 from windlass.zero.core.gradient_reducer import GradientReducer
-from windlass.zero.core.unit import Unit
+from windlass.zero.core.unit import Unit, UnitCallbacks
 from windlass.zero.core.unit_layout import UnitLayout
 from windlass.zero.core.unit_partition import UnitPlan
 from windlass.zero.core.zero_settings import Placements, ZeroSettings
@@ -47,6 +47,7 @@ def make_units(
     homes: Placements,
     mesh: Mesh,
     families: list[DataParallelGroup],
+    callbacks: UnitCallbacks,
     *,
     trains: bool,
 ) -> list[Unit]:
@@ -54,6 +55,7 @@ def make_units(
 
     Args:
         families: Data-parallel groups. The first is for dense parameters, the last for experts.
+        callbacks: Callables that the units call.
         trains: The model will have gradients. If False, all units are frozen.
     """
     policy = settings.policy
@@ -69,7 +71,7 @@ def make_units(
         alone = family.group.size == 1 < families[0].group.size and homes.param is Tier.DEVICE
         released = policy.param and not plan.persistent and not alone
         home = homes.param if released else Tier.DEVICE
-        unit = Unit(number, plan, layout, compute, family, reshards=released, tier=home)
+        unit = Unit(number, plan, layout, compute, family, callbacks, reshards=released, tier=home)
         unit.extra_reduce_groups, unit.norm_weight = (
             family.extra_reduce_groups(mesh, plan.kind, cut=policy.state),
             norm_weight(mesh, plan.kind),

@@ -12,10 +12,12 @@ import pytest
 from windlass.zero.core.collective_scheduler import (
     FORWARD,
     CollectiveScheduler,
+    SchedulerCallbacks,
     SyncPoint,
     hoist_gathers,
     merge_sequences,
 )
+from windlass.zero.core.completion_order import CompletionOrder
 from windlass.zero.core.unit import ShardState
 
 
@@ -96,11 +98,23 @@ class Unit(SimpleNamespace):
         self.shard_state = ShardState.UNSHARDING
 
 
+def scheduler_of(units: list[Any]) -> CollectiveScheduler:
+    """Return a scheduler of `units` without reductions and failures."""
+    callbacks = SchedulerCallbacks(
+        start_reduction=lambda number: None,
+        is_gradient_ready=lambda number: False,
+        reshard_unused=lambda unit: None,
+        has_local_failure=lambda: 0.0,
+        raise_failure=lambda: None,
+    )
+    return CollectiveScheduler(units, CompletionOrder(), callbacks, hoist_gathers=True)
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_begin_of_a_phase_is_awaited_only_by_gathers(there: bool) -> None:
     """Only a unit that has to be gathered waits for the begin of a phase; unsharded units are computed at once."""
     units, board = [Unit(number, ShardState.SHARDED) for number in range(3)], Board()
-    order: Any = CollectiveScheduler(units, hoist_gathers=True)  # type: ignore[arg-type]
+    order: Any = scheduler_of(units)
     order.use_board(board)
     for step in range(2):
         order.begin_phase(FORWARD, reduces=False)
@@ -129,7 +143,7 @@ def test_reading_experts_syncs_once_per_phase_or_step() -> None:
     Other ranks may have fewer experts and have moved on.
     """
     board = Board()
-    order: Any = CollectiveScheduler([], hoist_gathers=True)
+    order: Any = scheduler_of([])
     order.use_board(board)
     what = SyncPoint.GRADIENT_READ
 

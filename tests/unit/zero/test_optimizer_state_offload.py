@@ -18,7 +18,7 @@ from windlass.storage.disk_tier import DiskTier
 from windlass.storage.slot import Tier
 from windlass.storage.staging_pool import StagingPool
 from windlass.zero.core.unit_layout import ALIGN, UnitLayout
-from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
+from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload, StateOffloadCallbacks
 from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
 
 N = 24
@@ -33,7 +33,12 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 def residence_of(tier: DiskTier) -> tuple[OptimizerStateOffload, UpdateChunk]:
     """Return an offload and a chunk of two state entries on disk, without states yet."""
     residence = OptimizerStateOffload(
-        torch.device("cpu"), DeviceMemoryLedger(), tier, StagingPool(tier, 1 << 30), pin=False
+        torch.device("cpu"),
+        DeviceMemoryLedger(),
+        tier,
+        StagingPool(tier, 1 << 30),
+        pin=False,
+        callbacks=StateOffloadCallbacks(),
     )
     unit = SimpleNamespace(names=["weight"], state_start=0, layout=UnitLayout((N,), 1))
     slot: Any = SimpleNamespace(unit=unit, holds=False)
@@ -150,7 +155,9 @@ def test_prefetch_follows_step_order_and_limit(tier: DiskTier) -> None:
     A small chunk late in the step must not take the memory that earlier chunks need.
     """
     staging = StagingPool(tier, 1 << 20)
-    residence = OptimizerStateOffload(torch.device("cpu"), DeviceMemoryLedger(), tier, staging, pin=False)
+    residence = OptimizerStateOffload(
+        torch.device("cpu"), DeviceMemoryLedger(), tier, staging, pin=False, callbacks=StateOffloadCallbacks()
+    )
     chunks = []
     for numel in (100_000, 100_000, 100_000, 4_000):  # 400 kB each, the last 16 kB
         slot: Any = SimpleNamespace(

@@ -84,12 +84,12 @@ def part_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         model.reducer.reduce_units(wanted)
     if model.reducer.keeps_local_gradients:  # their mean over ranks is the reduced gradient
         mean = place.unit.parameter_view(slot.read(), place.index) / group.size
-        return group.all_reduce(mean).div_(model.loss_scale())
+        return group.all_reduce(mean).div_(model.callbacks.loss_scale())
     part = model.agreement.local_part(place.unit, slot.read())
     whole = assemble(
         place, model.agreement.sum_replicas(place.unit, part.clone()) if place.unit.extra_reduce_groups else part
     )
-    return whole.div_(model.loss_scale())
+    return whole.div_(model.callbacks.loss_scale())
 
 
 def part_states(parameter: nn.Parameter, *wanted: str) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def set_part_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
     slot = place.model.slots[number]
     flat, gradient = value.detach().reshape(-1), slot.read()
     # The step sums the gradient over the extra groups, so each rank of them stores an equal part of it.
-    factor = place.model.loss_scale() / math.prod(group.size for group in place.unit.extra_reduce_groups)
+    factor = place.model.callbacks.loss_scale() / math.prod(group.size for group in place.unit.extra_reduce_groups)
     if place.model.reducer.keeps_local_gradients:  # the same on every rank, so it is their mean too
         place.unit.parameter_view(gradient, place.index).copy_(value).mul_(factor)
         slot.write(gradient)

@@ -36,8 +36,8 @@ from functools import lru_cache
 
 from windlass.base.collective_activity import WaitScope
 from windlass.base.errors import CommunicationError
-from windlass.base.pending import Pending
 from windlass.comm.agreement_board import AgreementBoard, Posted
+from windlass.zero.core.completion_order import CompletionOrder
 from windlass.zero.core.unit import ShardState, Unit
 
 FORWARD, EVALUATION, BACKWARD = "forward", "forward without gradients", "backward"
@@ -76,36 +76,50 @@ class _Operation(IntEnum):
     REDUCE = 2
 
 
-class CollectiveScheduler:
-    """Scheduler of the collectives of one model. A single rank starts each collective when it needs it.
-
-    Args:
-        units: All units of the model.
-        hoist_gathers: Start each gather before the reductions that precede it in the list.
+@dataclass(frozen=True)
+class SchedulerCallbacks:
+    """Callables of the model's other parts that the scheduler calls.
 
     Attributes:
         start_reduction: Starts the reduction of the trainable unit with this number, with this rank's gradient or
             zeros.
         is_gradient_ready: Returns True if this rank's part of the unit's gradient is complete.
         reshard_unused: Reshards a unit that was gathered for peers, unless this rank uses it.
-        has_local_failure: Returns True if this rank has a failure that all ranks must raise.
+        has_local_failure: Returns nonzero if this rank has a failure that all ranks must raise.
         raise_failure: Raises that failure on all ranks. Collective.
+    """
+
+    start_reduction: Callable[[int], None]
+    is_gradient_ready: Callable[[int], bool]
+    reshard_unused: Callable[[Unit], None]
+    has_local_failure: Callable[[], float]
+    raise_failure: Callable[[], None]
+
+
+class CollectiveScheduler:
+    """Scheduler of the collectives of one model. A single rank starts each collective when it needs it.
+
+    Args:
+        units: All units of the model.
+        completion: Order in which collectives in flight finish.
+        callbacks: Callables of the reducer, the runtime and the disk's health.
+        hoist_gathers: Start each gather before the reductions that precede it in the list.
+
+    Attributes:
         waiting_for: Description of the agreement round that this rank waits for; empty if it waits for none.
         paused: True while gathered units stay unsharded on every rank, so that forwards need no agreement.
         skips_agreement: Assume that all ranks agree and exchange nothing. Used by bench/collective_agreement.py as a
             baseline.
     """
 
-    def __init__(self, units: list[Unit], *, hoist_gathers: bool) -> None:
-        self._units, self._hoist_gathers = units, hoist_gathers
+    def __init__(
+        self, units: list[Unit], completion: CompletionOrder, callbacks: SchedulerCallbacks, *, hoist_gathers: bool
+    ) -> None:
+        self._units, self._completion, self._callbacks = units, completion, callbacks
+        self._hoist_gathers = hoist_gathers
         self._board: AgreementBoard | None = None
         self._has_gathers = False
         self._synced_since_step = False  # all ranks synced since the last step or phase
-        self.start_reduction: Callable[[int], None] = lambda number: None
-        self.is_gradient_ready: Callable[[int], bool] = lambda number: False
-        self.reshard_unused: Callable[[Unit], None] = lambda unit: None
-        self.has_local_failure: Callable[[], bool] = lambda: False
-        self.raise_failure: Callable[[], None] = lambda: None
         self.waiting_for = ""
         self.paused = False
         self.skips_agreement = False
@@ -117,16 +131,13 @@ class CollectiveScheduler:
         self._recorded: list[int] = []  # collectives of the open phase so far
         self._previous: dict[tuple[str, int], tuple[int, ...]] = {}
         self._counts: Counter[str] = Counter()
-        self._in_flight: deque[OrderedPending] = deque()
         self._gathered_for_peers: deque[Unit] = deque()
 
     def use_board(self, board: AgreementBoard) -> None:
         """Use `board` to reach agreement with the peers."""
-        self._board = board
-        for unit in self._units:
-            if unit.frees_memory:
-                # Over a wire each gather is a collective, so its completion must follow the agreed order too.
-                unit.order_pending, self._has_gathers = self.enqueue, True
+        # Over a wire each gather is a collective, so its completion must follow the agreed order too.
+        self._board, self._completion.is_active = board, True
+        self._has_gathers = any(unit.frees_memory for unit in self._units)
 
     @property
     def is_single_rank(self) -> bool:
@@ -154,7 +165,7 @@ class CollectiveScheduler:
         expected, what = self._without_unsharded(known), f"the begin of a {kind}"
         self._phase = (kind, number)
         # The shift keeps the hash within the range of a signed 64-bit integer on the board.
-        mine = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self.has_local_failure())]
+        mine = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self._callbacks.has_local_failure())]
         # Only post here. The replies are read when they are first needed, to overlap the exchange with compute.
         self._pending_begin = _PendingBegin(
             expected, what, mine, None if self.skips_agreement else self._board.post(mine, what)
@@ -166,7 +177,7 @@ class CollectiveScheduler:
             return
         self._pending_begin = None
         # Peers may need the collectives in flight to reach the start of their own phase, so finish them before waiting.
-        self._finish_all()
+        self._completion.finish_all()
         posts = [begun.mine] if begun.posted is None else self._wait_for(begun.posted, begun.what)
         value = begun.mine[1]
         # Other ranks may be elsewhere, e.g. in a request: repeat rounds until all ranks start the phase.
@@ -239,7 +250,7 @@ class CollectiveScheduler:
             at = self._position_of(unit)
             # Start all collectives of the list up to this unit's gather.
             while at is not None and self._position <= at:
-                self._start_next(wanted=self._position == at)
+                self._start(wanted=self._position == at)
             if at is None:
                 # The list has no gather of this unit: finish the list, then request the gather from all ranks.
                 self._join_remaining()
@@ -260,7 +271,7 @@ class CollectiveScheduler:
             self._finish_begin()
         if self._position >= len(self._agreed) or _unit_of(self._agreed[self._position]) != unit.index:
             return False
-        self._start_next(wanted=True)
+        self._start(wanted=True)
         return True
 
     def unshard_all(self, units: Sequence[Unit], point: SyncPoint, *, experts_only: bool = False) -> None:
@@ -283,7 +294,7 @@ class CollectiveScheduler:
     def gradient_complete(self, number: int) -> None:
         """Reduce the gradient of a unit, which is complete on this rank, now or at its place in the order."""
         if self._board is None:
-            self.start_reduction(number)
+            self._callbacks.start_reduction(number)
             return
         self._resume_after_sync()
         self._finish_begin()
@@ -303,7 +314,7 @@ class CollectiveScheduler:
             if not is_left(number):
                 continue
             if self._board is None:
-                self.start_reduction(number)
+                self._callbacks.start_reduction(number)
                 continue
             code = _code(number, _Operation.REDUCE)
             self._record(code)
@@ -317,20 +328,12 @@ class CollectiveScheduler:
         while self._position < len(self._agreed):
             code = self._agreed[self._position]
             unit = _unit_of(code)
-            if unit is None and not self.is_gradient_ready(_number(code)):
+            if unit is None and not self._callbacks.is_gradient_ready(_number(code)):
                 return
             # A gather of a sharded unit would allocate memory before it is needed.
             if unit is not None and self._units[unit].shard_state is not ShardState.UNSHARDED:
                 return
-            self._start_next()
-
-    def enqueue(self, pending: Pending) -> Pending:
-        """Wrap a collective that was just started, so that it finishes after all earlier ones."""
-        if self._board is None:
-            return pending
-        one = OrderedPending(self, pending)
-        self._in_flight.append(one)
-        return one
+            self._start()
 
     # internals
 
@@ -372,24 +375,29 @@ class CollectiveScheduler:
         for at in range(self._position, len(self._agreed)):
             if self._agreed[at] == code:
                 while self._position < at:
-                    self._start_next()
+                    self._start()
                 return
             if _unit_of(self._agreed[at]) is not None:
                 return
 
     def _join_remaining(self) -> None:
         while self._position < len(self._agreed):
-            self._start_next()
+            self._start()
 
-    def _start_next(self, *, wanted: bool = False) -> None:
-        code = self._agreed[self._position]
-        self._position += 1
-        self._start(code, wanted=wanted)
+    def _start(self, requested: int | None = None, *, wanted: bool = False) -> None:
+        """Start the next collective of the agreed list, or one that a rank requested in a round.
 
-    def _start(self, code: int, *, wanted: bool = False) -> None:
+        Args:
+            wanted: This rank needs the unit now.
+        """
+        if requested is None:
+            code = self._agreed[self._position]
+            self._position += 1
+        else:
+            code = requested
         number = _unit_of(code)
         if number is None:
-            self.start_reduction(_number(code))
+            self._callbacks.start_reduction(_number(code))
             return
         unit = self._units[number]
         released = unit.shard_state is ShardState.SHARDED
@@ -404,20 +412,20 @@ class CollectiveScheduler:
 
     def _reshard_gathered_for_peers(self, keep: int) -> None:
         while len(self._gathered_for_peers) > keep:
-            self.reshard_unused(self._gathered_for_peers.popleft())
+            self._callbacks.reshard_unused(self._gathered_for_peers.popleft())
 
     def _agreement_round(self, message: _Message, value: int, what: str, expected: tuple[int, ...] = ()) -> bool:
         """Exchange positions with all ranks and join the requested collectives. Return True if this rank may go on."""
         assert self._board is not None
         # All ranks have to start and finish the same collectives before they block in the round.
         self._join_remaining()
-        self._finish_all()
+        self._completion.finish_all()
         return self._act_on_posts(self._exchange_posts(message, value, what, expected), message, value, expected)
 
     def _act_on_posts(self, posts: list[list[int]], message: _Message, value: int, expected: tuple[int, ...]) -> bool:
         said = [post[0] for post in posts]
         if _Message.SHARE_FAILURES in said and any(post[3] for post in posts):
-            self.raise_failure()
+            self._callbacks.raise_failure()
         # `dict.fromkeys` removes duplicate requests and keeps rank order, so all ranks join in the same order.
         wanted = dict.fromkeys(post[1] for post in posts if post[0] == _Message.REQUEST)
         for code in wanted:
@@ -444,7 +452,7 @@ class CollectiveScheduler:
         if self.skips_agreement:
             return [[message, value, len(expected), 0]]
         return self._wait_for(
-            self._board.post([message, value, len(expected), int(self.has_local_failure())], what), what
+            self._board.post([message, value, len(expected), int(self._callbacks.has_local_failure())], what), what
         )
 
     def _wait_for(self, posted: Posted, what: str) -> list[list[int]]:
@@ -465,26 +473,6 @@ class CollectiveScheduler:
             expected = merge_sequences(tuple(tuple(one[: post[2]]) for one, post in zip(told, posts, strict=True)))
         self._agreed, self._position = hoist_gathers(expected) if self._hoist_gathers else expected, 0
 
-    def _finish_all(self) -> None:
-        while self._in_flight:
-            self._finish_first()
-
-    def finish_to(self, one: OrderedPending) -> None:
-        """Finish all collectives started up to and including `one`."""
-        while not one.done and self._in_flight:
-            self._finish_first()
-
-    def poll_to(self, one: OrderedPending) -> None:
-        """Mark as done the collectives up to and including `one` that have completed, without waiting."""
-        while not one.done and self._in_flight and self._in_flight[0].inner.poll():
-            self._in_flight.popleft().done = True
-
-    def _finish_first(self) -> None:
-        first = self._in_flight.popleft()
-        # Set before waiting: `first` has left the queue even if `wait` raises.
-        first.done = True
-        first.inner.wait()
-
 
 @dataclass(frozen=True)
 class _PendingBegin:
@@ -494,20 +482,6 @@ class _PendingBegin:
     what: str
     mine: list[int]
     posted: Posted | None  # None if agreement is skipped
-
-
-class OrderedPending:
-    """Collective in flight that finishes after all earlier ones."""
-
-    def __init__(self, scheduler: CollectiveScheduler, inner: Pending) -> None:
-        self._scheduler, self.inner, self.done = scheduler, inner, False
-
-    def poll(self) -> bool:
-        self._scheduler.poll_to(self)
-        return self.done
-
-    def wait(self) -> None:
-        self._scheduler.finish_to(self)
 
 
 def _code(number: int, operation: _Operation) -> int:

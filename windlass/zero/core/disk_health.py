@@ -29,23 +29,28 @@ class DiskHealth:
         disk: Disk tier of this rank. None if no rank keeps data on NVMe; then nothing is exchanged.
         staging: Staging pool, which tracks asynchronous writes.
         data: All data ranks.
+        temporary_extents: Returns the extents of per-step data (gradients), whose loss does not damage the state.
 
     Attributes:
         loss_reason: Reason why training cannot continue from the model's state; empty if it can. Equal on all ranks.
         update_error: Exception of a partial update on this rank, until all ranks have received it.
         update_changed_nothing: That update raised before any part of it was complete. If so on all ranks, training
             continues.
-        temporary_extents: Returns the extents of per-step data (gradients), whose loss does not damage the state.
     """
 
     def __init__(
-        self, disk: DeferredFailureTier | None, staging: StagingPool | None, data: RankGroup, device: torch.device
+        self,
+        disk: DeferredFailureTier | None,
+        staging: StagingPool | None,
+        data: RankGroup,
+        device: torch.device,
+        temporary_extents: Callable[[], set[Extent]],
     ) -> None:
         self._disk, self._staging, self._data, self._device = disk, staging, data, device
+        self._temporary_extents = temporary_extents
         self.loss_reason = ""
         self.update_error: Exception | None = None
         self.update_changed_nothing = False
-        self.temporary_extents: Callable[[], set[Extent]] = set
 
     def has_local_failure(self) -> float:
         """Return 1 if this rank has a failed transfer or update that not all ranks have received yet, else 0."""
@@ -151,5 +156,5 @@ class DiskHealth:
             self._staging.has_room(0)  # updates the list of finished writes
         if self._disk is None or not self._disk.damaged_extents:
             return None
-        passing = self.temporary_extents()
+        passing = self._temporary_extents()
         return next((error for extent, error in self._disk.damaged_extents.items() if extent not in passing), None)

@@ -17,7 +17,7 @@ agreement before a step, ranks compare a hash of the order of these events, whic
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from windlass.base.errors import ModelError
 from windlass.base.pending import Pending
 from windlass.comm.transport import BufferRequest, Reduction, TransportBuffer, local_shard
 from windlass.zero.core.buffer_ring import BufferRing
-from windlass.zero.core.collective_scheduler import CollectiveScheduler
+from windlass.zero.core.completion_order import CompletionOrder
 from windlass.zero.core.dp_group import DataParallelGroup
 from windlass.zero.core.gradient_offload import GradientOffload
 from windlass.zero.core.gradient_slot import GradientSlot
@@ -43,9 +43,28 @@ _HISTORIES = 1 << 20
 class _ReductionInFlight:
     slot: GradientSlot
     reduction: Reduction
-    pending: Pending  # `reduction`, finished in the order of the collective scheduler
+    pending: Pending  # `reduction`, finished after all collectives that started earlier
     ring_index: int | None
     out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ReducerCallbacks:
+    """Callables of the engine and the model that the reducer calls.
+
+    Attributes:
+        gradient_weight: Returns the factor of gradients of the running backward, usually 1 / accumulation steps.
+        reduces_this_backward: Returns True if the running backward reduces gradients.
+        on_gradient: Called with unit, index and gradient as each gradient arrives; None: not called.
+        on_reduced: Called with each slot whose reduction has finished. The sum may still be on its way to its tier.
+        on_drop: Called with the name of each parameter whose gradient a script drops, and True if it is only zeroed.
+    """
+
+    gradient_weight: Callable[[], float]
+    reduces_this_backward: Callable[[], bool]
+    on_gradient: Callable[[Unit, int, torch.Tensor], None] | None
+    on_reduced: Callable[[GradientSlot], None]
+    on_drop: Callable[[str, bool], None]
 
 
 class GradientReducer:
@@ -54,7 +73,8 @@ class GradientReducer:
     Args:
         units: Trainable units, in model order.
         policy: Determines whether gradients are sharded.
-        scheduler: Determines when a unit is reduced.
+        completion: Order in which reductions in flight finish.
+        callbacks: Callables of the engine and the model.
         accumulation_dtype: Dtype of the gradients that are kept.
         reduce_dtype: Dtype in which gradients are sent.
         lowered_reduce_dtype: Dtype in which gradients of lowered units are sent.
@@ -66,21 +86,17 @@ class GradientReducer:
         offload: Moves reduced gradient shards to their tier.
 
     Attributes:
-        gradient_weight: Returns the factor of gradients of the running backward, usually 1 / accumulation steps.
-        reduces_this_backward: Returns True if the running backward reduces gradients.
-        on_gradient: Called with unit, index and gradient as each gradient arrives.
-        on_reduced: Called with each slot whose reduction has finished. The sum may still be on its way to its tier.
         backward_count: Number of outermost backwards with gradients since the last step.
         dropped_names: Parameters whose reduced gradient was dropped since the last step, in order.
         history_hash: Hash of the order of reductions and drops since the last step, without those of experts.
-        on_drop: Called with the name of each parameter whose gradient a script drops, and True if it is only zeroed.
     """
 
     def __init__(
         self,
         units: list[Unit],
         policy: ShardingPolicy,
-        scheduler: CollectiveScheduler,
+        completion: CompletionOrder,
+        callbacks: ReducerCallbacks,
         *,
         accumulation_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -112,18 +128,11 @@ class GradientReducer:
             largest[id(unit.dp_group)] = max(largest.get(id(unit.dp_group), 0), unit.layout.padded)
         self._rings = {family: BufferRing(2, numel, accumulation_dtype) for family, numel in largest.items()}
         self._allocated: dict[int, list[TransportBuffer]] = {}
-        self.gradient_weight: Callable[[], float] = lambda: 1.0
-        self.reduces_this_backward: Callable[[], bool] = lambda: True
-        self.on_gradient: Callable[[Unit, int, torch.Tensor], None] | None = None
-        self.on_reduced: Callable[[GradientSlot], None] = lambda slot: None
-        self._scheduler = scheduler
-        scheduler.start_reduction = lambda number: self._reduce(self.slots[number])
-        scheduler.is_gradient_ready = self._is_ready
+        self._completion, self._callbacks = completion, callbacks
         self._touched = False
         self._in_flight: deque[_ReductionInFlight] = deque()
         self.backward_count = self.history_hash = 0
         self.dropped_names: list[str] = []
-        self.on_drop: Callable[[str, bool], None] = lambda name, zero: None
 
     def buffer_requests(self, dp_group: DataParallelGroup) -> list[BufferRequest]:
         """Return the buffers to allocate for a group.
@@ -192,8 +201,10 @@ class GradientReducer:
             else:
                 slot.buffer = buffers[number]
 
-    def accumulate_grad(self, number: int, index: int) -> None:
+    def accumulate_grad(self, number: int, index: int) -> bool:
         """Take the gradient of parameter `index` of trainable unit `number`, which was just added to `.grad`.
+
+        Return True if the unit's gradient is complete on this rank and is to be reduced now.
 
         Raises:
             ModelError: the gradient has a graph of its own.
@@ -202,7 +213,7 @@ class GradientReducer:
         parameter = slot.unit.parameters[index]
         gradient = raw_grad(parameter)
         if gradient is None:
-            return
+            return False
         if gradient.requires_grad:
             put_grad(parameter, None)
             raise ModelError(
@@ -210,9 +221,9 @@ class GradientReducer:
                 "gradient has none. Use torch.autograd.grad(..., create_graph=True) and call backward on the "
                 "result"
             )
-        if self.on_gradient is not None:
+        if self._callbacks.on_gradient is not None:
             # Called before the gradient is scaled and moved to the buffer.
-            self.on_gradient(slot.unit, index, gradient)
+            self._callbacks.on_gradient(slot.unit, index, gradient)
         self._touched = True
         if self._contiguous:
             self._move_to_buffer(slot, index)
@@ -222,12 +233,12 @@ class GradientReducer:
         slot.arrived.add(index)
         # Finish completed reductions now, to free their buffers for the gradients that follow.
         self._finish_completed()
-        if slot.complete and not again:
-            if not self._contiguous:
-                self._move_all_to_buffer(slot)
-            # During `no_sync` the gradient stays unreduced.
-            if self.reduces_this_backward():
-                self._scheduler.gradient_complete(number)
+        if again or not slot.complete:
+            return False
+        if not self._contiguous:
+            self._move_all_to_buffer(slot)
+        # During `no_sync` the gradient stays unreduced.
+        return self._callbacks.reduces_this_backward()
 
     def _move_to_buffer(self, slot: GradientSlot, index: int) -> None:
         """Move a gradient from `.grad` into the unit's buffer."""
@@ -243,17 +254,19 @@ class GradientReducer:
         for index in sorted(slot.arrived):
             self._move_to_buffer(slot, index)
 
-    def end_backward(self) -> None:
-        """Finish an outermost backward: reduce the gradients that are left, if this backward reduces."""
+    def end_backward(self, reduce_remaining: Callable[[Sequence[int], Callable[[int], bool]], None]) -> None:
+        """Finish an outermost backward: reduce the gradients that are left, if this backward reduces.
+
+        Args:
+            reduce_remaining: `CollectiveScheduler.reduce_remaining`.
+        """
         if self._touched:
             self.backward_count += 1
             if not self._contiguous:
                 for slot in self.slots:
                     self._move_all_to_buffer(slot)
-            if self.reduces_this_backward():
-                self._scheduler.reduce_remaining(
-                    range(len(self.slots)), lambda number: bool(self.slots[number].written)
-                )
+            if self._callbacks.reduces_this_backward():
+                reduce_remaining(range(len(self.slots)), lambda number: bool(self.slots[number].written))
             elif self._shards_gradients:
                 # The ring buffers are needed by the next backward.
                 for slot in self.slots:
@@ -268,9 +281,9 @@ class GradientReducer:
 
     def reduce_units(self, wanted: list[bool]) -> None:
         """Reduce the units marked in `wanted`, which is equal on all ranks. Collective."""
-        for slot, wants in zip(self.slots, wanted, strict=True):
+        for number, wants in enumerate(wanted):
             if wants:
-                self._reduce(slot)
+                self.start_reduction(number)
         self.finish()
 
     def finish(self) -> None:
@@ -343,7 +356,7 @@ class GradientReducer:
             return
         slot = self.slots[number]
         name = slot.unit.names[index]
-        self.on_drop(name, zero)
+        self._callbacks.on_drop(name, zero)
         if index in slot.written and zero:
             flat = (
                 slot.unreduced_copy
@@ -416,7 +429,7 @@ class GradientReducer:
 
     def _write(self, slot: GradientSlot, index: int, gradient: torch.Tensor) -> None:
         view = slot.unit.parameter_view(self._writable_buffer(slot), index)
-        factor = self._predivide_factor * self.gradient_weight()
+        factor = self._predivide_factor * self._callbacks.gradient_weight()
         if index in slot.written:
             view.add_(gradient, alpha=factor)
         elif factor == 1.0:
@@ -494,13 +507,14 @@ class GradientReducer:
 
     # reduction of a unit
 
-    def _is_ready(self, number: int) -> bool:
+    def is_gradient_ready(self, number: int) -> bool:
         """Return True if the unit's gradient is complete on this rank and not reduced yet."""
         slot = self.slots[number]
-        return slot.complete and bool(slot.written) and self.reduces_this_backward()
+        return slot.complete and bool(slot.written) and self._callbacks.reduces_this_backward()
 
-    def _reduce(self, slot: GradientSlot) -> None:
+    def start_reduction(self, number: int) -> None:
         """Start the reduction of a unit. Its buffer counts as empty afterwards."""
+        slot = self.slots[number]
         group, transport = slot.unit.dp_group.group, slot.unit.transport
         # A reduction adds to the shard, so the previous one must have written it.
         self._finish_reductions_of(slot)
@@ -519,7 +533,7 @@ class GradientReducer:
         out, add = self._offload.output_buffer(slot, own)
         with WaitScope("reduce", slot.unit.names):
             reduction = transport.reduce(
-                self.slots.index(slot),
+                number,
                 slot.buffer,
                 out,
                 add=add,
@@ -528,7 +542,7 @@ class GradientReducer:
                 wire=self._lowered_reduce_dtype if slot.unit.lowered else self._reduce_dtype,
             )
         self._in_flight.append(
-            _ReductionInFlight(slot, reduction, self._scheduler.enqueue(reduction), slot.ring_index, out)
+            _ReductionInFlight(slot, reduction, self._completion.enqueue(reduction), slot.ring_index, out)
         )
         # Later gradients of the unit start a new reduction.
         slot.written.clear()
@@ -553,7 +567,7 @@ class GradientReducer:
         slot.norm_squares = None
         slot.written.clear()
         slot.has_reduced = True
-        self.on_reduced(slot)
+        self._callbacks.on_reduced(slot)
 
     def _prepare(self, slot: GradientSlot) -> None:
         """Put the unit's unreduced gradient (zeros where there is none) into a buffer that peers can read."""
@@ -591,7 +605,7 @@ class GradientReducer:
         self._offload.offload(flight.slot, flight.out)
         if flight.ring_index is not None:
             self._ring_of(flight.slot).give_back(flight.ring_index)
-        self.on_reduced(flight.slot)
+        self._callbacks.on_reduced(flight.slot)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from windlass.base.tensor_tree import iterate_tensors, replace_tensors
+from windlass.zero.core.gradient_reducer import GradientReducer
 from windlass.zero.core.unit_partition import Block
 from windlass.zero.core.unshard_runtime import BlockCall, UnshardRuntime
 
@@ -128,10 +130,25 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of torch's own on a mod
 
 
 def register_gradient_hooks(
-    parameters: list[nn.Parameter], on_gradient: Callable[[int], None]
+    places: list[tuple[int, int, nn.Parameter]], runtime: UnshardRuntime, reducer: GradientReducer
 ) -> list[RemovableHandle]:
-    """Call `on_gradient(i)` when the gradient of `parameters[i]` has been added to its `.grad`."""
+    """Pass each gradient to the reducer once it has been added to the parameter's `.grad`.
+
+    Args:
+        places: Number of the trainable unit, index in the unit, and the parameter.
+    """
+    # torch holds these hooks in C++, invisible to Python's garbage collector. A strong reference to the model in a hook
+    # would keep the model and its memory alive for ever.
+    weak_runtime, weak_reducer = ref(runtime), ref(reducer)
+
+    def after_accumulate(number: int, index: int, parameter: nn.Parameter) -> None:
+        runtime, reducer = weak_runtime(), weak_reducer()
+        if runtime is not None and reducer is not None:
+            runtime.register_backward()
+            if reducer.accumulate_grad(number, index):
+                runtime.scheduler.gradient_complete(number)
+
     return [
-        parameter.register_post_accumulate_grad_hook(lambda _, i=index: on_gradient(i))
-        for index, parameter in enumerate(parameters)
+        parameter.register_post_accumulate_grad_hook(partial(after_accumulate, number, index))
+        for number, index, parameter in places
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -12,26 +13,35 @@ from windlass.zero.core.parameter_registry import ParameterLocation, find
 from windlass.zero.core.sharded_parameter import put_grad, raw_grad
 
 
+@dataclass(frozen=True)
+class ScriptGradientCallbacks:
+    """Callables of the engine that decide what a script may do with gradients.
+
+    Attributes:
+        hides_gradients: Returns True if `.grad` reads as None, as in DeepSpeed at stages 1 to 3. Functions named
+            `zero_grad` still see the gradient.
+        refuses_external_gradients: Returns True if setting a gradient raises at once.
+        keeps_accumulated: Returns True if drops are ignored now, because the engine accumulates gradients of
+            micro-batches.
+        before_drop: Called before gradients of the current step are dropped.
+    """
+
+    hides_gradients: Callable[[], bool] = lambda: False
+    refuses_external_gradients: Callable[[], bool] = lambda: True
+    keeps_accumulated: Callable[[], bool] = lambda: False
+    before_drop: Callable[[], None] = lambda: None
+
+
 class ScriptGradients:
     """Results of `.grad` of a model's parameters, and drops of gradients.
 
     Args:
         gradients: Reducer of the model's gradients.
-
-    Attributes:
-        hidden: `.grad` returns None, as in DeepSpeed at stages 1 to 3. Functions named `zero_grad` still see the
-            gradient.
-        keeps: Returns True if drops are ignored now, because the engine accumulates gradients of micro-batches.
-        raises: Setting a gradient raises at once.
-        dropping: Called before gradients of the current step are dropped.
+        callbacks: Callables of the engine.
     """
 
-    def __init__(self, gradients: GradientReducer) -> None:
-        self._gradients = gradients
-        self.hidden = False
-        self.raises = True
-        self.keeps: Callable[[], bool] = lambda: False
-        self.dropping: Callable[[], None] = lambda: None
+    def __init__(self, gradients: GradientReducer, callbacks: ScriptGradientCallbacks) -> None:
+        self._gradients, self._callbacks = gradients, callbacks
 
     def has(self, place: ParameterLocation, *, anywhere: bool) -> bool:
         """See `GradientStore`."""
@@ -44,14 +54,14 @@ class ScriptGradients:
 
     def hides(self) -> bool:
         """See `GradientStore`."""
-        return self.hidden
+        return self._callbacks.hides_gradients()
 
     def drop(self, place: ParameterLocation, *, zero: bool) -> None:
         """See `GradientStore`."""
         number = self._number(place)
-        if number is None or not self._gradients.unit_has_gradient(number) or self.keeps():
+        if number is None or not self._gradients.unit_has_gradient(number) or self._callbacks.keeps_accumulated():
             return
-        self.dropping()
+        self._callbacks.before_drop()
         self._gradients.drop_gradient(number, place.index, zero=zero)
 
     def drop_all(self, parameters: Iterable[nn.Parameter], *, zero: bool) -> None:
@@ -71,7 +81,7 @@ class ScriptGradients:
         Raises:
             ModelError: unless the engine drops such gradients at the step, with a warning.
         """
-        if self.raises and self._number(place) is not None:
+        if self._callbacks.refuses_external_gradients() and self._number(place) is not None:
             raise ModelError(format_foreign_gradients([place.name]))
 
     def _number(self, place: ParameterLocation) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -28,6 +29,20 @@ class ShardState(Enum):
     SHARDED = "released"
     UNSHARDING = "coming"
     UNSHARDED = "present"
+
+
+@dataclass(frozen=True)
+class UnitCallbacks:
+    """Callables of the model that its units call.
+
+    Attributes:
+        unshard_for_current_block: Unshards a unit for the running block, which then holds it. Returns False outside a
+            forward.
+        enqueue: Wraps an all-gather that was just started, so that it finishes after all earlier collectives.
+    """
+
+    unshard_for_current_block: Callable[[Unit], bool]
+    enqueue: Callable[[Pending], Pending]
 
 
 class Unit:
@@ -62,12 +77,14 @@ class Unit:
         layout: UnitLayout,
         param_dtype: torch.dtype,
         dp_group: DataParallelGroup,
+        callbacks: UnitCallbacks,
         *,
         reshards: bool,
         tier: Tier = Tier.DEVICE,
         state_tier: Tier = Tier.DEVICE,
     ) -> None:
         self.index, self.names, self.parameters = index, plan.names, plan.parameters
+        self._callbacks = callbacks
         self.blocks: list[Block] = list(plan.blocks)
         self.layout, self.dtype, self.trainable, self.persistent = layout, param_dtype, plan.trainable, plan.persistent
         self.lowered = plan.lowered
@@ -88,9 +105,6 @@ class Unit:
         self.data_snapshots: dict[int, torch.Tensor] = {}
         self.lost_edit_name = ""  # parameter that a script changed through `.data` before it was resharded
         self.privately_held: set[int] = set()  # parameters that hold a private copy inside GatheredParameters
-        # Set by the runtime: unshards the unit for the running block.
-        self.unshard_for_current_block: Callable[[Unit], bool] | None = None
-        self.order_pending: Callable[[Pending], Pending] = lambda pending: pending  # set by the collective scheduler
         self.unsharded_for_peers = False  # gathered for peers before this rank needed it
         self._pending: Pending = DONE
         self._secondary_valid = False  # `secondary_shard` equals the current values
@@ -203,40 +217,40 @@ class Unit:
     def unshard(self, *, backward: bool = False) -> None:
         """Start to unshard the parameters; `wait_for_unshard` finishes."""
         if self.shard_state is ShardState.SHARDED:
-            self._start_unshard(backward=backward)
+            self.join_unshard(backward=backward)
 
     def join_unshard(self, *, backward: bool = False) -> None:
         """Take part in a gather that some rank needs, even if the parameters are unsharded on this rank."""
         # This rank joins the collective again, so its own gather in flight has to end first.
         if self.shard_state is not ShardState.SHARDED:
             self.wait_for_unshard()
-        self._start_unshard(backward=backward)
-
-    def _start_unshard(self, *, backward: bool) -> None:
         here = self.shard_state is ShardState.UNSHARDED  # then the gather receives the same values again
-        self._pending = self._start_all_gather(here, backward=backward)
+        if self.shard_slot is None:
+            # Shared buffer: `full` is always allocated, the gather only waits for the owners.
+            self._pending = self.transport.all_gather(self.buffer, elements=self.numel)
+        else:
+            if not here:
+                self._account_memory(self.nbytes)
+                self.transport.allocate_memory(self.buffer)
+            transport, ready = self._choose_gather(self.shard_slot, here, backward=backward)
+            with WaitScope("gather", self.names):
+                gather = transport.all_gather(self.buffer, elements=self.numel, ready=ready)
+            self._pending = self._callbacks.enqueue(gather)
         if not here:  # set afterwards: if allocation fails, the state stays as it was
             self.shard_state = ShardState.UNSHARDING
 
-    def _start_all_gather(self, is_unsharded: bool, *, backward: bool) -> Pending:
-        if self.shard_slot is None:
-            # Shared buffer: `full` is always allocated, the gather only waits for the owners.
-            return self.transport.all_gather(self.buffer, elements=self.numel)
-        if not is_unsharded:
-            self._account_memory(self.nbytes)
-            self.transport.allocate_memory(self.buffer)
+    def _choose_gather(self, slot: Slot, is_unsharded: bool, *, backward: bool) -> tuple[Transport, Pending]:
+        """Return the transport of the next all-gather, and the pending copy of this rank's shard to its place."""
         # All ranks must choose the same group, even if only some of them resharded the unit in between.
         if backward and self._regather is not None and self.secondary_shard is not None and self._all_ranks_gathered:
             if not is_unsharded:
                 group = self._regather.group
                 # With the secondary shard in place, only nearby ranks take part, which saves traffic between nodes.
                 local_shard(self.full, group.index, group.size).copy_(self.secondary_shard)
-            return self.order_pending(self._regather.all_gather(self.buffer, elements=self.numel))
+            return self._regather, DONE
         self._all_ranks_gathered = True
         # An unsharded rank has its shard in `full` already and must not overwrite it while it is in use.
-        fetched = DONE if is_unsharded else self.shard_slot.fetch(self.local_shard)
-        with WaitScope("gather", self.names):
-            return self.order_pending(self.transport.all_gather(self.buffer, elements=self.numel, ready=fetched))
+        return self.transport, DONE if is_unsharded else slot.fetch(self.local_shard)
 
     def wait_for_unshard(self, *, backward: bool = False) -> None:
         """Unshard unless that has started, wait, and point the parameters at their values."""
@@ -308,7 +322,7 @@ class Unit:
 
         Return False outside a forward. See `GatherHandler`.
         """
-        return self.unshard_for_current_block is not None and self.unshard_for_current_block(self)
+        return self._callbacks.unshard_for_current_block(self)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the parameter's name, for errors. See `GatherHandler`."""

@@ -27,6 +27,23 @@ class BlockCall:
     inputs: list[torch.Tensor] = field(default_factory=list)  # input tensors of the call, cleared when it returns
 
 
+@dataclass(frozen=True)
+class RuntimeCallbacks:
+    """Callables of the model that the runtime calls.
+
+    Attributes:
+        will_reduce: Returns True if the backward that begins will reduce gradients.
+        on_backward_begin: Called when an outermost backward outside a forward begins.
+        on_backward_end: Called when the outermost backward has ended and its units are resharded.
+        after_unshard_all: Called when the units of `unsharded` are unsharded, with the ranks that took part; None: all.
+    """
+
+    will_reduce: Callable[[], bool]
+    on_backward_begin: Callable[[], None]
+    on_backward_end: Callable[[], None]
+    after_unshard_all: Callable[[RankGroup | None], None]
+
+
 class UnshardRuntime:
     """Unshards units before use and reshards them afterwards, in forward and backward.
 
@@ -38,20 +55,17 @@ class UnshardRuntime:
     """
 
     def __init__(
-        self, units: list[Unit], blocks: list[Block], prefetcher: Prefetcher, scheduler: CollectiveScheduler
+        self,
+        units: list[Unit],
+        blocks: list[Block],
+        prefetcher: Prefetcher,
+        scheduler: CollectiveScheduler,
+        callbacks: RuntimeCallbacks,
     ) -> None:
         self.units = units
-        self.prefetcher, self.scheduler = prefetcher, scheduler
-        scheduler.reshard_unused = self._reshard
-        # Returns True if the backward that begins will reduce gradients.
-        self.will_reduce: Callable[[], bool] = lambda: False
-        self.on_backward_begin: list[Callable[[], None]] = []
-        self.on_backward_end: list[Callable[[], None]] = []
-        # Called when the units of `unsharded` are unsharded.
-        self.after_unshard_all: Callable[[RankGroup | None], None] = lambda among: None
+        self.prefetcher, self.scheduler, self._callbacks = prefetcher, scheduler, callbacks
         self._units_of_block: dict[int, list[Unit]] = {id(block): [] for block in blocks}
         for unit in units:
-            unit.unshard_for_current_block = self.unshard_for_current_block
             if unit.reshards:
                 for block in unit.blocks:
                     self._units_of_block[id(block)].append(unit)
@@ -120,7 +134,7 @@ class UnshardRuntime:
                 self.unshard_for_current_block(unit)
             # After a recomputation the backward of the block follows at once.
             if not recomputing:
-                self._reshard(unit)
+                self.reshard(unit)
         return call
 
     def pre_backward(self, call: BlockCall) -> None:
@@ -136,7 +150,7 @@ class UnshardRuntime:
         """Reshard the units of `call` when the gradient of one of its inputs is complete, and so its backward."""
         for unit in call.units:
             self._calls_in_backward[unit.index].discard(id(call))
-            self._reshard(unit)
+            self.reshard(unit)
 
     def unshard_for_current_block(self, unit: Unit) -> bool:
         """Unshard `unit` for a running block that does not own it, and add it to that block.
@@ -171,9 +185,8 @@ class UnshardRuntime:
         if number >= 0 and number not in self._open_backwards:
             # A backward inside a forward (`_depth` > 0) belongs to the phase of the forward.
             if not self._open_backwards and not self._depth:
-                for callback in self.on_backward_begin:
-                    callback()
-                self.scheduler.begin_phase(BACKWARD, reduces=self.will_reduce())
+                self._callbacks.on_backward_begin()
+                self.scheduler.begin_phase(BACKWARD, reduces=self._callbacks.will_reduce())
             self._open_backwards.add(number)
             queue_end_of_backward(lambda: self._end_backward(number))
 
@@ -194,7 +207,7 @@ class UnshardRuntime:
             self._depth = 0
         for unit in self.units:
             unit.keep_unsharded = False
-            self._reshard(unit, keep_if_reused=False)
+            self.reshard(unit, keep_if_reused=False)
 
     @contextmanager
     def unsharded(self, units: list[Unit], *, experts_only: bool = False, names: Sequence[str] = ()) -> Iterator[None]:
@@ -213,12 +226,12 @@ class UnshardRuntime:
                 self.scheduler.unshard_all(units, SyncPoint.FULL_GATHER, experts_only=experts_only)
                 for unit in units:
                     unit.wait_for_unshard()
-            self.after_unshard_all(expert_data_group(units) if experts_only else None)
+            self._callbacks.after_unshard_all(expert_data_group(units) if experts_only else None)
             yield
         finally:
             for unit in units:
                 unit.users -= 1
-                self._reshard(unit, keep_if_reused=False)
+                self.reshard(unit, keep_if_reused=False)
 
     def _unshard(self, unit: Unit, *, backward: bool) -> None:
         if not unit.reshards:
@@ -239,7 +252,8 @@ class UnshardRuntime:
                 if not other.read_ahead():
                     break
 
-    def _reshard(self, unit: Unit, *, keep_if_reused: bool = True) -> None:
+    def reshard(self, unit: Unit, *, keep_if_reused: bool = True) -> None:
+        """Reshard `unit` unless it is in use, or, with `keep_if_reused`, used again soon."""
         if not unit.reshards or unit.users or unit.keep_unsharded or self._calls_in_backward[unit.index]:
             return
         if unit.shard_state is ShardState.SHARDED:
@@ -259,9 +273,8 @@ class UnshardRuntime:
         for active in self._calls_in_backward.values():
             active.clear()
         for unit in self.units:
-            self._reshard(unit, keep_if_reused=False)
-        for callback in self.on_backward_end:
-            callback()
+            self.reshard(unit, keep_if_reused=False)
+        self._callbacks.on_backward_end()
         self.scheduler.end_phase(BACKWARD)
 
 

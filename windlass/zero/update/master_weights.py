@@ -24,7 +24,7 @@ from windlass.zero.core.gradient_slot import GradientSlot
 from windlass.zero.core.sharded_parameter import raw_data
 from windlass.zero.core.unit import Unit
 from windlass.zero.core.zero_settings import Placements
-from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload
+from windlass.zero.update.optimizer_state_offload import OptimizerStateOffload, StateOffloadCallbacks
 from windlass.zero.update.update_chunk import UpdateChunk, make_chunks
 
 _KEPT = 0.5  # fraction of the staging memory that stays free if new parameters are kept there for the next forward
@@ -43,7 +43,7 @@ class MasterWeights:
         device: device of the model.
         ledger: receives the bytes of separate master weights on the device.
         health: health of the disk.
-        state_bytes: see `OptimizerStateOffload`.
+        state_bytes, state_name_of: see `StateOffloadCallbacks`.
         dtype, state_dtype: see `ZeroSettings.master_dtype` and `ZeroSettings.state_dtype`.
         delayed: updates may be delayed; see [Note: delayed update].
     """
@@ -57,6 +57,7 @@ class MasterWeights:
         ledger: DeviceMemoryLedger,
         health: DiskHealth,
         state_bytes: Callable[[torch.dtype], int],
+        state_name_of: Callable[[UpdateChunk, nn.Parameter], str],
         *,
         dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
@@ -64,10 +65,14 @@ class MasterWeights:
     ) -> None:
         self.chunks: list[UpdateChunk] = []
         self.state_offload = OptimizerStateOffload(
-            device, ledger, homes.disk, homes.staging, pin=homes.pin, state_bytes=state_bytes
+            device,
+            ledger,
+            homes.disk,
+            homes.staging,
+            pin=homes.pin,
+            callbacks=StateOffloadCallbacks(state_bytes, self.copy_edits, state_name_of),
         )
         self._health = health
-        self.state_offload.on_fetched = self.copy_edits
         self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
         self._delayed, self._dtype, self._state_dtype = delayed, dtype, state_dtype
         self._limit = limit

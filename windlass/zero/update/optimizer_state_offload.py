@@ -144,6 +144,22 @@ class StateRecordOnDisk:
         return {(entry.state_key, entry.key): entry.view_in(buffer) for entry in self._entries}
 
 
+@dataclass(frozen=True)
+class StateOffloadCallbacks:
+    """Callables of the model that the transfer of optimizer states calls.
+
+    Attributes:
+        state_bytes: Returns the bytes per element of future states for a dtype of master weights. Space for them is
+            allocated with the first write of a chunk, so that a full disk raises before a step begins.
+        on_fetched: Called with each chunk when its tensors are in memory, also for chunks that always are.
+        state_name_of: Returns the parameter name of a state key of a chunk, for messages.
+    """
+
+    state_bytes: Callable[[torch.dtype], int] = lambda dtype: 0
+    on_fetched: Callable[[UpdateChunk], None] = lambda chunk: None
+    state_name_of: Callable[[UpdateChunk, nn.Parameter], str] = lambda chunk, state_key: "?"
+
+
 class OptimizerStateOffload:
     """Transfer of chunks between their tiers and memory.
 
@@ -153,12 +169,9 @@ class OptimizerStateOffload:
         tier: disk tier; None if no chunk is on NVMe.
         staging: pool of host buffers for transfers from and to NVMe; None if no chunk is on NVMe.
         pin: page-lock host memory.
-        state_bytes: returns the bytes per element of future states for a dtype of master weights. Space for them is
-            allocated with the first write of a chunk, so that a full disk raises before a step begins.
+        callbacks: callables of the model.
 
     Attributes:
-        on_fetched: called with each chunk when its tensors are in memory, also for chunks that always are.
-        state_name_of: returns the parameter name of a state key of a chunk, for messages.
         states: the optimizer's states, by state key. Tensors of a chunk on NVMe are in it only while the chunk is in
             memory.
     """
@@ -171,12 +184,10 @@ class OptimizerStateOffload:
         staging: StagingPool | None,
         *,
         pin: bool,
-        state_bytes: Callable[[torch.dtype], int] = lambda dtype: 0,
+        callbacks: StateOffloadCallbacks,
     ) -> None:
         self._device, self._ledger, self._tier, self._staging, self._pin = device, ledger, tier, staging, pin
-        self._state_bytes = cache(state_bytes)
-        self.on_fetched: Callable[[UpdateChunk], None] = lambda chunk: None
-        self.state_name_of: Callable[[UpdateChunk, nn.Parameter], str] = lambda chunk, tenant: "?"
+        self._callbacks, self._state_bytes = callbacks, cache(callbacks.state_bytes)
         self.states: MutableMapping[Any, Any] = {}
         self._records: dict[int, _StateRecord] = {}
         self._fetched: dict[int, _FetchedChunk] = {}
@@ -400,7 +411,7 @@ class OptimizerStateOffload:
             chunk.gradient = visit.gradient
             if visit.record is not None:
                 self._unpack(chunk, visit.record)
-        self.on_fetched(chunk)
+        self._callbacks.on_fetched(chunk)
 
     def _unpack(self, chunk: UpdateChunk, buffer: torch.Tensor) -> None:
         """Make the master weights and states of a chunk views of the buffer with its record."""
@@ -502,7 +513,7 @@ class OptimizerStateOffload:
                 found = chunk.slot.names_in(chunk.start + low // size, chunk.start - (-high // size))
                 names += [f"the master weight of {name}" for name in found]
             else:
-                names.append(f"{entry.key} of {self.state_name_of(chunk, entry.state_key)!r}")
+                names.append(f"{entry.key} of {self._callbacks.state_name_of(chunk, entry.state_key)!r}")
         return abbreviate_names(names)
 
     def discard(self) -> None:
