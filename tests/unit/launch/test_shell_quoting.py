@@ -88,7 +88,7 @@ def test_ssh_command() -> None:
         SshConnectionOptions().ssh_argv("-oProxyCommand=id", "TEXT")
 
 
-def test_ssh_command_has_no_secret_and_starts_the_agent(tmp_path: Path) -> None:
+def test_ssh_command_omits_the_environment_and_starts_the_agent(tmp_path: Path) -> None:
     """The ssh command holds no secrets: the environment follows as a message.
 
     The script that is sourced first may have any name, and does not stop the agent.
