@@ -22,17 +22,15 @@ from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.errors import CheckpointError, WindlassError
 from windlass.base.log import logger
 from windlass.base.regular_file import open_regular
-from windlass.checkpoint.checkpoint_directory import is_checkpoint, is_deepspeed_checkpoint, write_latest
+from windlass.checkpoint.checkpoint_directory import LATEST_UNIVERSAL, foreign_format_of, is_checkpoint, write_latest
 from windlass.checkpoint.checkpoint_index import read_index
 from windlass.checkpoint.checkpoint_listing import find_damage
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 from windlass.checkpoint.checkpoint_save import CheckpointSave
 from windlass.checkpoint.checkpoint_state import FlatShard, LazyFlatTensor, SavedState
-from windlass.checkpoint.deepspeed_index import ParameterOrder
+from windlass.checkpoint.foreign_formats import ParameterOrder
 from windlass.checkpoint.staging_checkpoint import StagingCheckpoint
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-
-LATEST_UNIVERSAL = "latest_universal"
 
 
 class _StoredTensorStorage:
@@ -85,7 +83,7 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
         except BaseException:
             draft.discard()
             raise
-    if not is_deepspeed_checkpoint(source):
+    if foreign_format_of(source) is None:
         raise CheckpointError(
             f"{source} is not the directory of a checkpoint; give DIR/TAG, such as DIR/global_step100"
         )

@@ -18,13 +18,17 @@ from typing import Any
 import torch
 
 from windlass.base.log import logger
-from windlass.checkpoint.deepspeed_flat_layout import (
+from windlass.checkpoint.pickle_writer import PickledObject, PlannedTensor
+from windlass.checkpoint.safetensors_export import stored_names, stored_param_dtype
+from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
+from windlass.checkpoint.torch_file_writer import write_torch_file
+from windlass.compat.checkpoint.deepspeed_flat_layout import (
     FlatGroup,
     FlatTensorSource,
     concatenated_layout,
     per_parameter_layout,
 )
-from windlass.checkpoint.deepspeed_metadata_writer import (
+from windlass.compat.checkpoint.deepspeed_metadata_writer import (
     DEEPSPEED_VERSION,
     group_state,
     loss_scale_fields,
@@ -32,10 +36,6 @@ from windlass.checkpoint.deepspeed_metadata_writer import (
     run_metadata,
     to_plain_data,
 )
-from windlass.checkpoint.pickle_writer import PickledObject, PlannedTensor
-from windlass.checkpoint.safetensors_export import stored_names, stored_param_dtype
-from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-from windlass.checkpoint.torch_file_writer import write_torch_file
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 

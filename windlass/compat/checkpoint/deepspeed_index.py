@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,21 +29,18 @@ from windlass.checkpoint.checkpoint_index import (
     CheckpointIndex,
     check_files,
     check_index,
-    read_index,
 )
-from windlass.checkpoint.deepspeed_metadata_reader import read_deepspeed_metadata
-from windlass.checkpoint.deepspeed_shards import DeepSpeedShards
-from windlass.checkpoint.torch_file import StoredTensor, read_torch_file
-
-ParameterOrder = Sequence[Sequence[str]]
-"""Names of the parameters of each optimizer group, in the optimizer's order."""
+from windlass.checkpoint.foreign_formats import ParameterOrder
+from windlass.compat.checkpoint.deepspeed_metadata_reader import read_deepspeed_metadata
+from windlass.compat.checkpoint.deepspeed_shards import DeepSpeedShards
+from windlass.compat.checkpoint.torch_file import StoredTensor, read_torch_file
 
 # group keys that list parameters or select an implementation, which this run chooses itself
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "step", "fused", "foreach", "capturable", "differentiable"})
 
 
-def read_any_index(path: Path, parameter_order: ParameterOrder | None = None) -> CheckpointIndex:
-    """Return the index of the checkpoint directory `path`, read from `checkpoint.json` or built from DeepSpeed's files.
+def read_deepspeed_index(path: Path, parameter_order: ParameterOrder | None = None) -> CheckpointIndex:
+    """Return an index of the DeepSpeed checkpoint directory `path`.
 
     Args:
         parameter_order: parameter order of the optimizer that loads the states. Without it, the states of DeepSpeed's
@@ -52,8 +49,6 @@ def read_any_index(path: Path, parameter_order: ParameterOrder | None = None) ->
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or of an unsupported kind.
     """
-    if (path / INDEX_FILE).is_file():
-        return read_index(path)
     try:
         index = _DeepSpeedDirectory(path, parameter_order).build_index()
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -66,12 +61,6 @@ def read_any_index(path: Path, parameter_order: ParameterOrder | None = None) ->
     check_index(index, path)
     check_files(index, path)
     return index
-
-
-def optimizer_parameter_order(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the `ParameterOrder` of an optimizer over a model's parameters."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 @dataclass

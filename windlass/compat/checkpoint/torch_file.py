@@ -23,7 +23,8 @@ import torch
 from windlass.base.errors import CheckpointError
 from windlass.base.regular_file import open_regular
 from windlass.checkpoint.key_validation import KeyValidator
-from windlass.checkpoint.pickle_stand_ins import (
+from windlass.checkpoint.safetensors_file import TensorFile, tensor_bytes
+from windlass.compat.checkpoint.pickle_stand_ins import (
     LossScalerStandIn,
     NamespaceStandIn,
     NumpyArrayStandIn,
@@ -31,9 +32,8 @@ from windlass.checkpoint.pickle_stand_ins import (
     PickleStandIn,
     ZeroStageStandIn,
 )
-from windlass.checkpoint.safe_unpickler import AllowedFunction, MemoryBudget, SafeUnpickler
-from windlass.checkpoint.safetensors_file import TensorFile, tensor_bytes
-from windlass.checkpoint.zip_records import NotZipError, ZipError, ZipRecord, ZipRecords
+from windlass.compat.checkpoint.safe_unpickler import AllowedFunction, MemoryBudget, SafeUnpickler
+from windlass.compat.checkpoint.zip_records import NotZipError, ZipError, ZipRecord, ZipRecords
 
 _STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -218,11 +218,6 @@ def find_damaged_record(path: Path) -> str:
     file = TorchFile(path)
     with file:
         return file.first_damaged_record()
-
-
-def open_tensor_file(path: Path) -> TensorFile:
-    """Open the data file `path` of either format for reading."""
-    return TorchFile(path) if path.suffix == ".pt" else TensorFile(path)
 
 
 class _PickleResolver:

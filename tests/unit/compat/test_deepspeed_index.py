@@ -21,10 +21,10 @@ from tests.unit.checkpoint import sample_states
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import read_full, save
 from windlass.checkpoint.checkpoint_listing import list_checkpoints
-from windlass.checkpoint.pickle_stand_ins import NumpyArrayStandIn, NumpyDtypeStandIn
 from windlass.checkpoint.safetensors_export import export_safetensors
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-from windlass.checkpoint.torch_file import read_torch_file
+from windlass.compat.checkpoint.pickle_stand_ins import NumpyArrayStandIn, NumpyDtypeStandIn
+from windlass.compat.checkpoint.torch_file import read_torch_file
 
 MODEL, OPTIM = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -182,8 +182,8 @@ ODD = {
         "its pickle cannot be read",
     ),
     "a class of ours": (
-        _changes("windlass.checkpoint.torch_file TorchFile", b")\x81"),
-        "asks for windlass.checkpoint.torch_file.TorchFile",
+        _changes("windlass.compat.checkpoint.torch_file TorchFile", b")\x81"),
+        "asks for windlass.compat.checkpoint.torch_file.TorchFile",
     ),
     "an extension": (b"\x80\x02\x82\x01.", "its pickle cannot be read"),
     "nothing": (b"", "its pickle cannot be read"),

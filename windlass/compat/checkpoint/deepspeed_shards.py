@@ -14,8 +14,8 @@ from windlass.base.errors import CheckpointError
 from windlass.checkpoint.checkpoint_index import ChunkRecord, TensorRecord
 from windlass.checkpoint.fragment_boxes import boxes_of_range
 from windlass.checkpoint.safetensors_file import dtype_code
-from windlass.checkpoint.torch_file import StoredTensor, crc32_of_elements, entry_of_elements
-from windlass.checkpoint.torch_file import literal_entry as entry_of_bytes
+from windlass.compat.checkpoint.torch_file import StoredTensor, crc32_of_elements, entry_of_elements
+from windlass.compat.checkpoint.torch_file import literal_entry as entry_of_bytes
 
 
 @dataclass

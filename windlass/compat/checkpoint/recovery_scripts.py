@@ -15,7 +15,7 @@ _SCRIPT = '''#!/usr/bin/env python
 import sys
 
 try:
-    import windlass.checkpoint.consolidated as consolidated
+    import windlass.compat.checkpoint.consolidated as consolidated
 except ModuleNotFoundError as error:
     if error.name != "windlass":
         raise

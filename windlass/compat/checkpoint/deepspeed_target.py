@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-from windlass.checkpoint.deepspeed_export import DeepSpeedTarget
+from windlass.checkpoint.foreign_formats import ExportSource
+from windlass.compat.checkpoint.deepspeed_export import DeepSpeedTarget
 from windlass.config import Config
 from windlass.engine.extra_state import extra_state_names
-from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.optim.loss_scale import DynamicLossScale, LossScale
-from windlass.zero.sharded_model import ShardedModel
 
 _FLAT = ("FusedAdam",)  # optimizers that DeepSpeed's stage 0 steps on flat groups if parameters are 16-bit
 
 
-def build_deepspeed_target(
-    model: ShardedModel, config: Config, raw_config: Any, optimizer: ShardedOptimizer | None, scaler: LossScale
-) -> DeepSpeedTarget:
-    """Build the `DeepSpeedTarget` of an engine.
-
-    Args:
-        raw_config: the configuration as the script gave it.
-    """
+def build_deepspeed_target(source: ExportSource) -> DeepSpeedTarget:
+    """Build the `DeepSpeedTarget` of an engine."""
+    model, config = source.model, source.config
     zero = config.zero_optimization
     return DeepSpeedTarget(
         stage=model.policy.stage,
@@ -34,10 +29,10 @@ def build_deepspeed_target(
         low_precision="bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else None,
         state_dict_keys=list(_state_dict_keys(model.model)),
         trainable_names=frozenset(name for unit in model.units if unit.trainable for name in unit.names),
-        flat_optimizer=_steps_flat_groups(config, optimizer),
+        flat_optimizer=_steps_flat_groups(config, source.optimizer),
         gradient_clipping=config.gradient_clipping,
-        loss_scaling=_loss_scaling_fields(scaler),
-        config=raw_config if isinstance(raw_config, dict) else {},
+        loss_scaling=_loss_scaling_fields(source.loss_scale),
+        config=source.raw_config if isinstance(source.raw_config, dict) else {},
     )
 
 
@@ -57,10 +52,10 @@ def _state_dict_keys(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _steps_flat_groups(config: Config, optimizer: ShardedOptimizer | None) -> bool:
+def _steps_flat_groups(config: Config, optimizer: torch.optim.Optimizer | None) -> bool:
     section = config.optimizer
     if optimizer is None or section is None:
-        return optimizer is not None and type(optimizer.optimizer).__name__ in _FLAT
+        return optimizer is not None and type(optimizer).__name__ in _FLAT
     return section.type.lower() in ("adam", "adamw") and not section.params.get("torch_adam")
 
 

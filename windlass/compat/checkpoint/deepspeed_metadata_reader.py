@@ -12,8 +12,8 @@ import torch
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.checkpoint import plain_data
-from windlass.checkpoint.pickle_stand_ins import LossScalerStandIn, NamespaceStandIn, NumpyArrayStandIn
-from windlass.checkpoint.torch_file import StoredTensor
+from windlass.compat.checkpoint.pickle_stand_ins import LossScalerStandIn, NamespaceStandIn, NumpyArrayStandIn
+from windlass.compat.checkpoint.torch_file import StoredTensor
 
 # keys that DeepSpeed's engine writes besides the caller's `client_state`
 _ENGINE_KEYS = frozenset(

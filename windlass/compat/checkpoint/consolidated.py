@@ -26,14 +26,18 @@ from windlass.base.log import logger
 from windlass.checkpoint.checkpoint_directory import (
     INDEX_FILE,
     LATEST,
-    is_checkpoint,
-    is_deepspeed_checkpoint,
+    is_any_checkpoint,
     read_latest,
 )
-from windlass.checkpoint.consolidated_files import StoredWeight, parse_output_dtype, parse_shard_size, write_weights
 from windlass.checkpoint.safetensors_export import missing_parameters, stored_names, stored_param_dtype
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-from windlass.checkpoint.torch_file import read_torch_file
+from windlass.compat.checkpoint.consolidated_files import (
+    StoredWeight,
+    parse_output_dtype,
+    parse_shard_size,
+    write_weights,
+)
+from windlass.compat.checkpoint.torch_file import read_torch_file
 
 
 class NotZeroCheckpointError(CheckpointError, ValueError):
@@ -249,7 +253,7 @@ def _tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> P
     if tag is None:
         if not root.is_dir():
             raise NotZeroCheckpointError(f"the directory {str(root)!r} does not exist")
-        whole = is_checkpoint(root) or is_deepspeed_checkpoint(root)
+        whole = is_any_checkpoint(root)
         hint = (
             f"{root} is a checkpoint itself: give its parent, and the tag {root.absolute().name!r}"
             if whole

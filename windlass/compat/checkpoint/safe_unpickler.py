@@ -14,8 +14,8 @@ from sys import getsizeof
 from typing import Any
 
 from windlass.checkpoint.key_validation import KeyValidator
-from windlass.checkpoint.pickle_stand_ins import PickleStandIn
 from windlass.checkpoint.plain_data import MOST_DEPTH
+from windlass.compat.checkpoint.pickle_stand_ins import PickleStandIn
 
 _MOST_ARGUMENTS = 64
 _LONGEST_INTEGER = 255  # bytes; Python does not convert larger integers to text

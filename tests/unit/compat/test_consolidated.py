@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.deepspeed_checkpoint_writer import write
-from tests.unit.checkpoint.test_deepspeed_index import MODEL, OPTIM, changed, trained
+from tests.unit.compat.test_deepspeed_index import MODEL, OPTIM, changed, trained
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint import consolidated
-from windlass.checkpoint.recovery_scripts import SCRIPTS, write_recovery_scripts
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-from windlass.checkpoint.to_windlass import convert_to_windlass
-from windlass.checkpoint.to_windlass import main as ds_to_universal
+from windlass.compat.checkpoint import consolidated
+from windlass.compat.checkpoint.recovery_scripts import SCRIPTS, write_recovery_scripts
+from windlass.compat.checkpoint.to_windlass import convert_to_windlass
+from windlass.compat.checkpoint.to_windlass import main as ds_to_universal
 from windlass.compat.clone_tensors import clone_tensors_for_torch_save
 
 
