@@ -62,7 +62,7 @@ TABLE: dict[str, StandInEntry] = {
         for name in _RUNNERS
     },
     "deepspeed.launcher.launch": works("windlass.compat.deepspeed_node_command"),
-    "deepspeed.env_report": works("windlass.cli.environment.ds_report"),
+    "deepspeed.env_report": works("windlass.compat.ds_report"),
     "deepspeed.utils.zero_to_fp32": works(_WHOLE),
     "deepspeed.utils.zero_to_torch": works("windlass.compat.zero_to_torch"),
     **{f"deepspeed.utils.zero_to_fp32.{name}": works(f"{_WHOLE}:{name}") for name in _NAMES},

@@ -8,7 +8,7 @@ import shutil
 import sys
 from typing import Any
 
-from windlass.cli.environment.try_fact import output_of
+from windlass.observe.environment.try_fact import output_of
 
 SHARED_MEMORY_PATH = "/dev/shm"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.comm.mesh_shape import DATA_AXES, MeshShape
-from windlass.comm.topology import (
+from windlass.compat.process_topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,

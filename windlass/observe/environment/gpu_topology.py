@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from windlass.cli.environment.try_fact import output_of
+from windlass.observe.environment.try_fact import output_of
 
 LINK_CLASSES = {
     "NV": "NVLink, # of them together",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
 from windlass.base.text import print_escaped
-from windlass.cli.environment import backend_support, costly_settings, gpu_topology, hardware_facts, version_facts
-from windlass.cli.environment.try_fact import UNKNOWN, is_unknown, output_of, try_fact
+from windlass.observe.environment import backend_support, costly_settings, gpu_topology, hardware_facts, version_facts
+from windlass.observe.environment.try_fact import UNKNOWN, is_unknown, output_of, try_fact
 
 _RULE = "-" * 50
 _NAME_WIDTH = 24

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
-from windlass.comm.topology import PipeDataParallelTopology, ProcessTopology
+from windlass.compat.process_topology import PipeDataParallelTopology, ProcessTopology
 
 
 class PipelineParallelGrid:
