@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import time
 
 import torch
 
@@ -26,6 +27,12 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work queued on `device`. A CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def synchronized_time(device: torch.device) -> float:
+    """Return the time in seconds, after all work queued on `device`."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 def keep_freed_memory() -> bool:

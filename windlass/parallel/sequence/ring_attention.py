@@ -88,8 +88,8 @@ class _RingAttention(torch.autograd.Function):
                 context.repeat_kv_heads(v[:, :, : context.block_tokens[step]]),
             )
             for tile in tiles:
-                parts = _tile_slice(query, tile, "q"), _tile_slice(k, tile, "k"), _tile_slice(v, tile, "k")
-                whole.add(tile, *kernels.kernel_for(tile).forward(*parts, tile, context.score_spec))
+                qkv = _tile_slice(query, tile, "q"), _tile_slice(k, tile, "k"), _tile_slice(v, tile, "k")
+                whole.add(tile, *kernels.kernel_for(tile).forward(qkv, tile, context.score_spec))
         output = whole.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, whole.lse)
         ctx.turn, ctx.kernels = context, kernels
@@ -108,13 +108,11 @@ class _RingAttention(torch.autograd.Function):
             k_all, v_all = (turn.repeat_kv_heads(k), turn.repeat_kv_heads(v)) if tiles else (k, v)
             for tile in tiles:
                 rows, (q0, q1), (k0, k1) = slice(*tile.samples), tile.queries, tile.keys
+                qkv = _tile_slice(query, tile, "q"), _tile_slice(k_all, tile, "k"), _tile_slice(v_all, tile, "k")
                 dq, dk, dv = kernels.kernel_for(tile).backward(
                     _tile_slice(gradient, tile, "q"),
-                    _tile_slice(query, tile, "q"),
-                    _tile_slice(k_all, tile, "k"),
-                    _tile_slice(v_all, tile, "k"),
-                    _tile_slice(output, tile, "q"),
-                    lse[rows, :, q0:q1],
+                    qkv,
+                    (_tile_slice(output, tile, "q"), lse[rows, :, q0:q1]),
                     tile,
                     turn.score_spec,
                 )
