@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass import watchdog
-from windlass.base.compute_device import keep_freed_memory, local_device
+from windlass.base.compute_device import local_device
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
 from windlass.base.log import logger, set_config_log_level
-from windlass.base.malloc_thresholds import returning_freed_memory
+from windlass.base.malloc_thresholds import keep_freed_memory, returning_freed_memory
 from windlass.base.text import join_abridged
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
 from windlass.comm.comms_logger import comms_logger

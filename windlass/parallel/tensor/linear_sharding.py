@@ -154,10 +154,10 @@ class ColumnInputHook:
     """
 
     def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding | None) -> None:
-        self._input_hook, self._sequence_sharding = input_hook, sequence_sharding
+        self._input_hook, self.sequence_sharding = input_hook, sequence_sharding
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        sizes = self._sequence_sharding.rank_sizes(args[0]) if self._sequence_sharding is not None else None
+        sizes = self.sequence_sharding.rank_sizes(args[0]) if self.sequence_sharding is not None else None
         return self._input_hook(args[0], sizes), *args[1:]
 
 
