@@ -150,6 +150,7 @@ def _has_generation_cache(model: Any) -> bool:
         return False
     if not hasattr(model, "_supports_default_dynamic_cache"):
         return False
-    return "next_sequence_length" in inspect.signature(type(model).prepare_inputs_for_generation).parameters or any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in inspect.signature(prepare).parameters.values()
-    )
+    from transformers import GenerationMixin
+
+    # older releases count cache positions in another way, and recompute here
+    return "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
