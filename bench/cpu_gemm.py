@@ -95,7 +95,7 @@ def main(
         square = torch.randn(_ROOF_SIDE, _ROOF_SIDE)
         module = chosen.module
         runs: dict[str, Callable[[], object]] = {
-            _READ: lambda: module.read_memory(memory.data_ptr(), _ROOF_BYTES, torch.get_num_threads()),
+            _READ: lambda: module.read_memory(chosen.number, memory.data_ptr(), _ROOF_BYTES, torch.get_num_threads()),
             _GEMM: lambda: square @ square,
             **{key: contender.run for key, contender in contenders.items()},
         }
