@@ -11,6 +11,7 @@ from torch import nn
 
 from windlass.attention import install_attention, use_backend
 from windlass.base.errors import ModelError
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
@@ -60,6 +61,7 @@ class PagedModelRunner:
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be computed in one row"
             )
         self.model, self.kv_dtype, self._packed = model, kv_dtype, packed
+        self.lora: LoraAdapters | None = None
         self.block_size, self.num_blocks = block_size, 1
         self._restore = _install(model)
         self.device = find_device(model)
@@ -79,7 +81,8 @@ class PagedModelRunner:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
         self._backend.begin(batch)
         active = nullcontext() if self._packed is None else self._packed.active()
-        with torch.inference_mode(), use_backend(self._backend), active:
+        adapters = nullcontext() if self.lora is None else self.lora.active(batch)
+        with torch.inference_mode(), use_backend(self._backend), active, adapters:
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
