@@ -22,6 +22,9 @@ from windlass.inference.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 
+# peft 0.21 asks transformers for a name that it deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_proj", "o_proj"], "bloom": ["dense"]}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {"r": 4, "lora_alpha": 9},

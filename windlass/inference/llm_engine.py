@@ -87,7 +87,7 @@ class LLMEngine:
         self._waiting: dict[int, GenerationSequence] = {}
         self._numbers = itertools.count()
         self._seeds = random.Random(options.seed)
-        self._compiler = StructuredOutputCompiler(tokenizer, runner.vocab_size)
+        self._compiler = StructuredOutputCompiler(tokenizer, runner.vocab_size, self.eos_ids)
         self._preempted = PreemptedBlocks(runner, options, self.cost)
         self._stats = EngineStats(kv_blocks=runner.num_blocks)
         self._finished_counts: dict[str, int] = {}
@@ -476,7 +476,12 @@ class LLMEngine:
             tokens = sample(chosen, [sequence.sampler for sequence, *_ in live])
             following = []
             for (sequence, rows, computed, drafts), token in zip(live, tokens, strict=True):
+                if sequence.output.finished():
+                    continue  # an error of another candidate has ended the request
                 sequence.num_computed = computed + depth
+                if token.error is not None:
+                    self._end(sequence.request, "error", token.error)
+                    continue
                 ended = self._append(sequence, token)
                 accepted = depth < len(drafts) and drafts[depth] == token.token
                 if accepted:
@@ -522,7 +527,7 @@ class LLMEngine:
             assert output.logprobs is not None and output.cumulative_logprob is not None
             output.cumulative_logprob += sampled.logprobs[token].logprob
             output.logprobs.append(self._with_text(sampled.logprobs))
-        if sequence.constraint is not None and token not in self.eos_ids:
+        if sequence.constraint is not None:
             try:
                 sequence.constraint.accept(token)
             except RequestError as error:
@@ -618,7 +623,12 @@ class LLMEngine:
         ready = [s for s in ready if s.constraint is None or not s.constraint.is_complete()]
         if not ready:
             return
-        found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
+        try:
+            found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
+        except Exception:  # drafts change no token, so requests go on without
+            logger.exception("speculative decoding has stopped by an error; requests go on without drafts")
+            self._proposer = None
+            return
         for sequence, drafts in zip(ready, found, strict=True):
             room = sequence.request.max_tokens - len(sequence.generated) - 1
             sequence.drafts = drafts[: max(room, 0)]
