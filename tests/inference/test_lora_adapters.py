@@ -23,7 +23,11 @@ from windlass.inference.sampling_params import SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 
 # peft 0.21 asks transformers for a name that it deprecates
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+]
 
 ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_proj", "o_proj"], "bloom": ["dense"]}
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -81,10 +85,10 @@ def test_mixed_adapters_generate_what_peft_does(name: str, budget: int, tmp_path
     model = served(name)
     directories = write_three(model, name, tmp_path)
     before = copy.deepcopy(model.state_dict())
-    prompts = make_prompts(16, VOCABULARY, 20, shared=20)
+    prompts = make_prompts(16, VOCABULARY, 7, shared=18)
     wanted = [[None, *directories][number // 2 % 4] for number in range(16)]
     options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 8), "kv_cache_tokens": 256}
-    with LLM(model, **options, max_model_len=64, lora=directories) as llm:
+    with LLM(model, **options, max_model_len=32, lora=directories) as llm:
         outputs = llm.generate(prompts, GREEDY, lora_request=wanted)
         again = llm.generate(prompts, GREEDY, lora_request=wanted)  # from the prefix cache
         assert llm.stats().kv_cache_usage == 0
