@@ -25,7 +25,9 @@ SUM = 'start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]{1,3}/'
 def obeys(params: StructuredOutputsParams, text: str) -> bool:
     if params.json is not None:
         value = json.loads(text)
-        return isinstance(value["flag"], bool) and value["kind"] in ("a", "bc") and set(value) <= set(SCHEMA["properties"])
+        return (
+            isinstance(value["flag"], bool) and value["kind"] in ("a", "bc") and set(value) <= set(SCHEMA["properties"])
+        )
     if params.regex is not None:
         return re.fullmatch(params.regex, text) is not None
     if params.choice is not None:

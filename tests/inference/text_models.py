@@ -21,7 +21,9 @@ def byte_level_tokenizer(size: int = 400) -> Any:
 
     made = ByteLevelBPETokenizer()
     made.train_from_iterator(TEXT, vocab_size=size, min_frequency=2, special_tokens=["<pad>", "<bos>", END])
-    return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token=END, bos_token="<bos>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made._tokenizer, eos_token=END, bos_token="<bos>", pad_token="<pad>"
+    )
 
 
 def sentencepiece_tokenizer() -> Any:

@@ -201,7 +201,9 @@ class LoraAdapters:
         kind = type(self._model).__name__
         if sizes is None:
             found = "has no such module" if module is None else f"has a {type(module).__name__} there"
-            raise ModelError(f"adapter {name!r} changes {path}, and {kind} {found}; adapters of linear layers are served")
+            raise ModelError(
+                f"adapter {name!r} changes {path}, and {kind} {found}; adapters of linear layers are served"
+            )
         given = (weight.a.shape[1], weight.b.shape[0])
         if sizes != given:
             raise ModelError(

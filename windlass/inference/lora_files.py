@@ -70,9 +70,7 @@ def read_lora(name: str, directory: str | Path) -> dict[str, LowRankWeight]:
     return {path: _make_weight(where, path, sides, config) for path, sides in found.items()}
 
 
-def _make_weight(
-    where: str, path: str, sides: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> LowRankWeight:
+def _make_weight(where: str, path: str, sides: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> LowRankWeight:
     missing = sorted({"A", "B"} - set(sides))
     if missing:
         raise ModelError(f"{where} lacks lora_{missing[0]} of {path}; save it again by peft's save_pretrained")

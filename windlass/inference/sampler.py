@@ -146,7 +146,9 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
         tokens[drawing] = draw_tokens(chosen, params, [samplers[row].draw() for row in drawing])
     ids = tokens.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(samplers)
-    reporting = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None and row not in errors]
+    reporting = [
+        row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None and row not in errors
+    ]
     if reporting:
         counts = [samplers[row].params.logprobs or 0 for row in reporting]
         found = take_logprobs(logits[reporting], [ids[row] for row in reporting], counts)
@@ -155,9 +157,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
     return [SampledToken(ids[row], logprobs[row], errors.get(row)) for row in range(len(samplers))]
 
 
-def _change_rows(
-    logits: torch.Tensor, samplers: Sequence[SequenceSampler]
-) -> tuple[torch.Tensor, dict[int, str]]:
+def _change_rows(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> tuple[torch.Tensor, dict[int, str]]:
     """Return logits with masks and penalties, and the errors of rows."""
     changed = [row for row, sampler in enumerate(samplers) if sampler.changes_logits]
     if not changed:
