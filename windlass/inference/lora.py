@@ -1,8 +1,8 @@
 """LoRA adapters of a served model: several in one batch, each for the rows of its sequences.
 
 [Note: adapters of rows] The layers of a step compute all its tokens in one row. While a batch with adapters runs, the
-forward of each target layer is wrapped: it computes the layer's own output, and then adds `x @ a.T @ b.T` to the rows of
-each adapter (Chen et al. 2023, Punica). Outside of such a batch the module is as it was, so it can be trained.
+forward of each target layer is wrapped: it computes the layer's own output, and then adds `x @ a.T @ b.T` to the rows
+of each adapter (Chen et al. 2023, Punica). Outside of such a batch the module is as it was, so it can be trained.
 """
 
 from __future__ import annotations

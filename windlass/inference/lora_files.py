@@ -21,10 +21,13 @@ _PREFIX = "base_model.model."
 
 # Keys of peft's LoraConfig that do not change what a saved adapter computes, or that are read here.
 _KNOWN = frozenset(
-    "alpha_pattern auto_mapping base_model_name_or_path exclude_modules fan_in_fan_out inference_mode init_lora_weights "
-    "layers_pattern layers_to_transform lora_alpha lora_dropout loftq_config megatron_core megatron_config peft_type "
-    "peft_version qalora_group_size r rank_pattern revision runtime_config target_modules task_type use_rslora "
-    "eva_config corda_config lora_ga_config ensure_weight_tying bias velora_config".split()
+    (
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying"),
+        *("eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
+        *("layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config"),
+        *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision"),
+        *("runtime_config", "target_modules", "task_type", "use_rslora", "velora_config"),
+    )
 )
 # Initializations that change the base weights, to which the saved adapter then belongs.
 _CHANGES_BASE = re.compile("pissa|olora|corda|loftq|lora_ga", re.IGNORECASE)

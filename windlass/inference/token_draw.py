@@ -1,8 +1,8 @@
 """Draw of tokens by temperature, min-p, top-k and top-p.
 
 [Note: exact nucleus] The nucleus is a few of 100,000 tokens, and sorting all of them takes longer than a small model's
-step. So tokens whose weight is at least a threshold are sorted alone, if they reach `top_p` together; else the threshold
-is lowered, down to all tokens. The result does not depend on the threshold that was enough.
+step. So tokens whose weight is at least a threshold are sorted alone, if they reach `top_p` together; else the
+threshold is lowered, down to all tokens. The result does not depend on the threshold that was enough.
 
 On the CPU each row is computed by itself, so its token has the same bits in any batch.
 """
