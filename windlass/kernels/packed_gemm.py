@@ -76,14 +76,14 @@ class PackedPanels:
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute `packed_linear`, whose checks have passed."""
         module = self._path.module
-        if module is None or not x.is_cpu:
+        if module is None:
             x = quantize_groups(x) if self.quantize_inputs else x
             return self.format.linear(x, self._tensors, None if bias is None else bias.to(x.dtype))
-        x = x.detach() if x.is_contiguous() else x.detach().contiguous()
+        x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
         if out.numel() == 0:
             return out
-        wide_bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        wide_bias = None if bias is None else bias.to(torch.float32).contiguous()
         module.linear(
             self._path.number,
             *self._address,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
@@ -84,6 +86,28 @@ def test_rows_have_the_same_bits_in_every_batch(
     finally:
         torch.set_num_threads(1)
     assert torch.equal(alone, together[first : first + count])
+
+
+@pytest.mark.parametrize("path", NATIVE)
+def test_more_rows_than_are_packed_at_once(path: str) -> None:
+    packed, x = pack_weight(random(17, 5), path=path), random(2100, 5, seed=1)
+    found = packed_linear(x, packed)
+    assert torch.equal(found, torch.cat([packed_linear(part, packed) for part in x.split(300)]))
+    assert torch.allclose(found, x @ random(17, 5).T, atol=1e-5)
+
+
+@pytest.mark.skipif(not NATIVE, reason="no native module was built")
+def test_forked_child_multiplies_with_threads() -> None:
+    packed, x = pack_weight(random(400, 300)), random(64, 300, seed=1)
+    torch.set_num_threads(2)
+    try:
+        wanted = packed_linear(x, packed)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(packed_linear(x, packed), wanted) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(1)
 
 
 @given(outputs=st.integers(1, 40), extra=st.integers(1, 40), rows=st.integers(1, 20), **native_kinds)

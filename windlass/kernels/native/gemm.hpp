@@ -18,11 +18,9 @@ using windlass::kStepBytes;
 using windlass::PanelCode;
 using windlass::RowBlock;
 
-// Steps by which the weight is requested ahead of its use.
-#ifndef WINDLASS_AHEAD
-#define WINDLASS_AHEAD 32
-#endif
-constexpr std::int64_t kAhead = WINDLASS_AHEAD;
+// Steps by which the weight is requested ahead of its use, into the second-level cache: the first has too few misses in
+// flight for a latency of memory.
+constexpr std::int64_t kAhead = 64;
 
 // How a step of a panel is multiplied. `Input` is the element of the packed input, of which a step has kInputs a row.
 struct PlainStep {  // float32 weights
@@ -113,7 +111,7 @@ WINDLASS_INLINE void add_steps(const char* const* at, std::int64_t panel_bytes, 
 #pragma GCC unroll 16
         for (int column = 0; column < kColumns; ++column) {
             const char* from = at[column / kVectors] + step * kStepBytes;
-            if (column % kVectors == 0) __builtin_prefetch(from + ahead);
+            if (column % kVectors == 0) __builtin_prefetch(from + ahead, 0, 2);
             bits[column] = load<U>(from + (column % kVectors) * sizeof(U));
         }
 #pragma GCC unroll 16

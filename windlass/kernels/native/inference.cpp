@@ -23,6 +23,7 @@ namespace windlass {
 namespace {
 
 constexpr std::int64_t kCacheBytes = 384 << 10;  // of weights that a core keeps in its second-level cache
+constexpr std::int64_t kRowsAtOnce = 1020;       // of a product, so that their packed input stays small; 85 blocks of 12
 constexpr std::int64_t kMostFeatures = 1024;     // of a head of a cache
 // Work that one thread does in the time that a second one takes to start.
 constexpr std::int64_t kSerialProducts = 100'000;
@@ -200,7 +201,14 @@ void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::
     refuse(rows <= 0 || outputs <= 0 || features <= 0 || threads <= 0, "a product needs sizes and threads above 0");
     refuse(panels % kStepBytes != 0, "a packed weight begins at a multiple of 64 bytes");
     const nb::gil_scoped_release released;
-    multiply_all(chosen, job, threads);
+    const std::int64_t width = is_bf16 ? 2 : 4;
+    for (std::int64_t first = 0; first < rows; first += kRowsAtOnce) {
+        GemmJob part = job;
+        part.rows = std::min(kRowsAtOnce, rows - first);
+        part.x = reinterpret_cast<const char*>(x) + first * features * width;
+        part.y = reinterpret_cast<char*>(y) + first * outputs * width;
+        multiply_all(chosen, part, threads);
+    }
 }
 
 CacheOfLayer make_cache(int code, std::uint64_t keys, std::uint64_t values, std::uint64_t key_scales,
