@@ -18,7 +18,7 @@ from windlass.inference.step_recording import (
     NotRecordableError,
     Operator,
     Recording,
-    StepRecorder,
+    OperatorRecorder,
     StorageKey,
     TensorRef,
     evaluate,
@@ -384,7 +384,7 @@ def _record(record: Callable[[StepBatch], torch.Tensor], tokens: int, rows: int,
         logit_rows=torch.arange(rows),
         sequence_ids=[0],
     )
-    recorder = StepRecorder([batch.token_ids, batch.positions, batch.logit_rows])
+    recorder = OperatorRecorder([batch.token_ids, batch.positions, batch.logit_rows])
     with torch.no_grad(), recorder.active():
         logits = record(batch)
     recorder.recording.result = recorder.refer(logits)

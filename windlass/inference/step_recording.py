@@ -80,15 +80,15 @@ class Recording:
     result: TensorRef | None = None
 
 
-_active: ContextVar[StepRecorder | None] = ContextVar("windlass_step_recorder", default=None)
+_active: ContextVar[OperatorRecorder | None] = ContextVar("windlass_step_recorder", default=None)
 
 
-def get_recorder() -> StepRecorder | None:
+def get_recorder() -> OperatorRecorder | None:
     """Return the recorder of the running forward, if there is one."""
     return _active.get()
 
 
-class StepRecorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Records every operator that runs inside of its context.
 
     Args:
