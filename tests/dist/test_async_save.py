@@ -270,7 +270,7 @@ def test_a_full_disk_is_told_on_all_ranks_at_once_and_leaves_the_former_checkpoi
     said = results[0]
     for call in ("blocking", "step", "save", "finish", "destroy"):
         assert said[call].startswith("CheckpointError: "), call
-        for word in (f"rank {BAD_RANK}: disk full while writing", "former checkpoints are untouched", ".safetensors"):
+        for word in (f"rank {BAD_RANK}: disk full while writing", "earlier checkpoints are unchanged", ".safetensors"):
             assert word in said[call], said[call]
         assert ("the checkpoint" in said[call] and f"{folder}/bad was not written" in said[call]) != (
             call == "blocking"

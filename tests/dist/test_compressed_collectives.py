@@ -331,10 +331,10 @@ def wrong(case: str) -> None:
         ("codecs", "CodecError", "different codecs (rank 0: 'identity', rank 1: 'bf16')"),
         ("dtype", "CodecError", "codec 'bf16' does not accept a tensor of torch.int32 and shape (3, 2)"),
         ("name", "CodecError", "there is no codec named 'zip'"),
-        ("sizes", "CollectiveArgumentError", "5 rows cannot be cut into parts of [2, 2] for 2 ranks"),
+        ("sizes", "CollectiveArgumentError", "5 rows cannot be split into parts of [2, 2] for 2 ranks"),
         ("own", "CollectiveArgumentError", "has 5 rows"),
-        ("rows", "CollectiveArgumentError", "all_to_all cannot cut 5 rows into 2 equal parts"),
-        ("peer", "CollectiveArgumentError", "is no peer of rank"),
+        ("rows", "CollectiveArgumentError", "all_to_all cannot split 5 rows into 2 equal parts"),
+        ("peer", "CollectiveArgumentError", "is not a peer of rank"),
         ("scalar", "CollectiveArgumentError", "a scalar has no rows"),
     ],
 )

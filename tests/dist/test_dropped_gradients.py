@@ -530,7 +530,7 @@ def edited_late(stage: int) -> str:
     first = next(engine.module.parameters())
     first.data.mul_(0.5)
     engine.backward(engine(**subject.batch(Place(2, 0, rank))))
-    with pytest.raises(ModelError, match="was changed in place while an update of it was under way") as raised:
+    with pytest.raises(ModelError, match="was changed in place during its update") as raised:
         engine.step()
     return str(raised.value)
 

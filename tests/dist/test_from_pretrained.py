@@ -169,7 +169,7 @@ def garble(directory: Path) -> None:
 
 BROKEN = {
     "another shape": (widen, 1, "down_proj.*28"),
-    "cut short": (shorten, 1, "model.safetensors is cut short"),
+    "cut short": (shorten, 1, "model.safetensors is truncated"),
     "no shard": (lose_a_shard, 3, r"model-\d+.*is missing"),
     "garbage": (garble, 1, "not a safetensors file"),
     "no config": (lambda d: (d / "config.json").unlink(), 1, "no config.json"),

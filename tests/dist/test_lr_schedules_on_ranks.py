@@ -143,4 +143,6 @@ def test_a_schedule_after_a_group_was_added() -> None:
         assert found == pytest.approx([LR * 3 / 4, 0.003]) and not said
     for found, said in run_ranks(with_a_group_more, 2, "LambdaLR"):
         assert found[1] == 0.003
-        assert "LambdaLR was made for 1 optimizer groups, and there are 2" in said and "engine.lr_scheduler" in said
+        assert (
+            "LambdaLR was constructed for 1 optimizer groups, and there are 2" in said and "engine.lr_scheduler" in said
+        )

@@ -246,7 +246,7 @@ def _plainly(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[f
 
 
 def test_the_message_is_the_one_printed_and_the_table_mends_it() -> None:
-    (printed,) = re.findall(r"```text\n(tensor parallelism can't cut.*?)\n```", TEXT, re.DOTALL)
+    (printed,) = re.findall(r"```text\n(tensor parallelism can't shard.*?)\n```", TEXT, re.DOTALL)
     for message, losses in run_ranks(with_table, 2):
         assert message == printed.replace("\n", " ")
         assert len(losses) == 2 * SAMPLES // 4

@@ -324,7 +324,9 @@ def set_by_hand(stages: list[int]) -> None:
         engine = windlass.initialize(model=model, config=config)[0]
         before = engine.full_state_dict()
         engine.backward(engine(torch.ones(1, 3)).sum())
-        with pytest.raises(ModelError, match=r"'bias'.grad was set by hand \(1 such\).*torch.autograd.backward"):
+        with pytest.raises(
+            ModelError, match=r"'bias'.grad was assigned by the script \(1 such parameters\).*torch.autograd.backward"
+        ):
             model.bias.grad = torch.ones(1)
         assert all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
         engine.zero_grad()

@@ -567,7 +567,7 @@ def refused() -> list[str]:
 
 
 REFUSALS = [
-    "ModelError: Linear is no model of transformers",
+    "ModelError: Linear is not a transformers model",
     'ConfigError: sp_mode = "stripes" is unknown; write "ulysses"',
     r"ConfigError: ulysses_degree = 3 does not divide the 2 ranks along sp; \[1, 2\] would",
     'ConfigError: ulysses_degree = 2 of 2 ranks contradicts sp_mode = "ring"',
@@ -579,7 +579,7 @@ REFUSALS = [
     "ModelError: LlamaForCausalLM got output_attentions",
     "ModelError: LlamaForCausalLM got logits_to_keep",
     r"ModelError: attention_mask is \[2, 1, 8, 8\]",
-    r"ModelError: speaker has the shape \[2, 8\] of one value a token",
+    r"ModelError: speaker has the shape \[2, 8\] of one value per token",
     "ModelError: the batch describes packed documents by one of cu_seq_lens_q",
     r"ModelError: labels has the shape \[2, 7\], but the sequences have 8 tokens",
     r"ModelError: a batch with the keys \['labels'\] has neither input_ids",

@@ -94,5 +94,5 @@ def test_a_grid_is_a_scripts_mpu_and_another_order_is_refused_on_every_rank() ->
     """
     for found, refused in run_ranks(read_back, 4):
         assert found == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
-        assert refused.startswith("rank 0: the mpu counts ranks in another order")
+        assert refused.startswith("rank 0: the mpu orders ranks differently")
         assert "the ranks of get_pipe_parallel_group() is [0, 1]" in refused and "would be [0, 2]" in refused

@@ -202,7 +202,7 @@ def with_a_tensor_that_a_hook_kept(stage: int) -> None:
 
 
 def test_a_tensor_from_inside_of_the_model_is_refused_and_not_called_wrong() -> None:
-    with pytest.raises(RankError, match="depends on a tensor inside of the model by another way"):
+    with pytest.raises(RankError, match="depends on a tensor inside the model by another path"):
         verify_training(with_a_tensor_that_a_hook_kept, 1)
 
 

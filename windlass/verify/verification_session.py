@@ -46,7 +46,7 @@ class VerificationSession(InitializeObserver):
             return
         if update_class(optimizer).reduces_itself:
             raise ConfigError(
-                f"verify compares the optimizer with its own step in plain PyTorch, and {type(optimizer).__name__} has "
+                f"verify compares the optimizer with its step in plain PyTorch, and {type(optimizer).__name__} has "
                 "none: its update reduces gradients itself; verify the script with another optimizer.type"
             )
         mixed = config.fp16.enabled or config.bf16.enabled

@@ -36,8 +36,8 @@ MEMORY_POINTS = ("model built", "engine built", "before the step", "after the st
 
 def main(folder: Path) -> None:
     """Run the task in `folder` and write `rankN.json` there. An expected error is printed as one message."""
-    told = json.loads((folder / "work.json").read_text())
-    work = TASK_TYPES[told["kind"]](**told["work"])
+    work_data = json.loads((folder / "work.json").read_text())
+    work = TASK_TYPES[work_data["kind"]](**work_data["work"])
     try:
         init_distributed()
         measured = measure_zero_memory(work) if isinstance(work, ZeroMemoryTask) else measure_training(work)
@@ -106,9 +106,9 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
     losses: dict[str, list[float]] = {label: [] for label in trainees}
     copied: dict[str, dict[str, int]] = {}
     labels = list(trainees)
-    for turn in range(work.rounds):
+    for round_index in range(work.rounds):
         # slow drift of the machine then affects all configurations alike
-        for label in labels if turn % 2 == 0 else reversed(labels):
+        for label in labels if round_index % 2 == 0 else reversed(labels):
             for step in range(work.steps + 1):
                 before = _copied_bytes(trainees[label])
                 took, loss = _timed_step(trainees[label], work, device, len(losses[label]))
@@ -125,8 +125,8 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
         "seconds": seconds,
         "losses": losses,
         "copied": copied,
-        "transport": {label: said.get("transport", "none") for label, said in reports.items()},
-        "delayed_update": {label: said.get("delayed_update") for label, said in reports.items()},
+        "transport": {label: report.get("transport", "none") for label, report in reports.items()},
+        "delayed_update": {label: report.get("delayed_update") for label, report in reports.items()},
         "work": asdict(work),
     }
 

@@ -126,7 +126,7 @@ class GradientReducer:
         largest: dict[int, int] = {}
         for unit in units:
             largest[id(unit.dp_group)] = max(largest.get(id(unit.dp_group), 0), unit.layout.padded)
-        self._rings = {family: BufferRing(2, numel, accumulation_dtype) for family, numel in largest.items()}
+        self._rings = {dp_group: BufferRing(2, numel, accumulation_dtype) for dp_group, numel in largest.items()}
         self._allocated: dict[int, list[TransportBuffer]] = {}
         self._completion, self._callbacks = completion, callbacks
         self._touched = False
@@ -559,7 +559,7 @@ class GradientReducer:
 
     def _keep_local(self, slot: GradientSlot, flat: torch.Tensor) -> None:
         """Count the unit's own gradient `[padded]` as reduced, without communication."""
-        if slot.has_reduced:  # a second time in this step: the first part lies in memory of its own
+        if slot.has_reduced:  # a second time in this step: the first part is in separate memory
             assert slot.shard is not None
             slot.shard.add_(flat)
         else:

@@ -1,4 +1,4 @@
-"""The ranks of one job: fresh processes that stay until the squad is dismissed."""
+"""Ranks of one job: fresh processes that live until the pool is dismissed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rig.worker import Worker, main
 _PATIENCE_SECONDS = 900
 
 
-class SquadFailed(Exception):
-    """A rank failed, ended, or did not answer; the message is its own last line."""
+class RankPoolFailed(Exception):
+    """Failure of a rank: it raised, ended, or did not answer. The message is the rank's last line."""
 
 
-class Squad:
-    """Starts the ranks of `job` and passes commands on to all of them.
+class RankPool:
+    """Pool of the ranks of `job`, to which commands are sent.
 
     Args:
-        kind: what each rank is.
+        kind: class of the worker on each rank.
 
     Raises:
-        SquadFailed: from any method, when a rank fails.
+        RankPoolFailed: from any method, when a rank fails.
     """
 
     def __init__(self, job: Job, kind: type[Worker] = Worker) -> None:
@@ -43,27 +43,27 @@ class Squad:
             self._processes.append(process)
 
     def ask(self, method: str, **arguments: Any) -> list[Any]:
-        """Answers of the ranks to a command of `Worker`, by rank."""
+        """Send a command of `Worker`. Return the answers by rank."""
         try:
             for end in self._ends:
                 end.send((method, arguments))
             answers = [self._answer(rank) for rank in range(self.job.ranks)]
         except (BrokenPipeError, EOFError, ConnectionResetError) as error:
-            raise SquadFailed(f"a rank of {self.job.engine} ended without a word in {method}") from error
+            raise RankPoolFailed(f"a rank of {self.job.engine} ended without an error message in {method}") from error
         failed = [(rank, answer.strip().splitlines()[-1]) for rank, (well, answer) in enumerate(answers) if not well]
-        if failed:  # one may only have lost its peer, which has more to say
+        if failed:  # a rank may only have lost its peer, whose error is the cause
             said = "; ".join(f"rank {rank}: {line}" for rank, line in failed)
-            raise SquadFailed(f"{self.job.engine}: {said}")
+            raise RankPoolFailed(f"{self.job.engine}: {said}")
         return [answer for _, answer in answers]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         if not self._ends[rank].poll(_PATIENCE_SECONDS):
-            raise SquadFailed(f"rank {rank} of {self.job.engine} did not answer within {_PATIENCE_SECONDS} s")
+            raise RankPoolFailed(f"rank {rank} of {self.job.engine} did not answer within {_PATIENCE_SECONDS} s")
         well, answer = self._ends[rank].recv()
         return well, answer
 
     def dismiss(self) -> None:
-        """End the ranks. Doing it again does nothing."""
+        """End the ranks. Further calls do nothing."""
         for end, process in zip(self._ends, self._processes, strict=True):
             process.terminate()
             process.join()
@@ -71,7 +71,7 @@ class Squad:
         self._ends, self._processes = [], []
         self._folder.cleanup()
 
-    def __enter__(self) -> Squad:
+    def __enter__(self) -> RankPool:
         return self
 
     def __exit__(
