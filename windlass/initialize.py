@@ -426,7 +426,7 @@ def _build_sharded_model(
     tiers = _build_placements(config)
     has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
     policy = sharding_policy(
-        zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, away=has_offload
+        zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, has_offload=has_offload
     )
     table = config.dtype_table()
     mixed = config.fp16.enabled or config.bf16.enabled

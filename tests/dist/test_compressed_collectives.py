@@ -225,7 +225,7 @@ def beside_plain(transport: str) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "transport"), WORLDS)
-def test_identity_is_the_plain_collective(ranks: int, transport: str) -> None:
+def test_identity_codec_equals_the_plain_collective(ranks: int, transport: str) -> None:
     # two addends have only one order, so the sums are equal bit by bit
     limit = 0.0 if ranks <= 2 else 1e-3
     assert max(run_ranks(beside_plain, ranks, transport, transport=transport)) <= limit
@@ -301,7 +301,7 @@ def absent(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["recv", "send", "all_reduce"])
-def test_a_peer_that_does_not_come_is_named(case: str) -> None:
+def test_missing_peer_is_named(case: str) -> None:
     said, nothing = run_ranks(absent, 2, case)
     assert "did not join a compressed collective in shared memory within 1 s" in said and said.startswith("rank 1")
     assert nothing == ""

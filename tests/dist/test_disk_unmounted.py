@@ -75,7 +75,7 @@ def trained(folder: str, disk: str, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["pulled", "unmounted"])
-def test_a_file_system_that_goes_away(how: str, disk: Path, tmp_path: Path) -> None:
+def test_file_system_that_disappears(how: str, disk: Path, tmp_path: Path) -> None:
     for said in run_ranks(trained, 2, str(tmp_path), str(disk), how, env=LATE, timeout=120):
         if how == "unmounted":  # open files keep the file system alive: nothing is lost
             assert said["step"] == "" and said["same"], said

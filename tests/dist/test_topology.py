@@ -49,7 +49,7 @@ def bits(*ranks: int) -> int:
     return sum(1 << rank for rank in ranks)
 
 
-def test_groups_sum_what_they_hold() -> None:
+def test_groups_reduce_over_their_ranks() -> None:
     three = run_ranks(in_three_layouts, 4)
     for rank, (cut, copied, dealt, refused) in enumerate(three):
         stage, place = divmod(rank, 2)
@@ -86,7 +86,7 @@ def read_back() -> tuple[dict[str, int], str]:
     return found, ""
 
 
-def test_a_grid_is_a_scripts_mpu_and_another_order_is_refused_on_every_rank() -> None:
+def test_grid_serves_as_mpu_and_another_rank_order_is_refused() -> None:
     """A grid is accepted as mpu, and another rank order is refused on every rank.
 
     Rank 0 has the same place in every order, so its groups reveal the order, and a problem of one rank is raised on

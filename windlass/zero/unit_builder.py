@@ -73,7 +73,7 @@ def make_units(
         tier = tiers.param if released else Tier.DEVICE
         unit = Unit(number, plan, layout, compute, dp_group, callbacks, reshards=released, tier=tier)
         unit.extra_reduce_groups, unit.norm_weight = (
-            dp_group.extra_reduce_groups(mesh, plan.kind, cut=policy.state),
+            dp_group.extra_reduce_groups(mesh, plan.kind, is_sharded=policy.state),
             norm_weight(mesh, plan.kind),
         )
         unit.is_primary_replica = is_primary_replica(mesh, plan.kind)

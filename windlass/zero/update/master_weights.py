@@ -151,7 +151,7 @@ class MasterWeights:
         self._health.require_intact("reading or setting master weights and optimizer states")
         chunks = [chunk for unit in units for chunk in self.chunks_of(unit)]
         with self.state_offload.resident(
-            chunks, changes=changes, came=lambda: check("master weights and optimizer states could not be read")
+            chunks, changes=changes, on_resident=lambda: check("master weights and optimizer states could not be read")
         ):
             yield
         if changes:
@@ -229,9 +229,11 @@ class MasterWeights:
             StorageError: the chunk cannot be read. All ranks must then call `DiskHealth.check`.
         """
         if refilled is not None:
-            bringing = self.state_offload.overwritten(chunk, refilled, came=self._health.raise_local_failure)
+            bringing = self.state_offload.overwritten(chunk, refilled, on_resident=self._health.raise_local_failure)
         else:
-            bringing = self.state_offload.resident([chunk], changes=changes, came=self._health.raise_local_failure)
+            bringing = self.state_offload.resident(
+                [chunk], changes=changes, on_resident=self._health.raise_local_failure
+            )
         with bringing:
             yield
             if changes:

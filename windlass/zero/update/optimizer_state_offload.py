@@ -280,7 +280,7 @@ class OptimizerStateOffload:
         wanted = [(state_key, key, like) for state_key, state in states.items() for key, like in state.items()]
         master: _Found = (None, "", torch.empty(chunk.numel, dtype=chunk.dtype, device="meta"))
         # The staging buffer gets room for the new record, so that the states can be created in place.
-        with self.resident([chunk], came=on_resident, room=_record_end(_lay_out([master, *wanted]))):
+        with self.resident([chunk], on_resident=on_resident, room=_record_end(_lay_out([master, *wanted]))):
             for state_key in chunk.state_keys:
                 state, likes = self.states.setdefault(state_key, {}), states.get(state_key, {})
                 for key in [
