@@ -301,7 +301,7 @@ def test_a_table_that_does_not_fit_the_model_is_refused(case: str) -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="overlap_chunks = 0; it is at least 1"):
+    with pytest.raises(ConfigError, match="overlap_chunks = 0; write at least 1"):
         apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=0)
     with pytest.raises(ConfigError, match="sequence_norms leaves no all-reduce to overlap, and overlap_chunks is 2"):
         apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=2, tp_sequence_norms=True)
