@@ -48,7 +48,7 @@ def resident_bytes(file: Any) -> int:
 
 
 class LengthRank(Worker):
-    """Rank of a `RankPool` for a row of `rig.techniques`, which the job names."""
+    """Worker of a `RankPool` for a row of `rig.techniques`, which the job names."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         pin(rank)

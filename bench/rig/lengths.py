@@ -15,9 +15,10 @@ from rich.table import Table
 
 from rig.job import Job
 from rig.length_rank import LengthRank
-from rig.rank_pool import RankPool
 from rig.techniques import ROWS, SIZES, TILE, Point, exceeding, longest, search
+from rig.worker import start_ranks
 from windlass.base.log import logger
+from windlass.cli.benches.rank_pool import RankPool
 
 Say = Callable[[str], None]
 Found = dict[str, list[Point]]
@@ -45,7 +46,7 @@ def stretch(rows: Sequence[str], cap: int, *, first: int, most: int, say: Say) -
     """Measure each row. Return all points by row."""
     found: Found = {}
     for name in rows:
-        with _environment(name), RankPool(Job(name, ROWS[name].sp), LengthRank) as pool:
+        with _environment(name), start_ranks(Job(name, ROWS[name].sp), LengthRank) as pool:
             pool.ask("build")
 
             def measure(length: int, pool: RankPool = pool) -> Point:

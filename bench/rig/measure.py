@@ -10,9 +10,10 @@ from typing import Any
 from rig.floor import Roofs, floor
 from rig.job import Job, Size
 from rig.plan import BASE, groups, turn
-from rig.rank_pool import RankPool, RankPoolFailed
+from rig.worker import start_ranks
 from windlass.cli.benches.bench_engines import synchronizes_gradients
 from windlass.cli.benches.bench_results import available_bytes
+from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 
 EQUAL_LOSS = 1e-5
 _WATCHED_STEPS = 2
@@ -121,7 +122,7 @@ def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say:
             say(f"  {results[name].failure}")
     well = [name for name in names if not results[name].failure]
     if BASE not in well:
-        raise RankPoolFailed(f"`{BASE}` failed, and it is the baseline of all others: {results[BASE].failure}")
+        raise RankPoolError(f"`{BASE}` failed, and it is the baseline of all others: {results[BASE].failure}")
     together = [name for name in well if synchronizes_gradients(name)]
     reference = "ddp" if "ddp" in together else next(iter(together), None)
     measured = Measured(size, ranks, results, reference)
@@ -138,12 +139,12 @@ def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say:
 
 def _in_fresh_ranks(result: Result, size: Size, ranks: int, check_steps: int) -> None:
     try:
-        with RankPool(Job(result.engine, ranks, size)) as pool:
+        with start_ranks(Job(result.engine, ranks, size)) as pool:
             result.parameters = pool.ask("build", watch=True)[0]["parameters"]
             first = pool.ask("steps", count=_WATCHED_STEPS)
             memory = pool.ask("memory")
             rest = pool.ask("steps", count=max(0, check_steps - _WATCHED_STEPS))
-    except RankPoolFailed as error:
+    except RankPoolError as error:
         result.failure = str(error)
         return
     result.memory_kind = memory[0]["kind"]
@@ -161,7 +162,7 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
         pools: dict[str, RankPool] = {}
         try:
             for name in group:
-                pools[name] = RankPool(Job(name, ranks, size))
+                pools[name] = start_ranks(Job(name, ranks, size))
                 pools[name].ask("build", watch=False)
                 pools[name].ask("steps", count=1)
             before, rounds_before = len(results[BASE].compute), len(results[BASE].rounds)
@@ -176,7 +177,7 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
             measured.roofs.append(roofs)
         finally:
             for pool in pools.values():
-                pool.dismiss()
+                pool.close()
 
 
 def _roofs(pool: RankPool) -> Roofs:

@@ -15,7 +15,8 @@ from rig.floor import Roofs
 from rig.job import Job, Size
 from rig.method_rank import MethodRank
 from rig.plan import BASE, turn
-from rig.rank_pool import RankPool, RankPoolFailed
+from rig.worker import start_ranks
+from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 
 Say = Callable[[str], None]
 REFERENCE = "dp"
@@ -116,7 +117,7 @@ def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Comparison
         compare(found)
         for name in found.unequal:
             found.outcomes[name].failure = f"its losses differ by {found.outcomes[name].apart:.1e}"
-            pools.pop(name).dismiss()
+            pools.pop(name).close()
         say(f"{axis}: {', '.join(pools)} in turns, {rounds} rounds of {steps} steps")
         if load.link:
             for pool in pools.values():
@@ -132,7 +133,7 @@ def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Comparison
         compare(found)
     finally:
         for pool in pools.values():
-            pool.dismiss()
+            pool.close()
     for name, one in found.outcomes.items():
         way = FIELDS[axis][name]
         if way.sizes is None:
@@ -144,23 +145,23 @@ def _start(pools: dict[str, RankPool], found: Comparison, say: Say) -> None:
     for name, one in found.outcomes.items():
         say(f"{found.axis}: first steps of {name}")
         job = Job(f"{found.axis}/{name}", RANKS, Size(batch=found.load.samples, length=found.load.length))
-        pool = RankPool(job, MethodRank)
+        pool = start_ranks(job, MethodRank)
         try:
             pool.ask("build")
             one.losses += mean_losses(pool.ask("steps", count=_FIRST_STEPS))
             pools[name] = pool
-        except RankPoolFailed as error:
+        except RankPoolError as error:
             if name in (BASE, REFERENCE):
                 raise
             one.failure = str(error)
         finally:
             if name not in pools:
-                pool.dismiss()
+                pool.close()
 
 
 def _timed(pool: RankPool, found: Comparison, steps: int) -> None:
     """Run one step with cold caches, then the timed steps."""
-    name = pool.job.engine.split("/")[1]
+    name = pool.label.split("/")[1]
     if name == BASE:
         found.compute += [max(step) for step in zip(*pool.ask("compute", count=3), strict=True)][1:]
     told, one = pool.ask("steps", count=steps + 1), found.outcomes[name]

@@ -20,7 +20,7 @@ def pin(rank: int) -> None:
 
 
 class MethodRank(Worker):
-    """Rank of a `RankPool` for a training method, which the job names as AXIS/NAME."""
+    """Worker of a `RankPool` for a training method, which the job names as AXIS/NAME."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         pin(rank)
