@@ -131,7 +131,7 @@ def test_checkpointed_16_bit_training_is_bitwise_equal(precision: str, transport
     hold("Nested", ["plain", "kept", "buffer"], recipe, settings(transport)[1:], tmp_path)
 
 
-# ------------------------------------------------------------------------------------------- cut over a model's ranks
+# ----------------------------------------------------------------------------- sharded over the model-parallel ranks
 
 
 class Unit:

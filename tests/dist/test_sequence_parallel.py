@@ -351,7 +351,7 @@ def test_combined_traffic_is_the_sum_of_both() -> None:
     assert run_ranks(bytes_of, 4, "both", "llama", {}, TOKENS) == [wanted] * 4
 
 
-# ------------------------------------------------------------------------------------------- what a model is asked for
+# ----------------------------------------------------------------------------- attributes that are read from a model
 
 
 def outputs(way: str) -> None:

@@ -158,6 +158,6 @@ def _places(mpu: Any, name: str, grid: MeshShape, rank: int, *axes: str) -> Iter
 def _other_order(source: str, what: str, here: Any, wanted: Any, grid: MeshShape) -> str:
     return (
         f"the {source} orders ranks differently from the mesh: {what} is {here}, and along {grid}, tp fastest, it "
-        f"would be {wanted}; build it in this order (Megatron's tp-cp-ep-dp-pp), or pass no {source} and write the sizes "
-        "in the section parallel"
+        f"would be {wanted}; build it in this order (Megatron's tp-cp-ep-dp-pp), or pass no {source} and write the "
+        "sizes in the section parallel"
     )

@@ -45,7 +45,7 @@ def shard_batch(
         derive_positions: derivation of positions for a batch without them; None: count from 0.
 
     Returns:
-        The batch with tensors of the local tokens. `labels`, if given, come back as `labels` and as `shift_labels`,
+        The batch with tensors of the local tokens. `labels`, if given, are returned as `labels` and as `shift_labels`,
         both shifted.
 
     Raises:

@@ -213,7 +213,7 @@ class CollectiveScheduler:
         """
         if self._board is None or (experts_only and self._synced_since_step):
             return
-        # The caller may go on with the same forward or backward after the sync point; see `_resume_after_sync`.
+        # The caller may continue with the same forward or backward after the sync point; see `_resume_after_sync`.
         self._interrupted_kind = self._phase[0] if self._phase is not None else self._interrupted_kind
         self.end_phase()
         while not self._agreement_round(_Message.SYNC, _SYNC_POINTS.index(point), point.value):

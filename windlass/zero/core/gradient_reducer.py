@@ -570,7 +570,7 @@ class GradientReducer:
         self._callbacks.on_reduced(slot)
 
     def _prepare(self, slot: GradientSlot) -> None:
-        """Put the unit's unreduced gradient (zeros where there is none) into a buffer that peers can read."""
+        """Put the unit's unreduced gradient (zeros if it has none) into a buffer that peers can read."""
         buffer = slot.buffer
         if buffer is None:
             buffer = self._borrow_buffer(slot)

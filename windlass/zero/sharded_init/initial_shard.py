@@ -34,7 +34,7 @@ class ShardInMemory:
     """Shard in memory.
 
     Args:
-        cut: The shard, flat.
+        shard: Flat shard.
         device: Device to which it is copied. None: it stays on its device.
     """
 
