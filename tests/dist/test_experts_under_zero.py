@@ -107,7 +107,7 @@ def expected(name: str, ranks: int) -> Trace:
         ("deepseek_v3", MeshShape(ep=4)),
     ],
 )
-def test_mixtures_train_under_every_stage(name: str, grid: MeshShape) -> None:
+def test_moe_models_train_at_every_stage(name: str, grid: MeshShape) -> None:
     settings = [Setting(stage=stage) for stage in range(4)]
     by_rank = run_ranks(train, grid.world, name, grid, settings, transport="gloo", timeout=240)
     wanted = expected(name, grid.world)
