@@ -665,7 +665,7 @@ def refused(what: str) -> str:
     ("what", "text"),
     [
         ("mpu beside a pipeline", "mpu must be None with a PipelineModule"),
-        ("another order of ranks", "the mpu counts ranks in another order than the mesh"),
+        ("another order of ranks", "the topology counts ranks in another order than the mesh"),
         ("group of others", "tp_group has the ranks"),
         ("two sizes", "tensor_parallel.autotp_size = 4 and mpu (tp) = 2 are two sizes of one axis, tp"),
     ],
