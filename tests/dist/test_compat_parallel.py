@@ -665,7 +665,7 @@ def refused(what: str) -> str:
     ("what", "text"),
     [
         ("mpu beside a pipeline", "mpu must be None with a PipelineModule"),
-        ("another order of ranks", "the mpu orders ranks differently from the mesh"),
+        ("another order of ranks", "the topology orders ranks differently from the mesh"),
         ("group of others", "tp_group has the ranks"),
         ("two sizes", "tensor_parallel.autotp_size = 4 and mpu (tp) = 2 are two sizes of one axis, tp"),
     ],
