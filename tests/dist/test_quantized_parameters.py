@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import windlass
 from tests.dist.harness import run_ranks
-from windlass.checkpoint.consolidated import get_fp32_state_dict_from_zero_checkpoint
 from windlass.checkpoint.safetensors_export import export_safetensors
 from windlass.checkpoint.torch_state_dicts import PlainCheckpoint
+from windlass.compat.checkpoint.consolidated import get_fp32_state_dict_from_zero_checkpoint
 
 WIDTH = 24
 FP32 = torch.float32
