@@ -574,15 +574,16 @@ def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Me
     """Return the factors of a gradient before and after the sum over ranks.
 
     Their product is 1 / world. If gradients are summed, it is 1 / (ranks along sp), because those ranks share the
-    loss of one sequence.
+    loss of one sequence. A predivide factor is then multiplied back after the sum, and prescale_gradients has nothing
+    to divide, as in DeepSpeed.
 
     Sums in 16 bits are divided after the sum, unless the configuration sets it otherwise: small gradients would
     underflow before it. In float32 the order does not matter, and dividing before costs nothing.
     """
     world = mesh.dense.data.size
-    if config.gradient_allreduce_op == "sum":
-        return mesh.grid.data_loading_size / world, 1.0
     divide = config.gradient_predivide_factor
+    if config.gradient_allreduce_op == "sum":
+        return mesh.grid.data_loading_size / world / divide, divide
     if config.prescale_gradients:
         return 1.0 / divide if divide != 1.0 else 1.0 / world, divide / world if divide != 1.0 else 1.0
     if divide != 1.0:

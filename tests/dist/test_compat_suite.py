@@ -355,6 +355,31 @@ def test_the_optimizer_shows_gradients_and_their_norms_by_group() -> None:
     run_ranks(_group_views, 2, [1, 2, 3])
 
 
+def _flat_gradients() -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+
+    config = _config(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
+    config["gradient_accumulation_steps"] = 2
+    engine, optimizer, *_ = initialize(model=torch.nn.Linear(4, 1, bias=False), config=config)
+    for number in range(2):
+        engine.set_gradient_accumulation_boundary(number == 1)
+        rows = torch.arange(4.0).bfloat16() + 10 * number + 4 * dist.get_rank()
+        engine.backward(engine(rows).sum())
+    gradient = optimizer.fp32_groups_gradients_flat[0]
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient, torch.arange(4.0) + 5 + 2 * (dist.get_world_size() - 1))
+    engine.destroy()
+    unmanaged = _config(1, managed_gradient_accumulation=False)
+    engine = initialize(model=torch.nn.Linear(4, 1), config=unmanaged)[0]
+    with pytest.raises(AssertionError, match="set_gradient_accumulation_boundary"):
+        engine.set_gradient_accumulation_boundary(True)
+    engine.destroy()
+
+
+def test_the_optimizer_of_bf16_shows_flat_reduced_gradients() -> None:
+    run_ranks(_flat_gradients, 2)
+
+
 def _dtypes_kept() -> None:
     from windlass.compat.deepspeed_initialize import initialize
 

@@ -68,7 +68,8 @@ def _survive(axis: str, stage: int, plain: bool) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize(
-    ("axis", "stage", "plain"), [("tp", 0, False), ("tp", 3, True), ("sp", 1, True), ("sp", 3, False), ("ep", 2, False)]
+    ("axis", "stage", "plain"),
+    [("tp", 0, False), ("tp", 3, True), ("sp", 1, True), ("sp", 3, False), ("ep", 2, False), ("ep", 3, True)],
 )
 def test_failed_loss_on_one_rank_drops_the_batch_on_all(axis: str, stage: int, plain: bool) -> None:
     for rank, (said, same) in enumerate(run_ranks(_survive, 2, axis, stage, plain)):

@@ -54,6 +54,8 @@ def test_gradients_can_be_summed_over_ranks(ranks: int, transport: str) -> None:
     config = (("gradient_allreduce_op", "sum"),)
     recipe = Recipe(ranks=ranks, accumulation=2, steps=3, summed=True, clipping=0.0)
     hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
+    for scale in (("prescale_gradients", True), ("gradient_predivide_factor", 4.0)):
+        hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=(*config, scale)) for s in (0, 2)])
     wire = (*config, ("communication_data_type", "bf16"))
     settings = [Setting(stage=s, transport=transport, config=wire) for s in (0, 3)]
     hold_all("mlp", Recipe(ranks=ranks, steps=3, summed=True, clipping=0.5), settings, exact=False)

@@ -73,18 +73,6 @@ def _predivide(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _sum_reduction(config: Config) -> Iterator[tuple[str, str]]:
-    if config.gradient_allreduce_op != "sum":
-        return
-    for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
-        if getattr(config, key) != default:
-            yield (
-                key,
-                f"{format_value(getattr(config, key))} sets when gradients are divided for the mean over ranks, but "
-                'gradient_allreduce_op is "sum"; delete one',
-            )
-
-
 def _unmanaged_accumulation(config: Config) -> Iterator[tuple[str, str]]:
     if not config.managed_gradient_accumulation and axis_size(config, "pp") > 1:
         yield (
@@ -312,7 +300,6 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _buffer_dtype,
     _half_precision_masters,
     _predivide,
-    _sum_reduction,
     _unmanaged_accumulation,
     _offload,
     _two_shard_groups,

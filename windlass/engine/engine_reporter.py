@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from windlass.base.dtypes import dtype_name
+from windlass.base.dtypes import dtype_name, is_castable
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.comm.traffic import Traffic
@@ -214,8 +214,9 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
     """Return the log lines that describe a run before its first step."""
     total = sum(unit.numel for unit in model.units)
     trained = sum(slot.unit.numel for slot in model.slots)
-    first = next((unit.parameters[0].dtype for unit in model.units), torch.float32)
-    table = config.dtype_table(dtype_name(model.units[0].dtype if model.units else first))
+    # Quantised parameters are not what the table describes.
+    first = next((unit.dtype for unit in model.units if is_castable(unit.dtype)), torch.float32)
+    table = config.dtype_table(dtype_name(first))
     released = sum(1 for unit in model.units if unit.reshards)
     return [
         f"stage {model.policy.stage} on {plural(world, 'rank')}, {plural(total, 'parameter')} "

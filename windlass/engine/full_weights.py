@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.checkpoint.checkpoint_directory import disk_errors
 from windlass.checkpoint.pickle_writer import PlannedTensor
@@ -30,7 +31,7 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
     model.finish_update()
     found: dict[str, torch.Tensor] = {}
     for names, whole in FullParameterGather(model, model.units, _names_by_parameter(model)).full_parameters():
-        values = whole.to("cpu", dtype if whole.is_floating_point() else None, copy=True)
+        values = whole.to("cpu", dtype if is_castable(whole.dtype) else None, copy=True)
         found.update(dict.fromkeys(names, values))
     others: dict[str, torch.Tensor] = {}
     if model.mesh.first_of_stage:

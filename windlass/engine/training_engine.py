@@ -12,7 +12,7 @@ from torch import nn
 
 from windlass.base.backward_callbacks import current_backward_id, queue_end_of_backward
 from windlass.base.collective_activity import activity
-from windlass.base.dtypes import parse_dtype
+from windlass.base.dtypes import is_castable, parse_dtype
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage_collection import suspend_garbage_collection
 from windlass.base.log import logger
@@ -677,7 +677,7 @@ def _local_rank() -> int:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return value.to(dtype) if is_castable(value.dtype) else value
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(_cast(item, dtype) for item in value)
     if isinstance(value, dict):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.collective_activity import WaitScope
-from windlass.base.dtypes import dtype_name
+from windlass.base.dtypes import dtype_name, is_castable
 from windlass.base.errors import WindlassError
 from windlass.comm.rank_group import world_group
 from windlass.config import Config
@@ -76,10 +76,11 @@ class EngineVerifier(EngineObserver):
 
     def _build_report(self) -> VerificationReport:
         table = self._sharded.settings
+        first = next((unit.dtype for unit in self._sharded.units if is_castable(unit.dtype)), torch.float32)
         report = VerificationReport(
             ranks=dist.get_world_size(),
             stage=self._sharded.policy.stage,
-            dtypes=str(self._config.dtype_table(dtype_name(self._sharded.units[0].dtype))),
+            dtypes=str(self._config.dtype_table(dtype_name(first))),
             parameters=sum(unit.numel for unit in self._sharded.units),
         )
         if table.delayed_update:
@@ -276,7 +277,7 @@ class EngineVerifier(EngineObserver):
 
     def _build_tolerance(self, reference: ReferenceModel, own: StepRecord) -> Tolerance:
         settings = self._sharded.settings
-        dtypes = [p.dtype for p in reference.parameters.values() if p.is_floating_point()]
+        dtypes = [p.dtype for p in reference.parameters.values() if is_castable(p.dtype)]
         dtypes += [call.autocast[1] for call in own.forwards if call.autocast[0]]
         sides = [size for p in reference.parameters.values() for size in p.shape]
         optimizer = reference.optimizer

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import ModelError
 from windlass.verify.module_trace import ModuleTrace, TraceEvent, differentiable_outputs
 from windlass.verify.recorded_forward import RecordedForward, impersonate_rank, replay_arguments, use_rng_states
@@ -189,7 +190,8 @@ class ReferenceModel:
     def _make_master_weight(self, name: str, param_dtype: torch.dtype | None) -> nn.Parameter:
         parameter = self.parameters[name]
         wide = parameter.detach().float() if parameter.is_floating_point() else parameter.detach()
-        if parameter.is_floating_point() and param_dtype is not None:
+        trained = parameter.is_floating_point() and parameter.requires_grad
+        if param_dtype is not None and (trained or is_castable(parameter.dtype)):
             parameter.data = parameter.data.to(param_dtype)
         narrow = parameter.is_floating_point() and parameter.dtype.itemsize < 4
         if not parameter.requires_grad or not narrow:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.base.device_memory import DeviceMemoryLedger, device_has_own_memory
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import ModelError
 from windlass.comm.mesh import Mesh
 from windlass.comm.transport import BufferRequest, TransportBuffer
@@ -63,8 +64,9 @@ def make_units(
     offloaded_numel = 0  # number of trained elements with offloaded states
     units = []
     for number, plan in enumerate(plans):
-        floating = plan.parameters[0].is_floating_point()
-        compute = settings.param_dtype if settings.param_dtype is not None and floating else plan.dtype
+        # Frozen values in a quantised format keep it. A trained parameter needs a dtype that an update can write.
+        casts = is_castable(plan.dtype) or (plan.dtype.is_floating_point and plan.trainable and trains)
+        compute = settings.param_dtype if settings.param_dtype is not None and casts else plan.dtype
         dp_group = dp_groups[-1] if plan.kind.is_expert else dp_groups[0]
         layout = UnitLayout(tuple(p.numel() for p in plan.parameters), dp_group.mesh.data.size)
         # Experts that no other rank holds have no shards to gather.

@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from windlass.base.compute_device import local_device
-from windlass.base.dtypes import parse_dtype
+from windlass.base.dtypes import is_castable, parse_dtype
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.malloc_thresholds import restore_kept_memory, return_freed_memory
 from windlass.comm.bootstrap import init_distributed
@@ -269,7 +269,7 @@ def _marks(promise: DeferredTensor) -> dict[str, Any]:
 
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    if not parameter.is_floating_point() or parameter.device.type == "meta":
+    if not is_castable(parameter.dtype) or parameter.device.type == "meta":
         return
     init_shard = initial_shard.find(parameter)
     if init_shard is None:
