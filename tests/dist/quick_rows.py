@@ -1,0 +1,62 @@
+"""Choice of the rows that `make test` runs of a test over transports and stages. `make parity` runs them all."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+
+import pytest
+
+
+def quick_rows(rows: Iterable[Mapping[str, Hashable]]) -> list[bool]:
+    """Return for each row of a test whether it is quick.
+
+    A row of the other parameters runs at the highest stage and at one other, in turn, and each of these on one
+    transport, in turn. Every value of every parameter is in a quick row. A test without other parameters keeps all its
+    stages, and the highest one, or the only one, keeps all its transports.
+
+    Args:
+        rows: parameters by name; those named `transport` and `stage` are thinned out.
+    """
+    rows = list(rows)
+    others = _numbers(tuple((k, v) for k, v in row.items() if k not in ("transport", "stage")) for row in rows)
+    cells = [(other, row.get("stage"), row.get("transport")) for other, row in zip(others, rows, strict=True)]
+    places = {stage: place for place, stage in enumerate(_distinct(stage for _, stage, _ in cells))}
+    alone = len(set(others)) == 1
+    quick: set[tuple[int, Hashable, Hashable]] = set()
+    for other in set(others):
+        *lower, highest = _distinct(stage for number, stage, _ in cells if number == other)
+        share = min(len(lower), len(set(others))) or 1
+        for stage in (*(one for j, one in enumerate(lower) if j % share == other % share), highest):
+            there = _distinct(transport for *cell, transport in cells if cell == [other, stage])
+            all_kept = alone and stage == highest
+            quick |= {(other, stage, t) for t in (there if all_kept else [there[(other + places[stage]) % len(there)]])}
+    return [cell in quick for cell in cells]
+
+
+def mark_slow_rows(items: list[pytest.Item]) -> None:
+    """Mark the rows of each collected test that are not quick as slow."""
+    by_test: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in by_test.values():
+        parameters: list[Mapping[str, Hashable]] = [_parameters(item) for item in rows]
+        for item, quick in zip(rows, quick_rows(parameters), strict=True):
+            if not quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def _parameters(item: pytest.Function) -> dict[str, Hashable]:
+    """Return the parameters of a row; those that are thinned out by their values, the others by their places."""
+    spec = item.callspec
+    return {k: v if k in ("transport", "stage") else spec.indices[k] for k, v in spec.params.items()}
+
+
+def _distinct(values: Iterable[Hashable]) -> list[Hashable]:
+    return sorted(set(values), key=str)
+
+
+def _numbers(values: Iterable[Hashable]) -> list[int]:
+    """Number values by their first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
