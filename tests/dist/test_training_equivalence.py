@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.dist.equivalence_cases import FACTORS, FROZEN_KNOBS, HF_FACTORS, allowed_quick, name_of, recipe_of, setting_of
+from tests.dist.equivalence_cases import (
+    FACTORS,
+    FROZEN_KNOBS,
+    HF_FACTORS,
+    allowed_quick,
+    name_of,
+    recipe_of,
+    setting_of,
+)
 from tests.dist.equivalence_runs import ADAMW, SGD, Setting, bitwise_difference, hold, hold_all, train_ranks_in_turn
 from tests.models import ZOO
 from tests.oracle import Recipe
