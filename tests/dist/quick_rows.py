@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,25 @@ def quick_rows(rows: Iterable[Mapping[str, Hashable]]) -> list[bool]:
             there = _distinct(transport for *cell, transport in cells if cell == [other, stage])
             all_kept = alone and stage == highest
             quick |= {(other, stage, t) for t in (there if all_kept else [there[(other + places[stage]) % len(there)]])}
+    for axis in (1, 2):  # where stages or transports differ from row to row, one of them may be in no row so far
+        for value in _distinct(cell[axis] for cell in cells):
+            if all(cell[axis] != value for cell in quick):
+                quick.add(next(cell for cell in cells if cell[axis] == value))
     return [cell in quick for cell in cells]
+
+
+# For tests that run a list of cases in one world of ranks: in `make test` each row takes its share of the list.
+in_shares = pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["share", "every"]
+)
+
+
+def share(cases: Sequence[Any], number: int, shares: int, every: bool) -> list[Any]:
+    """Return the share of row `number` in a list of cases, or all of it if `every`.
+
+    The shares of `shares` neighbouring rows are the whole list.
+    """
+    return list(cases) if every else list(cases[number % shares :: shares])
 
 
 def mark_slow_rows(items: list[pytest.Item]) -> None:
@@ -40,16 +59,19 @@ def mark_slow_rows(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for rows in by_test.values():
-        parameters: list[Mapping[str, Hashable]] = [_parameters(item) for item in rows]
+        parameters = [{name: _key(value) for name, value in item.callspec.params.items()} for item in rows]
         for item, quick in zip(rows, quick_rows(parameters), strict=True):
             if not quick:
                 item.add_marker(pytest.mark.slow)
 
 
-def _parameters(item: pytest.Function) -> dict[str, Hashable]:
-    """Return the parameters of a row; those that are thinned out by their values, the others by their places."""
-    spec = item.callspec
-    return {k: v if k in ("transport", "stage") else spec.indices[k] for k, v in spec.params.items()}
+def _key(value: Any) -> Hashable:
+    """Return the value, or a stand-in for one that has no hash: rows of one list share the object."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
 
 
 def _distinct(values: Iterable[Hashable]) -> list[Hashable]:

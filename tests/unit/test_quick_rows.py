@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dist.quick_rows import quick_rows
+from tests.dist.quick_rows import quick_rows, share
 
 SIZES = st.fixed_dictionaries(
     {"transport": st.integers(1, 2), "stage": st.integers(1, 4)}, optional={"model": st.integers(1, 7)}
@@ -22,14 +22,18 @@ def all_rows(sizes: dict[str, int]) -> list[dict[str, Any]]:
 
 @given(SIZES, st.data())
 def test_every_value_of_every_parameter_stays(sizes: dict[str, int], data: st.DataObject) -> None:
-    """Whatever rows a test has, each value of its other parameters and each stage is in a quick row."""
-    product_of_all = all_rows(sizes)
-    rows = data.draw(st.lists(st.sampled_from(product_of_all), min_size=1, unique_by=str))
+    """Whatever rows a test has, each value of each parameter is in a quick row."""
+    rows = data.draw(st.lists(st.sampled_from(all_rows(sizes)), min_size=1, unique_by=str))
     kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
-    assert {row.get("model") for row in kept} == {row.get("model") for row in rows}
-    if len(rows) == len(product_of_all):
-        assert {row["stage"] for row in kept} == {row["stage"] for row in rows}
-        assert {row["transport"] for row in kept} == {row["transport"] for row in rows}
+    for name in sizes:
+        assert {row[name] for row in kept} == {row[name] for row in rows}
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.booleans())
+def test_neighbouring_shares_are_the_whole_list(length: int, shares: int, shifted: bool) -> None:
+    cases = list(range(length))
+    found = [one for number in range(shares) for one in share(cases, number + shifted, shares, False)]
+    assert sorted(found) == cases == share(cases, 0, shares, True)
 
 
 def test_one_row_of_the_other_parameters_keeps_both_transports_at_the_highest_stage() -> None:
