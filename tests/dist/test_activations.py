@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.dist.equivalence_runs import Setting, bitwise_difference, train_rank
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.models import ZOO, Batch, Place, Specimen
 from tests.oracle import Recipe
 from tests.unit.parallel.checkpointed_models import NETS, differences, plainly, trained
@@ -110,11 +111,14 @@ def homes_for(name: str, transport: str) -> list[str]:
     ("ranks", "transport"),
     [(2, "gloo"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((2, "shm"), (1, "gloo")))],
 )
+@in_shares
 def test_checkpointing_under_the_engine_equals_plain_pytorch(
-    name: str, ranks: int, transport: str, tmp_path: Path
+    name: str, ranks: int, transport: str, every: bool, tmp_path: Path
 ) -> None:
-    """Over gloo only stage 3 is tested, where a recomputed forward gathers."""
-    stages = settings(transport)[3 if (ranks, transport) == (2, "gloo") else 0 :]
+    """Over gloo only stage 3 is tested, where a recomputed forward gathers; with its strictest options, in turn."""
+    stages = settings(transport)
+    if (ranks, transport) == (2, "gloo"):
+        stages = share(stages[3:], list(NETS).index(name), 2, every)
     hold(name, homes_for(name, transport), recipe_for(ranks), stages, tmp_path)
 
 

@@ -25,6 +25,7 @@ from tests.dist.equivalence_runs import (
     whole_params,
 )
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 from windlass.base.errors import ModelError
@@ -46,6 +47,7 @@ def homes(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[tuple[
     return tuple(found)
 
 
+PLACES = [(1, "gloo"), (2, "gloo"), (2, "shm")]  # ranks and transport: one rank shares no memory
 CASES = [
     (0, "cpu", "none"),
     (0, "nvme", "none"),
@@ -79,14 +81,19 @@ def hold(name: str, recipe: Recipe, settings: list[Setting], env: dict[str, str]
     return traces
 
 
-@pytest.mark.parametrize("env", [LATE, EMULATED, {}], ids=["late", "emulated", "no device of its own"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tiers_do_not_change_results(ranks: int, env: dict[str, str], transport: str, tmp_path: Any) -> None:
-    if ranks == 1 and transport == "shm":
-        pytest.skip("one rank has nobody to share memory with")
+ENVIRONMENTS = {"late": LATE, "emulated": EMULATED, "no device of its own": {}}
+
+
+@in_shares
+@pytest.mark.parametrize("device", ENVIRONMENTS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every: bool, tmp_path: Any) -> None:
+    """Every tier trains as the oracle. In `make test` each tier meets each device and each place once, in turn."""
+    ranks, transport = place
+    cases = share(CASES, PLACES.index(place) + list(ENVIRONMENTS).index(device), 3, every)
     recipe = Recipe(ranks=ranks, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
-    settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in CASES]
-    hold("tied", recipe, settings, env)
+    settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases]
+    hold("tied", recipe, settings, ENVIRONMENTS[device])
 
 
 @pytest.mark.parametrize(
@@ -115,8 +122,9 @@ def test_any_optimizer_on_any_tier(optimizer: str, transport: str, tmp_path: Any
         assert not bitwise_difference(plain, found), setting
 
 
-def test_tiers_agree_bitwise(transport: str, tmp_path: Any) -> None:
-    recipe = Recipe(ranks=2, accumulation=2, steps=4, optimizer="AdamW", optimizer_params=ADAMW)
+@in_shares
+def test_tiers_agree_bitwise(transport: str, every: bool, tmp_path: Any) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
     settings = [Setting(stage=3, transport=transport, zero=homes(a, b, tmp_path)) for a, b in
                 [("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")]]  # fmt: skip
     settings.append(Setting(stage=3, transport=transport, zero=homes("nvme", "nvme", tmp_path, gradient_device="nvme")))
@@ -124,6 +132,8 @@ def test_tiers_agree_bitwise(transport: str, tmp_path: Any) -> None:
     settings.append(
         Setting(stage=3, transport=transport, zero=(*homes("nvme", "cpu", tmp_path), ("sub_group_size", 1500)))
     )
+    first, *others = settings
+    settings = [first, *share(others, transport == "shm", 2, every)]
     first, *others = train_all("four_blocks", recipe, settings, 2, LATE)
     for setting, found in zip(settings[1:], others, strict=True):
         assert not bitwise_difference(first, found), setting

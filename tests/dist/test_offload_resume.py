@@ -14,7 +14,7 @@ from tests import oracle
 from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload import LATE, PLACES, homes
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
@@ -210,11 +210,8 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "transport"), [*PLACES[:2], pytest.param(*PLACES[2], marks=pytest.mark.slow)])
 def test_resumes_bitwise_on_the_same_tiers(ranks: int, transport: str, tmp_path: Any) -> None:
-    if ranks == 1 and transport == "shm":
-        pytest.skip("one rank has nobody to share memory with")
     # `slow` runs every pair on both transports
     settings = SAME[::2] if ranks == 2 and transport == "gloo" else SAME[1::2]
     cases = [Case(one, one, name="unused_by_step", trained=n % 2 == 0) for n, one in enumerate(settings)]
@@ -398,10 +395,8 @@ EVERY = [*SAME, at(1, "nvme"), at(2, "cpu"), at(3), at(3, "nvme", "cpu"), at(3, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "transport"), PLACES)
 @pytest.mark.parametrize("number", range(len(EVERY)))
 def test_every_tier_resumes_on_every_other(number: int, ranks: int, transport: str, tmp_path: Any) -> None:
-    if ranks == 1 and transport == "shm":
-        pytest.skip("one rank has nobody to share memory with")
     cases = [Case(EVERY[number], other, trained=(number + n) % 2 == 0) for n, other in enumerate(EVERY)]
     hold(cases, ranks, transport, tmp_path)

@@ -15,6 +15,7 @@ from tests import oracle
 from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import Setting, ds_config, hold_all, specimen, whole_params
 from tests.dist.harness import RankError, run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
@@ -41,9 +42,11 @@ def recipe_for(name: str, params: dict[str, Any], **more: Any) -> Recipe:
 STAGES = [Setting(stage=stage, transport=transport) for stage, transport in enumerate(("gloo", "shm", "gloo", "shm"))]
 
 
+@in_shares
 @pytest.mark.parametrize("name", BY_NAME)
-def test_torch_optimizers_by_name(name: str) -> None:
-    hold_all("unused_by_step", recipe_for(name, BY_NAME[name]), STAGES)
+def test_torch_optimizers_by_name(name: str, every: bool) -> None:
+    stages = share(STAGES, list(BY_NAME).index(name), 2, every)
+    hold_all("unused_by_step", recipe_for(name, BY_NAME[name]), stages)
 
 
 OWN: dict[str, dict[str, Any]] = {
@@ -54,9 +57,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+@in_shares
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OWN)
-def test_windlass_optimizers_equal_one_process(name: str, precision: str) -> None:
+def test_windlass_optimizers_equal_one_process(name: str, precision: str, every: bool) -> None:
     """LAMB's norms and Muon's matrices use full parameters, wherever the shard boundaries are."""
     from windlass.optim.optimizer_factory import build_optimizer
 
@@ -68,7 +72,8 @@ def test_windlass_optimizers_equal_one_process(name: str, precision: str) -> Non
         return build_optimizer(name, OWN[name], masters)
 
     recipe = recipe_for(name, OWN[name], precision=precision)
-    hold_all("mlp", recipe, STAGES, wanted=oracle.train(specimen("mlp"), recipe, factory))
+    stages = share(STAGES, list(OWN).index(name) + (precision == "bf16"), 2, every)
+    hold_all("mlp", recipe, stages, wanted=oracle.train(specimen("mlp"), recipe, factory))
 
 
 class Stranger(Foreign):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 
 VOCABULARY = 40
 BOUND = 1e-5
@@ -181,8 +182,9 @@ def test_every_kind_of_head(world: int, way: str) -> None:
     run_ranks(law, world, way, heads)
 
 
-@pytest.mark.parametrize(("world", "way"), [*ON, (4, "ulysses")])
-def test_models_of_other_architectures(world: int, way: str) -> None:
+@in_shares
+@pytest.mark.parametrize(("number", "world", "way"), [(n, *on) for n, on in enumerate([*ON, (4, "ulysses")])])
+def test_models_of_other_architectures(number: int, world: int, way: str, every: bool) -> None:
     models: list[tuple[str, dict[str, Any], str, int]] = [
         ("gpt2", {}, "plain", 13),
         ("gpt2", {"tie_word_embeddings": False}, "packed", 13),
@@ -195,7 +197,7 @@ def test_models_of_other_architectures(world: int, way: str) -> None:
         *((name, {}, kind, 13) for name in ("opt", "roberta") for kind in ("plain", "left", "holes")),
         ("biogpt", {}, "left", 13),
     ]
-    run_ranks(law, world, way, models)
+    run_ranks(law, world, way, share(models, number, 3, every))
 
 
 @pytest.mark.parametrize(("world", "way"), [(2, "ulysses"), (3, "ring"), (4, "both")])
