@@ -89,6 +89,7 @@ class PackedPanels:
             out.numel() // self.out_features,
             x.dtype == torch.bfloat16,
             torch.get_num_threads(),
+            self.quantize_inputs,
         )
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -102,17 +103,7 @@ class PackedPanels:
         if out.numel() == 0:
             return out
         wide_bias = None if bias is None else bias.to(torch.float32).contiguous()
-        module.linear(
-            self._path.number,
-            *self._address,
-            0 if wide_bias is None else tensor_address("bias", wide_bias),
-            tensor_address("input", x),
-            out.data_ptr(),
-            out.numel() // self.out_features,
-            x.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-            self.quantize_inputs,
-        )
+        module.linear(*self.native_arguments(x, out, wide_bias))
         return out
 
     def __repr__(self) -> str:
