@@ -109,7 +109,7 @@ GRIDS = [
 
 @in_shares
 @pytest.mark.parametrize(("number", "name", "grid"), [(n, *row) for n, row in enumerate(GRIDS)])
-def test_mixtures_train_under_every_stage(number: int, name: str, grid: MeshShape, every: bool) -> None:
+def test_moe_models_train_at_every_stage(number: int, name: str, grid: MeshShape, every: bool) -> None:
     settings = [Setting(stage=stage) for stage in [*share(range(3), number, 3, every), 3]]
     by_rank = run_ranks(train, grid.world, name, grid, settings, transport="gloo", timeout=240)
     wanted = expected(name, grid.world)

@@ -46,7 +46,7 @@ def recipe_of_three_steps(name: str) -> Recipe:
 # A gather from shared memory needs no partner, so only gloo reveals a wrong order.
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("name", ZOO)
-def test_every_model_with_every_parameter_released(name: str, transport: str) -> None:
+def test_every_model_with_all_parameters_resharded(name: str, transport: str) -> None:
     """Every model trains correctly at stage 3 with no persistent parameters, no reuse and no merged units."""
     strict = Setting(stage=3, transport=transport, zero=FROZEN_KNOBS)
     hold_all(name, recipe_of_three_steps(name), [strict], exact="rounds" not in ZOO[name].traits)
@@ -54,7 +54,7 @@ def test_every_model_with_every_parameter_released(name: str, transport: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
-def test_every_model_with_what_is_gathered_ahead(name: str) -> None:
+def test_every_model_with_prefetch(name: str) -> None:
     ahead = [Setting(stage=3, transport=transport, plain_backward=True) for transport in ("shm", "gloo")]
     hold_all(name, recipe_of_three_steps(name), ahead, exact="rounds" not in ZOO[name].traits)
 

@@ -35,7 +35,7 @@ def train_all(name: str, recipe: Recipe, settings: list[Setting]) -> list[RankTr
 
 @in_shares
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_model_trains_as_in_plain_pytorch(name: str, every: bool) -> None:
+def test_unusual_model_trains_as_in_plain_pytorch(name: str, every: bool) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3, optimizer_params=SGD)
     wanted = oracle.train(HOSTILE[name], recipe)
     # stage 3 over gloo, where a wrong order shows, and one of the others
@@ -152,7 +152,7 @@ HABITS = ["copied", "groups", "thaw and freeze", "past the engine", "inference",
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("habit", HABITS)
-def test_a_habit_keeps_its_meaning(habit: str, stage: int) -> None:
+def test_user_habit_works_as_in_plain_pytorch(habit: str, stage: int) -> None:
     wanted = in_one_process(habit, 2)
     for found in run_ranks(with_habit, 2, habit, stage, transport="shm" if stage == 2 else "gloo"):
         error, where = relative_error(found, wanted)
