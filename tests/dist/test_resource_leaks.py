@@ -161,12 +161,12 @@ def hold(cases: list[Any], warm: int, steps: int, growth: int, transport: str, f
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_some_steps_keep_no_object(transport: str, tmp_path: Path) -> None:
+def test_steps_leave_no_objects(transport: str, tmp_path: Path) -> None:
     hold([CASES[3], "pipeline", "ep", "offloaded activations"], 10, 40, 64 << 20, transport, tmp_path, 300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 @pytest.mark.parametrize("case", [*CASES, "pipeline", *AXES], ids=str)
-def test_two_thousand_steps_keep_nothing(case: Any, transport: str, tmp_path: Path) -> None:
+def test_two_thousand_steps_leave_no_resources(case: Any, transport: str, tmp_path: Path) -> None:
     hold([case], 200, 2000, 4 << 20, transport, tmp_path, 3600)

@@ -153,8 +153,10 @@ def stored_names(stored: StoredCheckpoint) -> dict[str, str]:
 
 def stored_param_dtype(stored: StoredCheckpoint, name: str) -> torch.dtype:
     """Return the compute dtype of the parameter stored as `name`: its master weights may be wider."""
-    said = stored.engine_data.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
-    dtype = getattr(torch, said, None) if isinstance(said, str) else None
+    recorded_dtype = (
+        stored.engine_data.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
+    )
+    dtype = getattr(torch, recorded_dtype, None) if isinstance(recorded_dtype, str) else None
     return dtype if isinstance(dtype, torch.dtype) else stored.meta_tensor(name).dtype
 
 

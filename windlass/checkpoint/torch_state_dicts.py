@@ -121,7 +121,8 @@ def _hyperparameters(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str
         return {}  # none of them was trained
     if len(found) > 1:
         raise CheckpointError(
-            f"{stored.path}: parameters of one group were in several groups, or not trained: {', '.join(names)}; build "
+            f"{stored.path}: these parameters of one group were in several groups, or were not trained: "
+            f"{', '.join(names)}; build "
             "the optimizer with the saved groups"
         )
     values = stored.engine_data["groups"][found.pop()]["values"]

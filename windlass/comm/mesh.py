@@ -64,9 +64,9 @@ class _GroupMaker:
                 continue
             # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
             process_group = dist.new_group(list(ranks), timeout=self._timeout)
-            beside = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
+            cpu_group = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
             if self._rank in ranks:
-                mine = RankGroup(process_group, ranks, ranks.index(self._rank), beside)
+                mine = RankGroup(process_group, ranks, ranks.index(self._rank), cpu_group)
         assert mine is not None, f"rank {self._rank} is in none of {partition}"
         if mine.size > 1:
             # Modules along tp, ep and sp communicate after their engine is destroyed, so their groups live as long as
@@ -128,24 +128,24 @@ class Mesh:
         """True if every rank is a data rank of every parameter."""
         return self.dense.data.size == self.world.size and self.experts is self.dense
 
-    def gather_from_world(self, said: Any) -> list[Any]:
+    def gather_from_world(self, value: Any) -> list[Any]:
         """All-gather a plain Python value from all ranks.
 
         If `only_data`, all ranks have the same value, so return only this one. Collective.
         """
         if self.only_data:
-            return [said]
-        return self.world.all_gather_object(said)
+            return [value]
+        return self.world.all_gather_object(value)
 
-    def of_stages(self, said: Any) -> list[Any]:
+    def of_stages(self, value: Any) -> list[Any]:
         """Return the value of the first rank of each pipeline stage, a plain Python value.
 
         With one stage, return only this rank's value. Collective over all ranks.
         """
         if self.pp.size == 1:
-            return [said]
-        heard = self.gather_from_world(said if self.first_of_stage else None)
-        return heard[:: self.grid.world // self.grid.pp]  # pp is the outermost axis
+            return [value]
+        values = self.gather_from_world(value if self.first_of_stage else None)
+        return values[:: self.grid.world // self.grid.pp]  # pp is the outermost axis
 
     def over(self, *axes: str) -> RankGroup:
         """Return this rank's group of the ranks that differ only along these axes.

@@ -173,11 +173,11 @@ def _activation_tier(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _deepspeed_checkpoint_format(config: Config) -> Iterator[tuple[str, str]]:
-    cut = [f"{axis} {axis_size(config, axis)}" for axis in ("pp", "ep", "tp") if axis_size(config, axis) > 1]
-    if config.checkpoint.format == "deepspeed" and cut:
+    model_axes = [f"{axis} {axis_size(config, axis)}" for axis in ("pp", "ep", "tp") if axis_size(config, axis) > 1]
+    if config.checkpoint.format == "deepspeed" and model_axes:
         yield (
             "checkpoint.format",
-            f'"deepspeed", whose files contain full parameters of every data rank, with {", ".join(cut)}; write '
+            f'"deepspeed", whose files contain full parameters of every data rank, with {", ".join(model_axes)}; write '
             '"windlass" (`windlass export` writes full weights)',
         )
 

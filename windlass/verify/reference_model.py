@@ -154,8 +154,9 @@ class ReferenceModel:
         for number, (weight, entering) in enumerate(forward.gradients.items()):
             if max(entering, default=-1) >= len(outputs):
                 raise ModelError(
-                    f"the plain copy of the model returned {len(outputs)} tensors with a graph, the sharded one more: "
-                    "its forward depends on something that the copy does not share (a global, a counter elsewhere)"
+                    f"the plain copy of the model returned {len(outputs)} tensors with a graph, the sharded one "
+                    "returned more: its forward depends on state that the copy does not share (a global variable or "
+                    "counter)"
                 )
             targets = [outputs[index] for index in entering]
             parts = [gradient.to(self.device) for gradient in entering.values()]

@@ -319,8 +319,10 @@ def _require_zero(path: Path) -> None:
     inner = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(inner, dict) or not ({"zero_stage", "single_partition_of_fp32_groups"} & set(inner)):
         raise NotZeroCheckpointError(f"{files[0]} is not a zero checkpoint")
-    said = inner.get("zero_stage", 1)
-    stage = said if isinstance(said, int) else (getattr(said, "arguments", None) or (1,))[0]
+    recorded_stage = inner.get("zero_stage", 1)
+    stage = (
+        recorded_stage if isinstance(recorded_stage, int) else (getattr(recorded_stage, "arguments", None) or (1,))[0]
+    )
     if stage not in (1, 2, 3):
         raise NotZeroCheckpointError(f"{files[0]}: unknown zero stage {stage}")
     count = inner.get("partition_count", len(files))
