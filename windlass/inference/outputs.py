@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""Why a sequence ended: a stop text or token or the end-of-sequence token; its maximum length; cancellation; an error."""
+"""Reason for the end of a sequence: a stop text or token or end of sequence; its length; cancellation; an error."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RequestOutput:
         return self.metrics.num_cached_tokens
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
     """Counters and gauges of an engine; counters only grow.
 

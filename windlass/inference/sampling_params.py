@@ -40,8 +40,8 @@ class StructuredOutputsParams:
         given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
-                f"structured_outputs sets {', '.join(given) or 'nothing'}; set exactly one of json, json_object, regex, "
-                "choice and grammar",
+                f"structured_outputs sets {', '.join(given) or 'nothing'}; set exactly one of json, json_object, "
+                "regex, choice and grammar",
                 parameter="structured_outputs",
             )
         if self.choice is not None:

@@ -1,0 +1,1 @@
+"""Inference: continuous batching of any causal language model with a paged KV cache."""

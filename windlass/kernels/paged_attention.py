@@ -1,0 +1,250 @@
+"""Attention over a paged KV cache on the CPU: decode steps, chunks of prompts, and batches of both.
+
+[Note: layout of the cache] Keys lie as `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: the scores
+of 16 keys are one vector, to which each feature of the query is added without a horizontal sum. Values lie as `[blocks,
+kv_heads, block_size, value_dim]`. A block of one head is contiguous in both. Code outside of this file copies and moves
+whole blocks, and reads tokens by `read_kv`.
+
+[Note: batch-invariant attention] Scores are sums in the order of the features, outputs are sums in the order of the
+keys, in tiles that begin at fixed positions of the sequence. A query's result has the same bits whatever other queries
+are in the call, for any split of its prompt into chunks, and for any number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.kernels.reference.paged_attention import attend_to_pages
+
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+BLOCK_MULTIPLE = 16
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKVCache:
+    """Keys and values of one layer, in blocks of tokens.
+
+    Attributes:
+        keys: `[blocks, kv_heads, key_dim, block_size]`, float32, bfloat16 or int8.
+        values: `[blocks, kv_heads, block_size, value_dim]` of the same dtype.
+        key_scales, value_scales: float32 `[blocks, kv_heads, block_size]`, of int8 caches; else None.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def key_dim(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the cache, each with the blocks as its first dimension: copy or move these by block."""
+        scales = (self.key_scales, self.value_scales)
+        return (self.keys, self.values, *(scale for scale in scales if scale is not None))
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block."""
+        return sum(tensor[0].nbytes for tensor in self.tensors)
+
+
+def make_kv_cache(
+    num_blocks: int,
+    block_size: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> PagedKVCache:
+    """Allocate the cache of one layer. Its memory is undefined until `write_kv`.
+
+    Args:
+        block_size: tokens of a block, a multiple of 16.
+        value_dim: by default `key_dim`.
+        dtype: float32, bfloat16, or int8 with one float32 scale for each token and head.
+
+    Raises:
+        ModelError: the block size or the dtype is not supported.
+    """
+    if block_size <= 0 or block_size % BLOCK_MULTIPLE:
+        raise ModelError(f"block_size is {block_size}; use a multiple of {BLOCK_MULTIPLE}")
+    if dtype not in CACHE_DTYPES:
+        raise ModelError(f"a KV cache cannot be {dtype}; use torch.float32, bfloat16 or int8")
+    value_dim = key_dim if value_dim is None else value_dim
+
+    def make_scales() -> torch.Tensor | None:
+        return torch.empty(num_blocks, kv_heads, block_size) if dtype == torch.int8 else None
+
+    return PagedKVCache(
+        torch.empty(num_blocks, kv_heads, key_dim, block_size, dtype=dtype),
+        torch.empty(num_blocks, kv_heads, block_size, value_dim, dtype=dtype),
+        make_scales(),
+        make_scales(),
+    )
+
+
+def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store the keys and values of tokens.
+
+    int8 caches round to nearest, ties to even, with `scale = max |row| / 127` for each token and head.
+
+    Args:
+        key: `[tokens, kv_heads, key_dim]`, float32 or bfloat16.
+        value: `[tokens, kv_heads, value_dim]` of the same dtype.
+        slots: int64 `[tokens]`; `block * block_size + offset`. A negative slot is skipped.
+
+    Raises:
+        ModelError: shapes do not match, or a slot is beyond the cache.
+    """
+    tokens = slots.shape[0]
+    if tuple(key.shape) != (tokens, cache.kv_heads, cache.key_dim):
+        raise ModelError(
+            f"keys of shape {tuple(key.shape)} do not fit {tokens} slots of a cache of {cache.kv_heads} heads of "
+            f"{cache.key_dim} features; give {(tokens, cache.kv_heads, cache.key_dim)}"
+        )
+    if tuple(value.shape) != (tokens, cache.kv_heads, cache.value_dim):
+        raise ModelError(
+            f"values of shape {tuple(value.shape)} do not fit {tokens} slots of a cache of {cache.kv_heads} heads of "
+            f"{cache.value_dim} features; give {(tokens, cache.kv_heads, cache.value_dim)}"
+        )
+    if tokens and int(slots.max()) >= cache.num_blocks * cache.block_size:
+        raise ModelError(
+            f"slot {int(slots.max())} is beyond a cache of {cache.num_blocks} blocks of {cache.block_size} tokens"
+        )
+    chosen = (slots >= 0).nonzero()[:, 0]
+    block, offset = slots[chosen] // cache.block_size, slots[chosen] % cache.block_size
+    key, value = key[chosen], value[chosen]
+    if cache.key_scales is not None and cache.value_scales is not None:
+        key, key_scale = _quantize_rows(key)
+        value, value_scale = _quantize_rows(value)
+        cache.key_scales[block, :, offset] = key_scale
+        cache.value_scales[block, :, offset] = value_scale
+    cache.keys[block, :, :, offset] = key.to(cache.dtype)
+    cache.values[block, :, offset] = value.to(cache.dtype)
+
+
+def read_kv(cache: PagedKVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of the tokens at `slots` (int64 `[tokens]`), in float32, as `write_kv` takes them."""
+    block, offset = slots // cache.block_size, slots % cache.block_size
+    key, value = cache.keys[block, :, :, offset].float(), cache.values[block, :, offset].float()
+    if cache.key_scales is not None and cache.value_scales is not None:
+        key = key * cache.key_scales[block, :, offset][..., None]
+        value = value * cache.value_scales[block, :, offset][..., None]
+    return key, value
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lengths: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute causal attention of the newest tokens of several sequences over their cached keys and values.
+
+    Query `i` of a sequence with `n` queries is at position `context_length - n + i`, and sees the keys at its own and
+    earlier positions. Its own key and value must be in the cache. The scores are in float32 whatever the dtypes.
+
+    Args:
+        query: `[tokens, heads, key_dim]`, float32 or bfloat16; `heads` is a multiple of the cache's. The queries of a
+            sequence are consecutive.
+        block_table: int32 `[sequences, max_blocks]`; the blocks of each sequence in order.
+        query_start: int32 `[sequences + 1]`; sequence `s` has the queries `[query_start[s], query_start[s + 1])`.
+        context_lengths: int32 `[sequences]`; tokens of each sequence in the cache, the queries' own included.
+        scaling: factor of the scores; by default `key_dim ** -0.5`.
+        sliding_window: a query sees this many positions, its own included.
+        chunk_size: a query sees its own chunk of positions alone, as in Llama 4.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+        sinks: `[heads]`; one more logit of each head in the softmax, without a value (GPT-OSS's `s_aux`).
+
+    Returns:
+        `[tokens, heads, value_dim]` in the dtype of `query`.
+
+    Raises:
+        ModelError: shapes, dtypes or lengths do not match. The message names the argument.
+    """
+    _check_attention(query, cache, block_table, query_start, context_lengths, sliding_window, chunk_size, sinks)
+    keys, values = cache.keys.transpose(2, 3).float(), cache.values.float()
+    if cache.key_scales is not None and cache.value_scales is not None:
+        keys, values = keys * cache.key_scales[..., None], values * cache.value_scales[..., None]
+    return attend_to_pages(
+        query.float(),
+        keys,
+        values,
+        block_table,
+        query_start,
+        context_lengths,
+        scaling=cache.key_dim**-0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        softcap=softcap,
+        sinks=sinks,
+    ).to(query.dtype)
+
+
+def _quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 rows and the scale of each, over the last dimension."""
+    wide = rows.float()
+    scale = wide.abs().amax(-1) / 127
+    quotient = wide / torch.where(scale > 0, scale, torch.ones_like(scale))[..., None]
+    return quotient.round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def _check_attention(
+    query: torch.Tensor,
+    cache: PagedKVCache,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lengths: torch.Tensor,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    if query.dim() != 3 or query.shape[2] != cache.key_dim or query.shape[1] % cache.kv_heads:
+        raise ModelError(
+            f"queries of shape {tuple(query.shape)} do not fit a cache of {cache.kv_heads} heads of {cache.key_dim} "
+            "features; give [tokens, heads, features] with a multiple of those heads"
+        )
+    sequences = context_lengths.shape[0]
+    if query_start.shape[0] != sequences + 1 or block_table.shape[0] != sequences:
+        raise ModelError(
+            f"{sequences} context_lengths came with {query_start.shape[0]} elements of query_start and "
+            f"{block_table.shape[0]} rows of block_table; give {sequences + 1} and {sequences}"
+        )
+    for name, limit in (("sliding_window", sliding_window), ("chunk_size", chunk_size)):
+        if limit is not None and limit <= 0:
+            raise ModelError(f"{name} is {limit}; give a positive number of tokens, or None")
+    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+        raise ModelError(f"sinks of shape {tuple(sinks.shape)} do not fit {query.shape[1]} heads; give one a head")
