@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 from windlass.base.errors import ConfigError, EngineOverloadedError, RequestError
@@ -22,6 +22,7 @@ from windlass.inference.outputs import (
     RequestOutput,
 )
 from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.scheduler import ServiceLevel
 
 TEMPLATE = (
     "{% if tools %}[tools:{% for tool in tools %}{{ tool.function.name }} {% endfor %}]{% endif %}"
@@ -128,7 +129,7 @@ class FakeEngine:
         request_id: str | None = None,
         lora_name: str | None = None,
         priority: int = 0,
-        sla: Mapping[str, float] | None = None,
+        sla: ServiceLevel | None = None,
     ) -> AsyncIterator[RequestOutput]:
         assert isinstance(prompt, list) and request_id is not None and request_id not in self.running
         if len(self.running) >= self.max_running:

@@ -22,7 +22,6 @@ from windlass.serving.logprob_format import LogprobFormat
 from windlass.serving.request_body import read_json_object
 from windlass.serving.request_fields import RequestModel, SamplingFields
 from windlass.serving.server_context import ServerContext
-from windlass.serving.server_settings import ToolCallFormat
 from windlass.serving.tool_calls import (
     ForcedFunction,
     OptionalCalls,
@@ -145,7 +144,7 @@ def _num_logprobs(fields: ChatRequest) -> int | None:
     return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
-def _tool_choice(fields: ChatRequest, form: ToolCallFormat) -> _ToolChoice:
+def _tool_choice(fields: ChatRequest, form: str) -> _ToolChoice:
     tools = parse_tools(fields.tools)
     names = {tool.name for tool in tools}
     choice = fields.tool_choice if fields.tool_choice is not None else ("auto" if tools else "none")

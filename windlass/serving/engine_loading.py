@@ -46,13 +46,29 @@ class EngineSource:
         return engine
 
 
-def load_llm_engine(model: str, **options: Any) -> ServedEngine:
+def load_llm_engine(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> ServedEngine:
     """Load the engine of windlass.
+
+    Args:
+        options: fields of `EngineOptions`.
 
     Raises:
         WindlassError: the directory has no model, or an option does not fit it.
     """
-    module: Any = importlib.import_module("windlass.inference.async_engine")
-    sync: Any = importlib.import_module("windlass.inference.llm_engine")
-    engine: ServedEngine = module.AsyncLLMEngine(sync.LLMEngine.from_model(model, **options))
-    return engine
+    # imported here, because the router of replicas needs neither torch nor a model
+    from windlass.inference.async_engine import AsyncLLMEngine
+    from windlass.inference.engine_factory import make_engine
+    from windlass.inference.engine_options import EngineOptions
+    from windlass.inference.model_loading import parse_dtype
+
+    checked = EngineOptions.from_arguments(**options)
+    parse_dtype(dtype)
+    engine = make_engine(model, checked, tokenizer=tokenizer, dtype=dtype, trust_remote_code=trust_remote_code)
+    return AsyncLLMEngine(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 from windlass.base.log import logger
 from windlass.serving.engine_loading import EngineSource
@@ -18,16 +19,15 @@ _HEALTH_SECONDS = 0.2
 class EngineBackend:
     """Engine in this process."""
 
-    def __init__(self, source: EngineSource, context: ServerContext, ready_message: str) -> None:
+    def __init__(self, source: EngineSource, context: ServerContext, on_ready: Callable[[], None]) -> None:
         self._source = source
         self._context = context
-        self._ready_message = ready_message
+        self._on_ready = on_ready
 
     async def start(self) -> None:
         """Load the model and start the engine."""
         self._context.attach(await self._source.load())
-        if self._ready_message:
-            logger.info("%s", self._ready_message)
+        self._on_ready()
 
     async def wait_for_failure(self) -> None:
         """Return when the engine has failed."""
@@ -52,11 +52,13 @@ class EngineBackend:
         """Do nothing: there are no other processes."""
 
 
-def serve_engine(source: EngineSource, settings: ServerSettings, listener: socket.socket, ready_message: str) -> int:
+def serve_engine(
+    source: EngineSource, settings: ServerSettings, listener: socket.socket, on_ready: Callable[[], None]
+) -> int:
     """Serve an engine on a bound socket until a signal. Return the exit code of the process.
 
     Args:
-        ready_message: logged once the model is loaded.
+        on_ready: called once the model is loaded.
 
     Raises:
         WindlassError: the model cannot be loaded.
@@ -64,7 +66,7 @@ def serve_engine(source: EngineSource, settings: ServerSettings, listener: socke
 
     async def run() -> int:
         context = ServerContext(settings)
-        backend = EngineBackend(source, context, ready_message)
+        backend = EngineBackend(source, context, on_ready)
         app = build_http_app(context)
         return await HttpServer(app, backend, context.requests, listener, settings.drain_timeout).run()
 

@@ -15,6 +15,7 @@ from windlass.base.errors import EngineOverloadedError
 from windlass.base.log import logger
 from windlass.inference.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.scheduler import ServiceLevel
 from windlass.serving.api_errors import ApiError
 from windlass.serving.event_stream import merge
 from windlass.serving.request_fields import SamplingFields
@@ -75,7 +76,7 @@ class Generation:
     params: list[SamplingParams]
     lora_name: str | None = None
     priority: int = 0
-    sla: dict[str, float] | None = None
+    sla: ServiceLevel | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
@@ -172,7 +173,7 @@ def start_generation(
         params=[_bounded(context, prompt, params) for prompt in prompts],
         lora_name=context.lora_of(fields.model),
         priority=fields.priority or 0,
-        sla=fields.sla,
+        sla=fields.service_level(),
     )
 
 

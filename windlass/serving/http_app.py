@@ -57,7 +57,7 @@ def build_http_app(context: ServerContext) -> Starlette:
         routes=routes,
         middleware=[
             *cors_middleware(context.settings),
-            Middleware(RequestGate, settings=context.settings, counter=context.requests, metrics=context.metrics),
+            Middleware(RequestGate, settings=context.settings, counter=context.requests, metrics=context.metrics.http),
         ],
         exception_handlers={HTTPException: _answer_http_error, ApiError: _answer_known_error},
     )

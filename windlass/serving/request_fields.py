@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from windlass.base.text import nearest_name, one_line
 from windlass.inference.sampling_params import SamplingParams, StructuredOutputsParams
+from windlass.inference.scheduler import ServiceLevel
 from windlass.serving.api_errors import ApiError
 
 _ANY = object()
@@ -132,6 +133,13 @@ class StructuredOutputsField(RequestModel):
         )
 
 
+class ServiceLevelField(RequestModel):
+    """Service level that a request declares: see `ServiceLevel`."""
+
+    first_token_seconds: float
+    tokens_per_second: float = 0.0
+
+
 class SamplingFields(RequestModel):
     """Fields of completions and chat completions that become sampling parameters, those of vLLM included."""
 
@@ -140,7 +148,7 @@ class SamplingFields(RequestModel):
     stream_options: StreamOptions | None = None
     request_id: str | None = None
     priority: int | None = None
-    sla: dict[str, float] | None = None
+    sla: ServiceLevelField | None = None
 
     n: int | None = None
     best_of: int | None = None
@@ -215,6 +223,23 @@ class SamplingFields(RequestModel):
             names = " and ".join(name for name, _ in found)
             raise ApiError(400, f"{names} both constrain the text; keep one", parameter=found[1][0])
         return found[0][1] if found else None
+
+    def service_level(self) -> ServiceLevel | None:
+        """Return the declared service level.
+
+        Raises:
+            ApiError: a time or a rate that is not positive.
+        """
+        if self.sla is None:
+            return None
+        first, rate = self.sla.first_token_seconds, self.sla.tokens_per_second
+        if first <= 0 or rate < 0:
+            raise ApiError(
+                400,
+                f"sla has first_token_seconds = {first} and tokens_per_second = {rate}; write positive numbers",
+                parameter="sla",
+            )
+        return ServiceLevel(first, rate)
 
     @property
     def wants_usage_event(self) -> bool:

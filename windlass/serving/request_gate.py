@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windlass.base.log import logger
 from windlass.serving.api_errors import ApiError, api_error_of
 from windlass.serving.server_context import RequestCounter
-from windlass.serving.server_metrics import ServerMetrics
+from windlass.serving.server_metrics import HttpMetrics
 from windlass.serving.server_settings import ServerSettings
 
 PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics"})
@@ -28,7 +28,7 @@ _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 class RequestGate:
     """ASGI middleware that every request passes."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, counter: RequestCounter, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, counter: RequestCounter, metrics: HttpMetrics) -> None:
         self._app = app
         self._settings = settings
         self._counter = counter
@@ -74,7 +74,7 @@ class RequestGate:
             if counted:
                 self._counter.leave()
             known_path = path if path in PUBLIC_PATHS or path in API_PATHS else "other"
-            self._metrics.http_requests.labels(known_path, str(status)).inc()
+            self._metrics.count(known_path, status)
 
     def _check_key(self, headers: Headers) -> None:
         keys = self._settings.api_keys

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from windlass.inference.outputs import EngineStats, RequestOutput
 from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.scheduler import ServiceLevel
 
 
 class ServedEngine(Protocol):
@@ -46,7 +47,7 @@ class ServedEngine(Protocol):
         request_id: str | None = None,
         lora_name: str | None = None,
         priority: int = 0,
-        sla: Mapping[str, float] | None = None,
+        sla: ServiceLevel | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the state of a request after each step that changed it, with all tokens and all text so far.
 
@@ -58,7 +59,7 @@ class ServedEngine(Protocol):
         """
 
     def cancel(self, request_id: str) -> None:
-        """End a request and free its blocks."""
+        """End a request and free its blocks. Its stream ends with the finish reason "abort"."""
 
     def stats(self) -> EngineStats:
         """Return counters and gauges."""

@@ -47,12 +47,31 @@ _HISTOGRAMS = (
 )
 
 
+class HttpMetrics:
+    """Count of HTTP requests by path and status.
+
+    Args:
+        engine: label that distinguishes the processes of one server.
+    """
+
+    def __init__(self, registry: CollectorRegistry, engine: str) -> None:
+        self._engine = engine
+        self._requests = Counter(
+            "windlass:http_requests", "Requests by path and status.", ("path", "status", "engine"), registry=registry
+        )
+
+    def count(self, path: str, status: int) -> None:
+        """Count one answer."""
+        self._requests.labels(path, str(status), self._engine).inc()
+
+
 class ServerMetrics:
     """Metrics of one server and its engine."""
 
     def __init__(self, model_name: str, engine_index: int) -> None:
         self.registry = CollectorRegistry()
         self._labels = (model_name, str(engine_index))
+        self.http = HttpMetrics(self.registry, str(engine_index))
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry).labels(
                 *self._labels
@@ -63,9 +82,6 @@ class ServerMetrics:
             "vllm:admission_rejections", "Requests refused because the queue was full.", _LABELS, registry=self.registry
         )
         self.rejections = rejections.labels(*self._labels)
-        self.http_requests = Counter(
-            "windlass:http_requests", "Requests by path and status.", ("path", "status"), registry=self.registry
-        )
 
     def watch(self, engine: ServedEngine) -> None:
         """Add the counters and gauges of an engine."""

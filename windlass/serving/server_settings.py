@@ -6,13 +6,15 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from windlass.base.bounded_input import read_bounded
 from windlass.base.errors import ConfigError
 
 ToolCallFormat = Literal["auto", "hermes", "llama3_json", "none"]
 """Form of the tool calls in the model's text."""
+
+TOOL_CALL_FORMATS: tuple[str, ...] = get_args(ToolCallFormat)
 
 _MAX_KEY_FILE_BYTES = 2**20
 
@@ -76,7 +78,7 @@ class ServerSettings:
     max_prompts: int = 256
     max_output_tokens: int | None = None
     drain_timeout: float = 30.0
-    tool_calls: ToolCallFormat = "auto"
+    tool_calls: str = "auto"
     chat_template: str | None = None
     allowed_origins: tuple[str, ...] = ()
     api_keys: ApiKeys | None = field(default=None, compare=False)
@@ -89,5 +91,7 @@ class ServerSettings:
             if not getattr(self, name) >= lowest:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} is {getattr(self, name)}; write at least {lowest}")
+        if self.tool_calls not in TOOL_CALL_FORMATS:
+            raise ConfigError(f"--tool-calls is {self.tool_calls!r}; write one of {', '.join(TOOL_CALL_FORMATS)}")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise ConfigError(f"--max-output-tokens is {self.max_output_tokens}; write at least 1")

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from windlass.base.bounded_json import JsonError, parse_json
 from windlass.serving.chat_prompt import arguments_text
-from windlass.serving.server_settings import ToolCallFormat
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
@@ -114,7 +113,7 @@ class OptionalCalls:
     none is content.
     """
 
-    def __init__(self, names: set[str], form: ToolCallFormat) -> None:
+    def __init__(self, names: set[str], form: str) -> None:
         self._names = names
         self._blocks = form in ("auto", "hermes")
         self._objects = form in ("auto", "llama3_json")
