@@ -110,7 +110,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.running),
-            kv_cache_usage=min(1.0, len(self.running) / self.max_running),
+            kv_cache_usage=min(1.0, len(self.running) / max(1, self.max_running)),
             prompt_tokens=self.tokens["prompt"],
             generation_tokens=self.tokens["generated"],
             steps=self.tokens["generated"],

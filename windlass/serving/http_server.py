@@ -109,14 +109,21 @@ class HttpServer:
         self._server = _SignalFreeServer(config)
         self._stop_requested = asyncio.Event()
 
-    async def run(self) -> int:
+    def request_stop(self) -> None:
+        """Drain and end, as after a signal."""
+        self._stop_requested.set()
+
+    async def run(self, *, handle_signals: bool = True) -> int:
         """Serve until a signal or a failure. Return the exit code of the process.
+
+        Args:
+            handle_signals: the process belongs to the server, and this is its main thread.
 
         Raises:
             Exception: the backend could not be started.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT) if handle_signals else ():
             loop.add_signal_handler(number, self._on_signal, number)
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         stopping = asyncio.ensure_future(self._stop_requested.wait())
