@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import signal
 import sys
 import time
 from collections import Counter
@@ -71,6 +70,7 @@ class FakeEngine:
         step_seconds: time of a step.
         max_waiting: requests above this number are refused.
         answer: text of all answers.
+        fails_at: prompt at which the engine dies.
     """
 
     def __init__(
@@ -82,11 +82,13 @@ class FakeEngine:
         answer: str | None = None,
         lora_names: tuple[str, ...] = (),
         tokenizer: CharacterTokenizer | None = None,
+        fails_at: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer or CharacterTokenizer()
         self.max_model_len = max_model_len
         self.lora_names = list(lora_names)
         self.answer = answer
+        self.fails_at = fails_at
         self.step_seconds = step_seconds
         self.max_running = max_running
         self.running: dict[str, asyncio.Event] = {}
@@ -143,8 +145,10 @@ class FakeEngine:
         reason: str = "abort"
         try:
             for count in range(1, (params.max_tokens or 16) + 1):
-                if not self.is_healthy:
-                    raise self.error or RuntimeError("the engine is dead")
+                if self.fails_at is not None and self.tokenizer.decode(prompt) == self.fails_at:
+                    self.is_healthy, self.error = False, RuntimeError("the device is gone")
+                if self.error is not None:
+                    raise self.error
                 await asyncio.sleep(self.step_seconds)
                 output = self._state(request_id, prompt, params, count, metrics, cancelled.is_set())
                 self.tokens["generated"] += params.n
@@ -171,8 +175,6 @@ class FakeEngine:
         if text is None:
             text = self.tokenizer.decode(prompt) or "x"
             text *= 1 + (params.max_tokens or 16) // len(text)
-        elif text == "crash" and count == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
         finish: FinishReason | None = "length" if count == params.max_tokens else None
         stop_reason = None
         if self.answer is not None and count >= len(text):

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ class ServerProcess:
 
     def __init__(self, tmp_path: Path, *, model: str = "fake", replicas: int = 1, **options: Any) -> None:
         self.port = free_port()
+        self._responses: list[HTTPResponse] = []
         self.log_path = tmp_path / "server.log"
         script = (
             "import sys; from tests.serving.harness import run_server_process; "
@@ -106,18 +107,22 @@ class ServerProcess:
 
     def request(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
         """Send one request; return status and body."""
-        connection = self.open(method, path, body)
-        response = connection.getresponse()
+        response = self.open(method, path, body)
         text = response.read().decode()
-        connection.close()
+        response.close()
         return response.status, text
 
-    def open(self, method: str, path: str, body: Any = None) -> HTTPConnection:
-        """Send one request; return the connection before the answer."""
+    def open(self, method: str, path: str, body: Any = None) -> HTTPResponse:
+        """Send one request; return the response before its body is read."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
         data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"Content-Type": "application/json"})
-        return connection
+        try:
+            connection.request(method, path, data, {"Content-Type": "application/json", "Connection": "close"})
+            response = connection.getresponse()
+        finally:
+            connection.close()  # the response keeps the socket
+        self._responses.append(response)
+        return response
 
     def wait_until_ready(self) -> None:
         """Wait until the server accepts requests."""
@@ -137,6 +142,8 @@ class ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for response in self._responses:
+            response.close()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

@@ -72,6 +72,11 @@ class ReplicaLoad:
         self._max_entries = max_entries
         self._hashes: OrderedDict[int, None] = OrderedDict()
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of known prefixes."""
+        return len(self._hashes)
+
     def count_cached(self, hashes: Sequence[int]) -> int:
         """Return the number of leading blocks that were sent here before."""
         for count, known in enumerate(hashes):
@@ -98,13 +103,13 @@ def choose_replica(loads: Sequence[ReplicaLoad], length: int, hashes: Sequence[i
 
     The cost of a replica is the number of characters that are computed before the first token: those of waiting
     prompts, those of this prompt that are not cached there, and a share for each running answer. Among equal costs the
-    replica with the fewest requests is chosen.
+    replica with the fewest requests is chosen, then that with the fewest cached blocks, so that conversations spread.
     """
-    best: tuple[int, int, int, int] | None = None
+    best: tuple[int, int, int, int, int] | None = None
     for index, load in enumerate(loads):
         own = length - load.count_cached(hashes) * BLOCK_CHARACTERS
-        rank = (load.prefill + own + load.running * _RUNNING_CHARACTERS, load.running, index, own)
+        rank = (load.prefill + own + load.running * _RUNNING_CHARACTERS, load.running, load.num_blocks, index, own)
         best = rank if best is None else min(best, rank)
     if best is None:
         raise ValueError("there is no replica to choose from")
-    return best[2], best[3]
+    return best[3], best[4]
