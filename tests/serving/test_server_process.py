@@ -33,14 +33,15 @@ def test_sigterm_drains_and_ends_with_0(tmp_path: Path) -> None:
         assert "Traceback" not in server.log()
 
 
-def test_requests_that_outlast_the_drain_are_cut_with_a_last_event(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, step_seconds=0.05, drain_timeout=0.3) as server:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_requests_that_outlast_the_drain_are_cut_with_a_last_event(tmp_path: Path, replicas: int) -> None:
+    with ServerProcess(tmp_path, replicas=replicas, step_seconds=0.05, drain_timeout=0.3) as server:
         server.wait_until_ready()
         response = server.open("POST", TEXT, {"prompt": "abc", "max_tokens": 500, "stream": True})
         response.readline()
         server.process.send_signal(signal.SIGTERM)
         rest = response.read().decode()
-        assert rest.endswith("data: [DONE]\n\n") and '"finish_reason":"abort"' in rest
+        assert rest.endswith("data: [DONE]\n\n") and '"code":"draining"' in rest
         assert server.process.wait(60) == 0
         assert "1 request did not end in time" in server.log()
 

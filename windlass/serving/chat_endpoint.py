@@ -92,7 +92,7 @@ async def create_chat_completion(request: Request) -> Response:
     answer = _ChatAnswer(generation, fields, choice, LogprobFormat(context.engine.tokenizer, _as_ids(fields)))
     if fields.stream:
         return await start_event_stream(request, answer.events())
-    return await until_disconnect(request.receive, answer.response())
+    return await until_disconnect(request, answer.response())
 
 
 async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[ChatTool]) -> list[int]:

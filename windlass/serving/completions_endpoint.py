@@ -52,7 +52,7 @@ async def create_completion(request: Request) -> Response:
     completion = _Completion(_start(request, fields, prompts), fields, texts, context.engine.tokenizer)
     if fields.stream:
         return await start_event_stream(request, completion.events())
-    return await until_disconnect(request.receive, completion.response())
+    return await until_disconnect(request, completion.response())
 
 
 def _start(request: Request, fields: CompletionRequest, prompts: list[list[int]]) -> Generation:

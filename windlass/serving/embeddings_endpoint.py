@@ -59,7 +59,7 @@ async def create_embeddings(request: Request) -> Response:
                 parameter="input",
                 code="context_length_exceeded" if prompt else None,
             )
-    vectors = await until_disconnect(request.receive, context.engine.embed(prompts))
+    vectors = await until_disconnect(request, context.engine.embed(prompts))
     data = [
         {"object": "embedding", "index": index, "embedding": _encode(vector, form)}
         for index, vector in enumerate(vectors)

@@ -36,11 +36,6 @@ class EngineBackend:
             await asyncio.sleep(_HEALTH_SECONDS)
         logger.error("the engine failed", exc_info=engine.error)
 
-    def cancel_requests(self) -> None:
-        """End all running requests."""
-        for request_id in list(self._context.engine_requests):
-            self._context.engine.cancel(request_id)
-
     async def stop(self) -> None:
         """Stop the engine."""
         engine = self._context.loaded_engine

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from windlass.base.log import logger
-from windlass.serving.api_errors import api_error_of
+from windlass.serving.api_errors import ApiError, api_error_of
+from windlass.serving.request_counter import RequestCounter
 
 Result = TypeVar("Result")
 
@@ -50,8 +51,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the last one, or until the client disconnects."""
-        with contextlib.suppress(ClientDisconnect):
-            await until_disconnect(receive, self._send_events(send))
+        try:
+            await until_disconnect(Request(scope, receive), self._send_events(send))
+        except ClientDisconnect:
+            return
+        except ApiError as error:  # the answer was cut
+            await self._send_error(send, error)
 
     async def _send_events(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
@@ -65,9 +70,12 @@ class EventStream(Response):
                 known = api_error_of(error, self._request_id)
                 if known.status == 500:
                     logger.error("request %s failed", self._request_id, exc_info=error)
-                await send({"type": "http.response.body", "body": encode_event(known.body()), "more_body": True})
-                await send({"type": "http.response.body", "body": DONE, "more_body": True})
+                await self._send_error(send, known)
+                return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_error(self, send: Send, error: ApiError) -> None:
+        await send({"type": "http.response.body", "body": encode_event(error.body()) + DONE, "more_body": False})
 
 
 async def start_event_stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
@@ -78,28 +86,34 @@ async def start_event_stream(request: Request, events: AsyncGenerator[bytes, Non
         Exception: the error in place of the first event.
     """
     try:
-        first = await until_disconnect(request.receive, anext(events))
+        first = await until_disconnect(request, anext(events))
     except BaseException:
         await events.aclose()
         raise
     return EventStream(first, events, request.state.request_id)
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
+async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
     """Run a coroutine, and cancel it when the client disconnects. The body of the request was read before.
 
     Raises:
         ClientDisconnect: the client disconnected.
+        ApiError: the server is stopping and has cut its answers.
     """
+    counter: RequestCounter = request.state.counter
     running: asyncio.Future[Result] = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_wait_for_disconnect(receive))
+    watching = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    counter.answers.add(running)
     try:
         waited: set[asyncio.Future[Any]] = {running, watching}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             raise ClientDisconnect
+        if running.cancelled() and counter.is_cut:
+            raise ApiError(503, "the server is stopping and has cut the answer", code="draining", retry_after=5)
         return running.result()
     finally:
+        counter.answers.discard(running)
         await _cancel(watching)
         await _cancel(running)
 

@@ -119,12 +119,10 @@ class Generation:
         return usage_of(self.outputs.values())
 
     async def _start(self, index: int) -> AsyncIterator[RequestOutput]:
-        engine_id = uuid.uuid4().hex
-        self.context.engine_requests.add(engine_id)
         stream = self.context.engine.stream(
             self.prompts[index],
             self.params[index],
-            request_id=engine_id,
+            request_id=uuid.uuid4().hex,
             lora_name=self.lora_name,
             priority=self.priority,
             sla=self.sla,
@@ -142,7 +140,6 @@ class Generation:
                     metrics.observe_finished(output)
                 yield output
         finally:
-            self.context.engine_requests.discard(engine_id)
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()

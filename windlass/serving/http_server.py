@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 from windlass.base.text import plural
-from windlass.serving.server_context import RequestCounter, ServerPhase
+from windlass.serving.request_counter import RequestCounter, ServerPhase
 
 EXIT_ENGINE_FAILED = 3
 """Exit code after the engine failed while it served."""
@@ -37,9 +37,6 @@ class ServedBackend(Protocol):
 
     async def wait_for_failure(self) -> None:
         """Return when no further request can be answered."""
-
-    def cancel_requests(self) -> None:
-        """End all running requests."""
 
     async def stop(self) -> None:
         """Free all resources."""
@@ -167,7 +164,7 @@ class HttpServer:
             )
         if not await self._counter.wait_until_idle(self._drain_timeout):
             logger.warning("%s did not end in time and are cut", plural(self._counter.running, "request"))
-            self._backend.cancel_requests()
+            self._counter.cut_answers()
             await self._counter.wait_until_idle(_LAST_EVENTS_SECONDS)
 
     def _on_signal(self, number: int) -> None:

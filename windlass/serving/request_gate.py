@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.base.log import logger
 from windlass.serving.api_errors import ApiError, api_error_of
-from windlass.serving.server_context import RequestCounter
+from windlass.serving.request_counter import RequestCounter
 from windlass.serving.server_metrics import HttpMetrics
 from windlass.serving.server_settings import ServerSettings
 
@@ -44,7 +44,7 @@ class RequestGate:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, counter=self._counter)
         status = 0
 
         async def send_with_id(message: Message) -> None:

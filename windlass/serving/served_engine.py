@@ -58,9 +58,6 @@ class ServedEngine(Protocol):
             EngineOverloadedError: the queue is full, before the first item.
         """
 
-    def cancel(self, request_id: str) -> None:
-        """End a request and free its blocks. Its stream ends with the finish reason "abort"."""
-
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
 

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from typing import TypeVar
 
 from windlass.serving.api_errors import ApiError
+from windlass.serving.request_counter import RequestCounter, ServerPhase
 from windlass.serving.served_engine import ServedEngine
 from windlass.serving.server_metrics import ServerMetrics
 from windlass.serving.server_settings import ServerSettings
@@ -17,83 +17,14 @@ from windlass.serving.server_settings import ServerSettings
 Result = TypeVar("Result")
 
 
-class ServerPhase(Enum):
-    """Phase in the life of a server."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-
-
-class RequestCounter:
-    """Phase of a server and number of requests in progress."""
-
-    def __init__(self) -> None:
-        self.phase = ServerPhase.STARTING
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def running(self) -> int:
-        """Number of requests in progress."""
-        return self._running
-
-    def enter(self) -> None:
-        """Count a request as in progress."""
-        self._running += 1
-        self._idle.clear()
-
-    def leave(self) -> None:
-        """Count a request as ended."""
-        self._running -= 1
-        if not self._running:
-            self._idle.set()
-
-    async def wait_until_idle(self, timeout: float) -> bool:
-        """Wait until no request is in progress. Return False after `timeout` seconds."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
-
-    def refuse_unless_ready(self) -> None:
-        """Raise unless new requests are accepted.
-
-        Raises:
-            ApiError: 503 with the phase.
-        """
-        if self.phase is ServerPhase.STARTING:
-            raise ApiError(503, "the model is still being loaded; try again", code="loading", retry_after=5)
-        if self.phase is ServerPhase.DRAINING:
-            raise ApiError(
-                503,
-                "the server is stopping and accepts no new request; send it to another server",
-                code="draining",
-                retry_after=5,
-                closes_connection=True,
-            )
-        if self.phase is ServerPhase.FAILED:
-            raise ApiError(
-                503, "the engine has failed; the server's log has the cause", code="engine_failed", retry_after=10
-            )
-
-
 class ServerContext:
-    """Engine, settings, metrics and phase of a server. `engine` is there once the model is loaded.
-
-    Attributes:
-        engine_requests: ids of the requests in the engine.
-    """
+    """Engine, settings, metrics and phase of a server. `engine` is there once the model is loaded."""
 
     def __init__(self, settings: ServerSettings, engine: ServedEngine | None = None) -> None:
         self.settings = settings
         self.metrics = ServerMetrics(settings.model_names[0], settings.engine_index)
         self.requests = RequestCounter()
         self.created = int(time.time())
-        self.engine_requests: set[str] = set()
         self._engine: ServedEngine | None = None
         # One thread, because tokenizers are not safe to use from several; it keeps long prompts off the event loop.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")

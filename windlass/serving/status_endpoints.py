@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 import windlass
 from windlass.serving.api_errors import ApiError, json_response
-from windlass.serving.server_context import ServerContext, ServerPhase
+from windlass.serving.request_counter import ServerPhase
+from windlass.serving.server_context import ServerContext
 from windlass.serving.server_metrics import CONTENT_TYPE
 
 

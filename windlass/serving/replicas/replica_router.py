@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
@@ -19,9 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from windlass.base.bounded_json import JsonError, parse_json
-from windlass.serving.api_errors import ApiError, api_error_of, json_response
+from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.engine_loading import EngineSource
-from windlass.serving.event_stream import DONE, EventStream, encode_event, until_disconnect
+from windlass.serving.event_stream import EventStream, until_disconnect
 from windlass.serving.http_app import cors_middleware
 from windlass.serving.replicas.merged_metrics import merge_expositions
 from windlass.serving.replicas.prefix_index import BLOCK_CHARACTERS, block_hashes, choose_replica, routing_text
@@ -29,8 +28,8 @@ from windlass.serving.replicas.replica_client import ReplicaConnectionError, Rep
 from windlass.serving.replicas.replica_process import ReplicaTask
 from windlass.serving.replicas.replica_supervisor import ReplicaSupervisor
 from windlass.serving.request_body import read_body
+from windlass.serving.request_counter import RequestCounter, ServerPhase
 from windlass.serving.request_gate import RequestGate
-from windlass.serving.server_context import RequestCounter, ServerPhase
 from windlass.serving.server_metrics import CONTENT_TYPE, HttpMetrics
 from windlass.serving.server_settings import ServerSettings
 from windlass.serving.status_endpoints import show_page, show_version
@@ -67,7 +66,6 @@ class ReplicaRouter:
         self._directory = tempfile.TemporaryDirectory(prefix="windlass-")
         self._on_ready = on_ready
         self._ended = asyncio.Event()
-        self._streams: set[asyncio.Future[Any]] = set()
         self.replicas = [
             ReplicaSupervisor(index, self._task(source, index), dict(environment), self._ended.set)
             for index in range(count)
@@ -118,11 +116,6 @@ class ReplicaRouter:
             self._ended.clear()
             await self._ended.wait()
 
-    def cancel_requests(self) -> None:
-        """End all requests in progress."""
-        for stream in self._streams:
-            stream.cancel()
-
     async def stop(self) -> None:
         """Stop all replicas."""
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
@@ -157,12 +150,12 @@ class ReplicaRouter:
         replica.load.insert(hashes)
         answer = self._exchange(replica, request, body, max(uncached, BLOCK_CHARACTERS))
         try:
-            first = await until_disconnect(request.receive, anext(answer))
+            first = await until_disconnect(request, anext(answer))
             assert isinstance(first, ReplicaResponse)
             if first.is_stream:
-                begin = await until_disconnect(request.receive, anext(answer))
+                begin = await until_disconnect(request, anext(answer))
                 assert isinstance(begin, bytes)
-                return EventStream(begin, self._events(answer, request.state.request_id), request.state.request_id)
+                return EventStream(begin, self._events(answer), request.state.request_id)
             content = b"".join([piece async for piece in answer if isinstance(piece, bytes)])
         except ReplicaConnectionError as error:
             raise _replica_ended() from error
@@ -195,34 +188,19 @@ class ReplicaRouter:
             load.running -= 1
             load.prefill -= uncached if waiting else 0
 
-    async def _events(
-        self, answer: AsyncGenerator[ReplicaResponse | bytes, None], request_id: str
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream; an error event at the end if the replica or the server ended first."""
-        async with contextlib.aclosing(answer):
-            while True:
-                reading = asyncio.ensure_future(anext(answer))
-                self._streams.add(reading)
-                try:
-                    piece = await asyncio.shield(reading)
-                except StopAsyncIteration:
-                    return
-                except ReplicaConnectionError:
-                    error = _replica_ended()
-                    break
-                except asyncio.CancelledError:
-                    if not reading.cancelled():  # the client has gone: this task was cancelled, not the reading
-                        reading.cancel()
-                        await asyncio.wait({reading})
-                        raise
-                    error = ApiError(503, "the server is stopping and cut the answer", code="draining")
-                    break
-                finally:
-                    self._streams.discard(reading)
-                assert isinstance(piece, bytes)
-                yield piece
-        yield encode_event(api_error_of(error, request_id).body())
-        yield DONE
+    async def _events(self, answer: AsyncGenerator[ReplicaResponse | bytes, None]) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream.
+
+        Raises:
+            ApiError: the replica ended first.
+        """
+        try:
+            async with contextlib.aclosing(answer):
+                async for piece in answer:
+                    assert isinstance(piece, bytes)
+                    yield piece
+        except ReplicaConnectionError as error:
+            raise _replica_ended() from error
 
     async def collect_metrics(self) -> bytes:
         """Return the metrics of the router and all replicas."""
