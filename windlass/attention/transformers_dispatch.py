@@ -120,14 +120,14 @@ def attention_forward(
     if isinstance(attention_mask, BoundMask):  # also in a recomputation, after the context has ended
         backend, mask = attention_mask.backend, attention_mask.mask
     if backend is None:
-        if kwargs.get("softcap") is None:
+        if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
             from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
             plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
             )
             return plain
-        backend = _eager  # torch's kernels have no soft cap
+        backend = _eager  # torch's kernels have neither soft caps nor sinks
     output = backend.attend(
         module,
         query,

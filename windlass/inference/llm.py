@@ -113,7 +113,6 @@ class LLM:
         except BaseException:
             for request_id in ids:
                 self._engine.cancel(request_id)
-            self._engine.step()  # reports the cancelled requests, to nobody
             raise
         return [finished[request_id] for request_id in ids]
 

@@ -159,6 +159,7 @@ class LLMEngine:
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, "abort")
+            self._forget(request)
 
     def has_requests(self) -> bool:
         """Return True if a request is unfinished."""

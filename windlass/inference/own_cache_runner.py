@@ -47,7 +47,7 @@ class OwnCacheModelRunner:
 
     def __init__(self, model: nn.Module, *, block_size: int, num_blocks: int) -> None:
         self.block_size, self.num_blocks = block_size, num_blocks
-        self._model: Any = model
+        self.model: Any = model
         self._forward = CausalForward(model)
         self._keeps_cache = _has_generation_cache(model)
         self._states: dict[int, OwnCacheState] = {}
@@ -125,18 +125,18 @@ class OwnCacheModelRunner:
         if state.num_computed == 0:
             kwargs["use_cache"] = True
             kwargs["attention_mask"] = torch.ones(1, len(ids), dtype=torch.long, device=self.device)
-            if self._model._supports_default_dynamic_cache():
+            if self.model._supports_default_dynamic_cache():
                 from transformers import DynamicCache
 
-                kwargs["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-            inputs = self._model.prepare_inputs_for_generation(ids[None], is_first_iteration=True, **kwargs)
+                kwargs["past_key_values"] = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            inputs = self.model.prepare_inputs_for_generation(ids[None], is_first_iteration=True, **kwargs)
         else:
-            inputs = self._model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)
+            inputs = self.model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)
         if only_last and "logits_to_keep" in self._forward.accepts:
             inputs["logits_to_keep"] = 1
         inputs["return_dict"] = True
-        outputs = self._model(**inputs)
-        state.model_kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
+        outputs = self.model(**inputs)
+        state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
         return get_logits(outputs)[0]
 
     def _recompute(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ class PagedModelRunner:
             raise ModelError(
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be computed in one row"
             )
-        self._model, self._kv_dtype = model, kv_dtype
+        self.model, self.kv_dtype = model, kv_dtype
         self.block_size, self.num_blocks = block_size, 1
         self._restore = _install(model)
         self.device = next(model.parameters()).device
@@ -109,7 +109,7 @@ class PagedModelRunner:
         return [tensor for cache in self._backend.caches.values() for tensor in cache.tensors]
 
     def _make_cache(self, layer: LayerKey, shape: LayerShape) -> PagedKVCache:
-        dtype = self._kv_dtype or (torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float32)
+        dtype = self.kv_dtype or (torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float32)
         return make_kv_cache(self.num_blocks, self.block_size, shape.kv_heads, shape.key_dim, shape.value_dim, dtype)
 
     def _probe(self, backend: PagedAttention) -> int:

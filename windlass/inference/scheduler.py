@@ -21,6 +21,7 @@ Policy = Literal["splitfuse", "prefill-first", "orca"]
 POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
 
 _MIN_CHUNK = 64  # tokens of a prompt in one step, below which more steps cost more than sharing gains
+_LEAST_PROGRESS = 16  # tokens of prompts in each step, however slow decodes are
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,7 @@ class _Planner:
             return left
         within = self._cost.tokens_within(gap, self._cached_tokens) - self._used_tokens
         # prompts always advance, or decodes of a slow machine would starve them
-        return min(left, max(within, min(_MIN_CHUNK, limits.max_tokens_per_step // 8), 1))
+        return min(left, max(within, min(_LEAST_PROGRESS, limits.max_tokens_per_step // 8), 1))
 
     def _run(self, sequence: SequenceSnapshot, tokens: int) -> None:
         self.plan.num_tokens[sequence.sequence_id] = tokens

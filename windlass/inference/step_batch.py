@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import nn
 
 
 @dataclass
@@ -47,6 +48,7 @@ class ModelRunner(Protocol):
     """Forward of a model over batches of sequences.
 
     Attributes:
+        model: the module.
         description: how the model is run, for the log.
         vocab_size: of the logits.
         block_size: tokens of a KV block.
@@ -55,6 +57,7 @@ class ModelRunner(Protocol):
         computes_drafts: several new tokens of one sequence can be computed in a step after its prompt.
     """
 
+    model: nn.Module
     description: str
     vocab_size: int
     block_size: int

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from windlass.base.errors import ModelError
-from windlass.kernels.weight_format import WeightFormat, get_weight_format
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
+from windlass.kernels.weight_format import WeightFormat, get_weight_format
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 
