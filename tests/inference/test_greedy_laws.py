@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0
 
 
 def longer(name: str, **changes: Any) -> Any:
-    """A model that takes 96 tokens, where its configuration says so."""
+    """A model that takes 96 tokens, where its configuration has a limit."""
     key = {"gpt2": "n_positions", "gptj": "n_positions", "gpt_bigcode": "n_positions", "mpt": "max_seq_len"}
     known = {} if name in ("bloom", "falcon") else {key.get(name, "max_position_embeddings"): 96}
     return build(name, **{**known, **changes}).eval()

@@ -46,9 +46,9 @@ class EagerBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Compute attention; the softmax is in fp32 or better.
 
-        Of `arguments`, a `softcap` c bends scores to `c * tanh(score / c)` before the mask (Gemma 2), and a
-        `position_bias` `[1 or samples, heads, queries, keys]` is added to the scores, and `s_aux` `[heads of the layer]`
-        is one more score in each softmax, without a value (attention sinks of GPT-OSS).
+        Of `arguments`, a `softcap` c bends scores to `c * tanh(score / c)` before the mask (Gemma 2), a `position_bias`
+        `[1 or samples, heads, queries, keys]` is added to the scores, and `s_aux` `[heads of the layer]` is one more
+        score in each softmax, without a value (attention sinks of GPT-OSS).
         """
         softcap, position_bias = arguments.get("softcap"), arguments.get("position_bias")
         key, value = repeat_kv_heads(key, query.shape[1]), repeat_kv_heads(value, query.shape[1])

@@ -95,6 +95,9 @@ class AsyncLLMEngine:
     @property
     def is_healthy(self) -> bool:
         """True while the thread runs."""
+        return self._is_alive()
+
+    def _is_alive(self) -> bool:
         return self.error is None and self._thread is not None and self._thread.is_alive()
 
     async def start(self) -> None:
@@ -229,7 +232,7 @@ class AsyncLLMEngine:
         waiting = asyncio.ensure_future(asyncio.wrap_future(done))
         try:
             while not (await asyncio.wait({waiting}, timeout=1))[0]:
-                if not self.is_healthy and not done.running():  # the thread ended between the check and the call
+                if not self._is_alive() and not done.running():  # the thread ended between the check and the call
                     run()
             return waiting.result()
         finally:

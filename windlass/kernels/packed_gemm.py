@@ -2,18 +2,25 @@
 
 [Note: batch-invariant products] `packed_linear` adds the products of an output in the order of the input features, one
 after the other, in one accumulator. So a row of the result has the same bits whatever other rows are in the call,
-wherever the row lies, and however many threads share the outputs.
+wherever the row lies, and however many threads share the outputs. (The reference makes no such promise.)
+
+[Note: panels] 16 outputs form a panel. One step of a panel is a cache line with 1 (float32), 2 (bf16) or 4 (int8, with
+an offset of 128) input features of each output, side by side in 32 bits. All instruction sets read the same panels.
 """
 
 from __future__ import annotations
 
 import torch
 
-from windlass.base.errors import ModelError
+from windlass.base.errors import ModelError, WeightFormatError
+from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
+from windlass.kernels.kernel_dispatch import prefer_huge_pages
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
+# Weight formats that native code multiplies. Others take the format's own product.
+_PANEL_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 
 
 class PackedPanels:
@@ -22,50 +29,99 @@ class PackedPanels:
     Attributes:
         out_features, in_features: of the layer.
         format: weight format of the values.
-        nbytes: bytes of the packed weight, scales and padding included.
+        path: implementation that multiplies it: an instruction set, or "reference".
     """
 
-    def __init__(self, weight_format: WeightFormat, tensors: FormatTensors, shape: tuple[int, int]) -> None:
+    def __init__(self, weight_format: WeightFormat, tensors: FormatTensors, path: InferencePath) -> None:
         self.format = weight_format
-        self.out_features, self.in_features = shape
-        self._tensors = tensors
+        self.out_features, self.in_features = tensors["weight"].shape
+        native = path.module is not None and weight_format.name in _PANEL_CODES and tensors["weight"].numel() > 0
+        self._path = path if native else get_inference_path("reference")
+        self._tensors = self._pack(tensors) if native else tensors
+
+    @property
+    def path(self) -> str:
+        return self._path.name
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the packed weight, scales and padding included."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
+    def _pack(self, tensors: FormatTensors) -> FormatTensors:
+        """Return the tensors with the weight in panels; see [Note: panels]."""
+        module = self._path.module
+        assert module is not None
+        code, weight = _PANEL_CODES[self.format.name], tensors["weight"].contiguous()
+        panels = torch.empty(module.panel_bytes(code, *weight.shape), dtype=torch.uint8)
+        prefer_huge_pages(panels)
+        module.pack(code, tensor_address("weight", weight), *weight.shape, panels.data_ptr(), torch.get_num_threads())
+        packed = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "weight"}
+        scales = packed.get("weight_scale")
+        self._address = (code, panels.data_ptr(), *weight.shape, 0 if scales is None else scales.data_ptr())
+        return {"panels": panels, **packed}
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.format.linear(x, self._tensors, None if bias is None else bias.to(x.dtype))
+        """Compute `packed_linear`, whose checks have passed."""
+        module = self._path.module
+        if module is None or not x.is_cpu:
+            return self.format.linear(x, self._tensors, None if bias is None else bias.to(x.dtype))
+        x = x.detach() if x.is_contiguous() else x.detach().contiguous()
+        out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)
+        if out.numel() == 0:
+            return out
+        wide_bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        module.linear(
+            self._path.number,
+            *self._address,
+            0 if wide_bias is None else tensor_address("bias", wide_bias),
+            tensor_address("input", x),
+            out.data_ptr(),
+            out.numel() // self.out_features,
+            x.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return out
 
     def __repr__(self) -> str:
-        return f"PackedPanels({self.out_features}, {self.in_features}, format={self.format.name!r})"
+        return f"PackedPanels({self.out_features}, {self.in_features}, format={self.format.name!r}, path={self.path!r})"
 
 
-def pack_weight(weight: torch.Tensor, format: WeightFormat | str = "fp32") -> PackedPanels:
+def pack_weight(weight: torch.Tensor, format: WeightFormat | str = "fp32", *, path: str | None = None) -> PackedPanels:
     """Pack the weight of a linear layer. The result holds no reference to `weight`.
 
     Args:
         weight: floating-point matrix `[out_features, in_features]` on the CPU. Join the weights of layers with the same
             input (query, key and value; gate and up) along dimension 0, to compute them in one call.
         format: a weight format or its registered name: "fp32", "bf16", "int8", ...
+        path: one of `list_inference_paths()` in place of the active one.
 
     Raises:
         WeightFormatError: the format does not exist, or the weight does not fit it.
+        ConfigError: the path is not available.
     """
     chosen = get_weight_format(format) if isinstance(format, str) else format
-    return PackedPanels(chosen, chosen.pack(weight), (weight.shape[0], weight.shape[1]))
+    return PackedPanels(chosen, chosen.pack(weight), get_inference_path(path))
 
 
-def pack_panels(tensors: FormatTensors, format: WeightFormat | str) -> PackedPanels:
+def pack_panels(tensors: FormatTensors, format: WeightFormat | str, *, path: str | None = None) -> PackedPanels:
     """Pack a weight that a weight format has packed already, e.g. from the file of a quantized checkpoint.
 
     Args:
         tensors: as `WeightFormat.pack` returns them.
         format: the format of `tensors`, or its registered name.
+        path: one of `list_inference_paths()` in place of the active one.
+
+    Raises:
+        WeightFormatError: the tensors are not of the format.
     """
     chosen = get_weight_format(format) if isinstance(format, str) else format
-    shape = chosen.unpack(tensors).shape
-    return PackedPanels(chosen, dict(tensors), (shape[0], shape[1]))
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    rows, columns = tensors["weight"].shape if "weight" in tensors else (0, 0)
+    wanted = {name: (form.dtype, form.shape) for name, form in chosen.file_form(rows, columns).items()}
+    if found != wanted:
+        raise WeightFormatError(f"packed tensors {found} are not of format {chosen.name!r}; give those that it packed")
+    return PackedPanels(chosen, tensors, get_inference_path(path))
 
 
 def packed_linear(x: torch.Tensor, packed: PackedPanels, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,61 +2,69 @@
 
 [Note: layout of the cache] Keys lie as `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: the scores
 of 16 keys are one vector, to which each feature of the query is added without a horizontal sum. Values lie as `[blocks,
-kv_heads, block_size, value_dim]`. A block of one head is contiguous in both. Code outside of this file copies and moves
-whole blocks, and reads tokens by `read_kv`.
+kv_heads, block_size, value_dim]`, with `value_dim` rounded up to a multiple of 16; what stands behind it is undefined.
+A block of one head is contiguous in both. Code outside of this file copies and moves whole blocks, and reads tokens by
+`read_kv`.
 
 [Note: batch-invariant attention] Scores are sums in the order of the features, outputs are sums in the order of the
 keys, in tiles that begin at fixed positions of the sequence. A query's result has the same bits whatever other queries
-are in the call, for any split of its prompt into chunks, and for any number of threads.
+are in the call, for any split of its prompt into chunks, and for any number of threads. (The reference makes no such
+promise.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from windlass.base.errors import ModelError
+from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 from windlass.kernels.reference.paged_attention import attend_to_pages
 
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 BLOCK_MULTIPLE = 16
+MOST_FEATURES = 1024  # of a head, in native code
 
 
-@dataclass(frozen=True, eq=False)
 class PagedKVCache:
-    """Keys and values of one layer, in blocks of tokens.
+    """Keys and values of one layer, in blocks of tokens; see [Note: layout of the cache]. Make it by `make_kv_cache`.
 
     Attributes:
-        keys: `[blocks, kv_heads, key_dim, block_size]`, float32, bfloat16 or int8.
-        values: `[blocks, kv_heads, block_size, value_dim]` of the same dtype.
+        keys, values: float32, bfloat16 or int8.
         key_scales, value_scales: float32 `[blocks, kv_heads, block_size]`, of int8 caches; else None.
+        path: implementation that works on the cache: an instruction set, or "reference".
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scales: torch.Tensor | None = None
-    value_scales: torch.Tensor | None = None
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        key_scales: torch.Tensor | None,
+        value_scales: torch.Tensor | None,
+        value_dim: int,
+        path: InferencePath,
+    ) -> None:
+        self.keys, self.values = keys, values
+        self.key_scales, self.value_scales = key_scales, value_scales
+        self.num_blocks, self.kv_heads, self.key_dim, self.block_size = keys.shape
+        self.value_dim = value_dim
+        native = path.module is not None and max(self.key_dim, value_dim) <= MOST_FEATURES and keys.numel() > 0
+        self._path = path if native else get_inference_path("reference")
+        self._handle: object = None
+        if self._path.module is not None:
+            self._handle = self._path.module.cache(
+                CACHE_DTYPES.index(keys.dtype),
+                keys.data_ptr(),
+                values.data_ptr(),
+                0 if key_scales is None else key_scales.data_ptr(),
+                0 if value_scales is None else value_scales.data_ptr(),
+                *keys.shape[:3],
+                value_dim,
+                self.block_size,
+            )
 
     @property
-    def num_blocks(self) -> int:
-        return self.keys.shape[0]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.keys.shape[1]
-
-    @property
-    def key_dim(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def block_size(self) -> int:
-        return self.keys.shape[3]
-
-    @property
-    def value_dim(self) -> int:
-        return self.values.shape[3]
+    def path(self) -> str:
+        return self._path.name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,6 +89,8 @@ def make_kv_cache(
     key_dim: int,
     value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
+    path: str | None = None,
 ) -> PagedKVCache:
     """Allocate the cache of one layer. Its memory is undefined until `write_kv`.
 
@@ -88,9 +98,11 @@ def make_kv_cache(
         block_size: tokens of a block, a multiple of 16.
         value_dim: by default `key_dim`.
         dtype: float32, bfloat16, or int8 with one float32 scale for each token and head.
+        path: one of `list_inference_paths()` in place of the active one.
 
     Raises:
         ModelError: the block size or the dtype is not supported.
+        ConfigError: the path is not available.
     """
     if block_size <= 0 or block_size % BLOCK_MULTIPLE:
         raise ModelError(f"block_size is {block_size}; use a multiple of {BLOCK_MULTIPLE}")
@@ -103,9 +115,11 @@ def make_kv_cache(
 
     return PagedKVCache(
         torch.empty(num_blocks, kv_heads, key_dim, block_size, dtype=dtype),
-        torch.empty(num_blocks, kv_heads, block_size, value_dim, dtype=dtype),
+        torch.empty(num_blocks, kv_heads, block_size, -(-value_dim // 16) * 16, dtype=dtype),
         make_scales(),
         make_scales(),
+        value_dim,
+        get_inference_path(path),
     )
 
 
@@ -133,9 +147,35 @@ def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots:
             f"values of shape {tuple(value.shape)} do not fit {tokens} slots of a cache of {cache.kv_heads} heads of "
             f"{cache.value_dim} features; give {(tokens, cache.kv_heads, cache.value_dim)}"
         )
-    if tokens and int(slots.max()) >= cache.num_blocks * cache.block_size:
+    if tokens == 0:
+        return
+    if cache._path.module is None:
+        _write_reference(cache, key, value, slots)
+        return
+    if key.dtype != value.dtype or key.dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(f"keys are {key.dtype} and values {value.dtype}; give both as torch.float32 or bfloat16")
+    key, value = key.detach().contiguous(), value.detach().contiguous()
+    slots = slots.to(torch.int64).contiguous()
+    try:
+        cache._path.module.write_cache(
+            cache._path.number,
+            cache._handle,
+            tensor_address("key", key),
+            tensor_address("value", value),
+            key.dtype == torch.bfloat16,
+            tensor_address("tensor of slots", slots),
+            tokens,
+            torch.get_num_threads(),
+        )
+    except ValueError as error:  # raised before anything was written
+        raise ModelError(f"nothing was written to the KV cache: {error}") from error
+
+
+def _write_reference(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    if int(slots.max()) >= cache.num_blocks * cache.block_size:
         raise ModelError(
-            f"slot {int(slots.max())} is beyond a cache of {cache.num_blocks} blocks of {cache.block_size} tokens"
+            f"nothing was written to the KV cache: slot {int(slots.max())} is beyond a cache of {cache.num_blocks} "
+            f"blocks of {cache.block_size} tokens"
         )
     chosen = (slots >= 0).nonzero()[:, 0]
     block, offset = slots[chosen] // cache.block_size, slots[chosen] % cache.block_size
@@ -146,13 +186,13 @@ def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots:
         cache.key_scales[block, :, offset] = key_scale
         cache.value_scales[block, :, offset] = value_scale
     cache.keys[block, :, :, offset] = key.to(cache.dtype)
-    cache.values[block, :, offset] = value.to(cache.dtype)
+    cache.values[block, :, offset, : cache.value_dim] = value.to(cache.dtype)
 
 
 def read_kv(cache: PagedKVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys and values of the tokens at `slots` (int64 `[tokens]`), in float32, as `write_kv` takes them."""
     block, offset = slots // cache.block_size, slots % cache.block_size
-    key, value = cache.keys[block, :, :, offset].float(), cache.values[block, :, offset].float()
+    key, value = cache.keys[block, :, :, offset].float(), cache.values[block, :, offset, : cache.value_dim].float()
     if cache.key_scales is not None and cache.value_scales is not None:
         key = key * cache.key_scales[block, :, offset][..., None]
         value = value * cache.value_scales[block, :, offset][..., None]
@@ -195,23 +235,62 @@ def paged_attention(
     Raises:
         ModelError: shapes, dtypes or lengths do not match. The message names the argument.
     """
-    _check_attention(query, cache, block_table, query_start, context_lengths, sliding_window, chunk_size, sinks)
-    keys, values = cache.keys.transpose(2, 3).float(), cache.values.float()
+    _check_attention(
+        query, cache, block_table, query_start, context_lengths, sliding_window, chunk_size, softcap, sinks
+    )
+    scaling = cache.key_dim**-0.5 if scaling is None else scaling
+    if query.shape[0] == 0:
+        return query.new_empty(0, query.shape[1], cache.value_dim)
+    if cache._path.module is None:
+        return attend_to_pages(
+            query.float(),
+            *_unpacked_cache(cache),
+            block_table,
+            query_start,
+            context_lengths,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            chunk_size=chunk_size,
+            softcap=softcap,
+            sinks=sinks,
+        ).to(query.dtype)
+    query = query.detach().contiguous()
+    block_table, query_start = block_table.contiguous(), query_start.contiguous()
+    context_lengths = context_lengths.contiguous()
+    sinks = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
+    out = torch.empty(query.shape[0], query.shape[1], cache.value_dim, dtype=query.dtype)
+    try:
+        cache._path.module.attention(
+            cache._path.number,
+            cache._handle,
+            tensor_address("query", query),
+            out.data_ptr(),
+            query.dtype == torch.bfloat16,
+            query.shape[0],
+            query.shape[1],
+            tensor_address("block_table", block_table),
+            block_table.shape[1],
+            tensor_address("query_start", query_start),
+            tensor_address("context_lengths", context_lengths),
+            context_lengths.shape[0],
+            scaling,
+            softcap or 0.0,
+            sliding_window or 0,
+            chunk_size or 0,
+            0 if sinks is None else tensor_address("sinks", sinks),
+            torch.get_num_threads(),
+        )
+    except ValueError as error:  # raised before anything was read
+        raise ModelError(f"paged attention cannot run: {error}") from error
+    return out
+
+
+def _unpacked_cache(cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values in float32, `[blocks, kv_heads, block_size, features]`."""
+    keys, values = cache.keys.transpose(2, 3).float(), cache.values[..., : cache.value_dim].float()
     if cache.key_scales is not None and cache.value_scales is not None:
         keys, values = keys * cache.key_scales[..., None], values * cache.value_scales[..., None]
-    return attend_to_pages(
-        query.float(),
-        keys,
-        values,
-        block_table,
-        query_start,
-        context_lengths,
-        scaling=cache.key_dim**-0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        softcap=softcap,
-        sinks=sinks,
-    ).to(query.dtype)
+    return keys, values
 
 
 def _quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,6 +309,7 @@ def _check_attention(
     context_lengths: torch.Tensor,
     sliding_window: int | None,
     chunk_size: int | None,
+    softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> None:
     if query.dim() != 3 or query.shape[2] != cache.key_dim or query.shape[1] % cache.kv_heads:
@@ -243,6 +323,17 @@ def _check_attention(
             f"{sequences} context_lengths came with {query_start.shape[0]} elements of query_start and "
             f"{block_table.shape[0]} rows of block_table; give {sequences + 1} and {sequences}"
         )
+    for name, table in (
+        ("block_table", block_table),
+        ("query_start", query_start),
+        ("context_lengths", context_lengths),
+    ):
+        if table.dtype != torch.int32:
+            raise ModelError(f"{name} is {table.dtype}; give torch.int32")
+    if query.dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(f"queries are {query.dtype}; convert them to torch.float32 or bfloat16")
+    if softcap is not None and softcap <= 0:
+        raise ModelError(f"softcap is {softcap}; give a positive number, or None")
     for name, limit in (("sliding_window", sliding_window), ("chunk_size", chunk_size)):
         if limit is not None and limit <= 0:
             raise ModelError(f"{name} is {limit}; give a positive number of tokens, or None")

@@ -1,0 +1,182 @@
+"""Tests of packed products: equal to float64 within rounding, and rows with the same bits in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.base.errors import ConfigError, ModelError, WeightFormatError
+from windlass.kernels.inference_path import get_inference_path, list_inference_paths
+from windlass.kernels.packed_gemm import PackedPanels, pack_panels, pack_weight, packed_linear
+from windlass.kernels.weight_format import CastWeightFormat, get_weight_format
+
+PATHS = list_inference_paths()
+NATIVE = PATHS[:-1]
+FORMATS = ("fp32", "bf16", "int8")
+DTYPES = (torch.float32, torch.bfloat16)
+
+sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 257]))
+kinds = {"path": st.sampled_from(PATHS), "format": st.sampled_from(FORMATS), "dtype": st.sampled_from(DTYPES)}
+native_kinds = {**kinds, "path": st.sampled_from(NATIVE or PATHS)}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, format: str) -> torch.Tensor:
+    form = get_weight_format(format)
+    values = form.unpack(form.pack(weight)).double()
+    return x.double() @ values.T + (0 if bias is None else bias.double())
+
+
+@given(rows=sizes, outputs=sizes, features=sizes, has_bias=st.booleans(), threads=st.integers(1, 3), **kinds)
+def test_product_equals_float64_within_rounding(
+    rows: int, outputs: int, features: int, has_bias: bool, threads: int, path: str, format: str, dtype: torch.dtype
+) -> None:
+    weight, x = random(outputs, features), random(rows, features, seed=1).to(dtype)
+    bias = random(outputs, seed=2) if has_bias else None
+    torch.set_num_threads(threads)
+    try:
+        found = packed_linear(x, pack_weight(weight, format, path=path), bias)
+    finally:
+        torch.set_num_threads(1)
+    wanted = exact(x, weight, bias, format)
+    assert found.dtype == dtype and found.shape == wanted.shape
+    scale = float((x.double().abs() @ weight.double().abs().T).max()) + 1
+    # the reference rounds weights and bias to bf16 too, and adds them in another order
+    limit = 1e-6 if dtype == torch.float32 else 2**-8 if path != "reference" else 2**-6
+    assert float((found.double() - wanted).abs().max()) <= limit * scale
+
+
+@given(
+    rows=st.integers(2, 70),
+    first=st.integers(0, 69),
+    count=st.integers(1, 40),
+    outputs=sizes,
+    features=sizes,
+    threads=st.integers(1, 3),
+    **native_kinds,
+)
+def test_rows_have_the_same_bits_in_every_batch(
+    rows: int, first: int, count: int, outputs: int, features: int, threads: int, path: str, format: str,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    if path == "reference":  # makes no such promise
+        return
+    packed = pack_weight(random(outputs, features), format, path=path)
+    x = random(rows, features, seed=1).to(dtype)
+    together = packed_linear(x, packed)
+    first %= rows
+    torch.set_num_threads(threads)
+    try:
+        alone = packed_linear(x[first : first + count], packed)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(alone, together[first : first + count])
+
+
+@given(outputs=st.integers(1, 40), extra=st.integers(1, 40), rows=st.integers(1, 20), **native_kinds)
+def test_outputs_have_the_same_bits_in_a_joined_weight(
+    outputs: int, extra: int, rows: int, path: str, format: str, dtype: torch.dtype
+) -> None:
+    if path == "reference":
+        return
+    weight, x = random(outputs + extra, 50), random(rows, 50, seed=1).to(dtype)
+    joined = packed_linear(x, pack_weight(weight, format, path=path))
+    parts = [packed_linear(x, pack_weight(part, format, path=path)) for part in weight.split([outputs, extra])]
+    assert torch.equal(torch.cat(parts, 1), joined)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_sets_with_fused_multiply_add_agree_in_every_bit(format: str) -> None:
+    x, weight = random(13, 131), random(45, 131, seed=1)
+    fused = [path for path in NATIVE if path != "baseline"]
+    found = [packed_linear(x, pack_weight(weight, format, path=path)) for path in fused]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_stay_in_their_row(path: str, value: float) -> None:
+    packed = pack_weight(random(20, 33), path=path)
+    x = random(9, 33, seed=1)
+    clean = packed_linear(x, packed)
+    x[4, 7] = value
+    found = packed_linear(x, packed)
+    assert not found[4].isfinite().any()
+    assert torch.allclose(found[[0, 1, 2, 3, 5, 6, 7, 8]], clean[[0, 1, 2, 3, 5, 6, 7, 8]], atol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_tensors_of_a_file_give_the_same_product(path: str, format: str) -> None:
+    weight, x = random(37, 50), random(5, 50, seed=1)
+    packed = pack_panels(get_weight_format(format).pack(weight), format, path=path)
+    assert torch.equal(packed_linear(x, packed), packed_linear(x, pack_weight(weight, format, path=path)))
+    with pytest.raises(WeightFormatError, match=r"weight_scale.* are not of format 'fp32'"):
+        pack_panels(get_weight_format("int8").pack(weight), "fp32", path=path)
+
+
+def test_weight_is_copied_and_takes_the_bytes_of_its_format() -> None:
+    for format, bytes_of in (("fp32", 4), ("bf16", 2), ("int8", 1)):
+        weight, x = random(64, 96), random(3, 96, seed=1)
+        packed = pack_weight(weight, format)
+        before = packed_linear(x, packed)
+        weight.zero_()
+        assert torch.equal(packed_linear(x, packed), before)
+        assert packed.nbytes == 64 * 96 * bytes_of + (64 * 4 if format == "int8" else 0)
+
+
+def test_other_formats_take_their_own_product() -> None:
+    half = CastWeightFormat("half_for_test", torch.float16)
+    packed = pack_weight(random(6, 8), half)
+    assert packed.path == "reference"
+    assert torch.allclose(packed_linear(random(2, 8, seed=1), packed), random(2, 8, seed=1) @ random(6, 8).T, atol=1e-2)
+
+
+@pytest.mark.parametrize("path", [PATHS[0], "reference"])
+def test_leading_dimensions_views_and_empty_inputs(path: str) -> None:
+    packed = pack_weight(random(6, 8), path=path)
+    x = random(5, 3, 8, seed=1)
+    assert packed_linear(x, packed).shape == (5, 3, 6)
+    assert torch.allclose(packed_linear(x[:, 1], packed), packed_linear(x, packed)[:, 1], atol=1e-6)
+    assert packed_linear(x[0, 0], packed).shape == (6,)
+    assert packed_linear(x[:0], packed).shape == (0, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "said"),
+    [
+        (torch.zeros(2, 7), None, r"shape \(2, 7\) does not fit .*must be 8"),
+        (torch.zeros(2, 8, dtype=torch.float64), None, "float64"),
+        (torch.zeros(2, 8), torch.zeros(5), r"bias of shape \(5,\)"),
+        (torch.zeros(2, 8, requires_grad=True), None, "no gradients"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, bias: torch.Tensor | None, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        packed_linear(x, pack_weight(random(6, 8)), bias)
+
+
+def test_freed_storage_is_refused() -> None:
+    x = torch.zeros(4, 8)
+    x.untyped_storage().resize_(0)
+    packed: PackedPanels = pack_weight(random(6, 8))
+    if packed.path != "reference":
+        with pytest.raises(ModelError, match="the input of shape .*freed"):
+            packed_linear(x, packed)
+
+
+def test_path_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PATHS:
+        monkeypatch.setenv("WINDLASS_KERNELS", name.lower())
+        found = pack_weight(random(4, 4)).path
+        assert found == name or (name == "AVX-512" and found == "AVX-512-BF16")
+    monkeypatch.setenv("WINDLASS_KERNELS", "sse9")
+    with pytest.raises(ConfigError, match="'sse9'.*reference"):
+        get_inference_path()
+    with pytest.raises(ConfigError, match="'sse9'.*reference"):
+        pack_weight(random(4, 4), path="sse9")

@@ -1,0 +1,93 @@
+"""Native kernels of inference on raw addresses; call them through windlass.kernels.packed_gemm, paged_attention and
+fused_layers."""
+
+class Cache: ...
+
+def instruction_sets() -> list[str]: ...
+def panel_bytes(code: int, outputs: int, features: int) -> int: ...
+def pack(code: int, weight: int, outputs: int, features: int, panels: int, threads: int) -> None: ...
+def linear(
+    instruction_set: int,
+    code: int,
+    panels: int,
+    outputs: int,
+    features: int,
+    scales: int,
+    bias: int,
+    x: int,
+    y: int,
+    rows: int,
+    is_bf16: bool,
+    threads: int,
+) -> None: ...
+def cache(
+    code: int,
+    keys: int,
+    values: int,
+    key_scales: int,
+    value_scales: int,
+    blocks: int,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    block_size: int,
+) -> Cache: ...
+def attention(
+    instruction_set: int,
+    cache: Cache,
+    query: int,
+    out: int,
+    is_bf16: bool,
+    tokens: int,
+    heads: int,
+    block_table: int,
+    table_stride: int,
+    query_start: int,
+    context_lengths: int,
+    sequences: int,
+    scaling: float,
+    softcap: float,
+    window: int,
+    chunk: int,
+    sinks: int,
+    threads: int,
+) -> None: ...
+def write_cache(
+    instruction_set: int, cache: Cache, key: int, value: int, is_bf16: bool, slots: int, tokens: int, threads: int
+) -> None: ...
+def rms_norm(
+    instruction_set: int,
+    x: int,
+    residual: int,
+    weight: int,
+    out: int,
+    is_bf16: bool,
+    rows: int,
+    features: int,
+    epsilon: float,
+    threads: int,
+) -> None: ...
+def rotary(
+    instruction_set: int,
+    x: int,
+    is_bf16: bool,
+    tokens: int,
+    token_stride: int,
+    heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    cosines: int,
+    sines: int,
+    threads: int,
+) -> None: ...
+def gated_activation(
+    instruction_set: int,
+    activation: int,
+    gate_up: int,
+    out: int,
+    is_bf16: bool,
+    rows: int,
+    features: int,
+    threads: int,
+) -> None: ...
+def read_memory(address: int, bytes: int, threads: int) -> int: ...

@@ -1,0 +1,95 @@
+"""Choice of the instruction set that the kernels of inference use."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.native_memory import native_access_problem
+from windlass.kernels.kernel_dispatch import REFERENCE_PATH
+
+_ENVIRONMENT_VARIABLE = "WINDLASS_KERNELS"
+
+
+@dataclass(frozen=True)
+class InferencePath:
+    """Implementation of the kernels of inference.
+
+    Attributes:
+        name: an instruction set ("AVX-512-BF16", "AVX-512", "AVX2", "NEON", "baseline"), or "reference".
+        module: the native module, or None for the reference.
+        number: of the instruction set in the module.
+    """
+
+    name: str
+    module: ModuleType | None = None
+    number: int = 0
+
+
+def list_inference_paths() -> list[str]:
+    """Return every path that can run here, the best first, the reference last."""
+    module = _native_module()
+    return [*(module.instruction_sets() if module is not None else ()), REFERENCE_PATH]
+
+
+def get_inference_path(name: str | None = None) -> InferencePath:
+    """Return a path by its name; without a name that of `WINDLASS_KERNELS`, or else the best.
+
+    "AVX-512" in the environment variable stands for the best set of that family, as optimizers know no other.
+
+    Raises:
+        ConfigError: the path is not available here.
+    """
+    if name is None:
+        return _resolve_variable(os.environ.get(_ENVIRONMENT_VARIABLE, ""))
+    return _find_path(name)
+
+
+def tensor_address(name: str, tensor: torch.Tensor) -> int:
+    """Return the address of a contiguous CPU tensor's first element.
+
+    Raises:
+        ModelError: the tensor has no such memory. The message begins with "the {name}".
+    """
+    problem = native_access_problem(tensor)
+    if problem:
+        raise ModelError(f"the {name} of shape {tuple(tensor.shape)} {problem}")
+    return tensor.data_ptr()
+
+
+@lru_cache(maxsize=8)
+def _resolve_variable(wanted: str) -> InferencePath:
+    names = list_inference_paths()
+    if not wanted:
+        return _find_path(names[0])
+    found = next((name for name in names if name.lower() == wanted.lower()), None)
+    if found is None:
+        raise ConfigError(
+            f"{_ENVIRONMENT_VARIABLE} is {wanted!r}; on this machine it can be {', '.join(names)}, or unset"
+        )
+    family = next(name for name in names if name.startswith(found))
+    return _find_path(family)
+
+
+@lru_cache(maxsize=8)
+def _find_path(name: str) -> InferencePath:
+    names = list_inference_paths()
+    if name not in names:
+        raise ConfigError(f"there is no kernel path {name!r} on this machine; use one of {', '.join(names)}")
+    if name == REFERENCE_PATH:
+        return InferencePath(name)
+    return InferencePath(name, _native_module(), names.index(name))
+
+
+@lru_cache(maxsize=1)
+def _native_module() -> ModuleType | None:
+    try:
+        return importlib.import_module("windlass.kernels._inference")
+    except ImportError:  # the reason is logged for the optimizers' kernels, which are built together with this module
+        return None

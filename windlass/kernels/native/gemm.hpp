@@ -1,0 +1,275 @@
+// Product of a few or many rows with a packed weight, for the instruction set that the file is compiled for.
+//
+// Every output is one accumulator lane, to which the input features are added one after the other. So the bits of a row
+// do not depend on the other rows, on the size of the micro-kernel, or on the division of outputs among threads.
+#pragma once
+
+#include <cstring>
+
+#include "inference_job.hpp"
+#include "micro_kernel.hpp"
+
+namespace {
+
+using windlass::GemmJob;
+using windlass::kPanel;
+using windlass::kStepBytes;
+using windlass::PanelCode;
+using windlass::RowBlock;
+
+// Bytes by which the weight is requested ahead of its use.
+constexpr std::int64_t kAhead = 1024;
+
+// How a step of a panel is multiplied. `Input` is the element of the packed input, of which a step has kInputs a row.
+struct PlainStep {  // float32 weights
+    using Input = float;
+    using Sum = F;
+    static constexpr int kInputs = 1;
+    static WINDLASS_INLINE F spread(Input x) { return all(x); }
+    static WINDLASS_INLINE F weight(U bits, int) { return (F)bits; }
+    static WINDLASS_INLINE F add(F sum, F x, F weight) { return multiply_add(x, weight, sum); }
+    static WINDLASS_INLINE F result(F sum) { return sum; }
+};
+
+struct WideBf16Step {  // bf16 weights, widened
+    using Input = float;
+    using Sum = F;
+    static constexpr int kInputs = 2;
+    static WINDLASS_INLINE F spread(Input x) { return all(x); }
+    static WINDLASS_INLINE F weight(U bits, int part) { return part == 0 ? (F)(bits << 16) : (F)(bits & 0xffff0000u); }
+    static WINDLASS_INLINE F add(F sum, F x, F weight) { return multiply_add(x, weight, sum); }
+    static WINDLASS_INLINE F result(F sum) { return sum; }
+};
+
+struct WideInt8Step {  // int8 weights, widened
+    using Input = float;
+    using Sum = F;
+    static constexpr int kInputs = 4;
+    static WINDLASS_INLINE F spread(Input x) { return all(x); }
+    // 2^23 + byte is a float whose lowest bits are the byte: two operations in place of a conversion.
+    static WINDLASS_INLINE F weight(U bits, int part) {
+        return (F)(((bits >> (8 * part)) & 0xffu) | 0x4b000000u) - all(8388608.0f + 128.0f);
+    }
+    static WINDLASS_INLINE F add(F sum, F x, F weight) { return multiply_add(x, weight, sum); }
+    static WINDLASS_INLINE F result(F sum) { return sum; }
+};
+
+#if defined(__AVX512BF16__)
+struct DotBf16Step {  // bf16 weights and inputs; each instruction adds two products
+    using Input = std::uint32_t;
+    using Sum = F;
+    static constexpr int kInputs = 1;
+    static WINDLASS_INLINE U spread(Input x) { return all_bits(x); }
+    static WINDLASS_INLINE U weight(U bits, int) { return bits; }
+    static WINDLASS_INLINE F add(F sum, U x, U weight) {
+        return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)x);
+    }
+    static WINDLASS_INLINE F result(F sum) { return sum; }
+};
+#endif
+
+// tile[row][output] of kRows rows and kPanels panels, over all steps.
+template <class Step, int kRows, int kPanels>
+void multiply_tile(const char* panels, std::int64_t panel_bytes, const char* packed, std::int64_t steps, float* tile) {
+    constexpr int kColumns = kPanels * kVectors;
+    const char* at[kPanels];
+    typename Step::Sum sums[kRows][kColumns];
+#pragma GCC unroll 16
+    for (int panel = 0; panel < kPanels; ++panel) at[panel] = panels + panel * panel_bytes;
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 16
+        for (int column = 0; column < kColumns; ++column) sums[row][column] = typename Step::Sum{};
+    }
+    const auto* x = reinterpret_cast<const typename Step::Input*>(packed);
+    for (std::int64_t step = 0; step < steps; ++step) {
+        U bits[kColumns];
+#pragma GCC unroll 16
+        for (int column = 0; column < kColumns; ++column) {
+            const char* from = at[column / kVectors] + step * kStepBytes;
+            if (column % kVectors == 0) __builtin_prefetch(from + kAhead);
+            bits[column] = load<U>(from + (column % kVectors) * sizeof(U));
+        }
+#pragma GCC unroll 16
+        for (int part = 0; part < Step::kInputs; ++part) {
+            decltype(Step::weight(U{}, 0)) weights[kColumns];
+#pragma GCC unroll 16
+            for (int column = 0; column < kColumns; ++column) weights[column] = Step::weight(bits[column], part);
+#pragma GCC unroll 16
+            for (int row = 0; row < kRows; ++row) {
+                const auto spread = Step::spread(x[part * kRows + row]);
+#pragma GCC unroll 16
+                for (int column = 0; column < kColumns; ++column) {
+                    sums[row][column] = Step::add(sums[row][column], spread, weights[column]);
+                }
+            }
+        }
+        x += Step::kInputs * kRows;
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 16
+        for (int column = 0; column < kColumns; ++column) {
+            store(tile + (row * kColumns + column) * kLanes, Step::result(sums[row][column]));
+        }
+    }
+}
+
+// Scales a row of a tile, adds the bias and stores it, without the padding of the last panel.
+inline void finish_row(const GemmJob& job, const float* tile, std::int64_t row, std::int64_t first,
+                       std::int64_t count) {
+    float sums[4 * kPanel];
+    for (std::int64_t i = 0; i < count; ++i) sums[i] = tile[i];
+    if (job.scales != nullptr) {
+        for (std::int64_t i = 0; i < count; ++i) sums[i] *= job.scales[first + i];
+    }
+    if (job.bias != nullptr) {
+        for (std::int64_t i = 0; i < count; ++i) sums[i] += job.bias[first + i];
+    }
+    if (job.is_bf16) {
+        auto* to = static_cast<std::uint16_t*>(job.y) + row * job.outputs + first;
+        for (std::int64_t i = 0; i < count; ++i) to[i] = bf16_of(sums[i]);
+    } else {
+        std::memcpy(static_cast<float*>(job.y) + row * job.outputs + first, sums, 4 * count);
+    }
+}
+
+template <class Step, int kRows, int kPanels>
+void multiply_block(const GemmJob& job, const RowBlock& block, const char* packed, std::int64_t begin,
+                    std::int64_t end) {
+    alignas(64) float tile[kRows * kPanels * kPanel];
+    const std::int64_t panel_bytes = job.steps() * kStepBytes;
+    std::int64_t panel = begin;
+    for (; panel + kPanels <= end; panel += kPanels) {
+        multiply_tile<Step, kRows, kPanels>(job.panels + panel * panel_bytes, panel_bytes, packed + block.offset,
+                                            job.steps(), tile);
+        const std::int64_t first = panel * kPanel, left = job.outputs - first;
+        for (std::int64_t row = 0; row < block.count; ++row) {
+            finish_row(job, tile + row * kPanels * kPanel, block.first + row, first,
+                       left < kPanels * kPanel ? left : kPanels * kPanel);
+        }
+    }
+    if constexpr (kPanels > 1) {
+        if (panel < end) multiply_block<Step, kRows, kPanels / 2>(job, block, packed, panel, end);
+    }
+}
+
+template <class Step, int kRows>
+WINDLASS_INLINE bool multiply_if(const GemmJob& job, const RowBlock& block, const char* packed, std::int64_t begin,
+                                 std::int64_t end) {
+    if constexpr (kRows <= kMostRows) {
+        if (block.padded != kRows) return false;
+        multiply_block<Step, kRows, panels_for(kRows)>(job, block, packed, begin, end);
+        return true;
+    }
+    return false;
+}
+
+template <class Step>
+void multiply_rows(const GemmJob& job, const RowBlock& block, const char* packed, std::int64_t begin,
+                   std::int64_t end) {
+    (void)(multiply_if<Step, 1>(job, block, packed, begin, end) || multiply_if<Step, 2>(job, block, packed, begin, end) ||
+           multiply_if<Step, 4>(job, block, packed, begin, end) || multiply_if<Step, 6>(job, block, packed, begin, end) ||
+           multiply_if<Step, 8>(job, block, packed, begin, end) || multiply_if<Step, 12>(job, block, packed, begin, end));
+}
+
+// True if rows are packed as pairs of bf16 for the dot-product instruction.
+inline bool uses_dot(const GemmJob& job) {
+#if defined(__AVX512BF16__)
+    return job.code == PanelCode::bf16 && job.is_bf16;
+#else
+    (void)job;
+    return false;
+#endif
+}
+
+std::int64_t divide_rows(const GemmJob& job, RowBlock* blocks, std::int64_t* bytes) {
+    const std::int64_t row_bytes = job.steps() * windlass::features_per_step(job.code) * (uses_dot(job) ? 2 : 4);
+    const std::int64_t number = (job.rows + kMostRows - 1) / kMostRows;
+    std::int64_t first = 0, offset = 0;
+    for (std::int64_t i = 0; i < number; ++i) {
+        std::int64_t count = (job.rows - first + number - i - 1) / (number - i);
+        const std::int64_t padded = padded_rows(count);
+        if (count < padded && first + count < job.rows) count = padded < job.rows - first ? padded : job.rows - first;
+        if (count == 0) {
+            *bytes = offset;
+            return i;
+        }
+        blocks[i] = {first, count, padded, offset};
+        first += count;
+        offset += (padded * row_bytes + 63) / 64 * 64;
+    }
+    *bytes = offset;
+    return number;
+}
+
+// Transposes the rows of a block: all rows of the first feature, all rows of the second, ... Padding is 0.
+template <class To, class From, class Convert>
+WINDLASS_INLINE void transpose_rows(To* to, const From* from, std::int64_t stride, std::int64_t features,
+                                    std::int64_t padded_features, const RowBlock& block, Convert convert) {
+    const std::int64_t width = block.padded;
+    for (std::int64_t row = 0; row < block.count; ++row) {
+        const From* line = from + (block.first + row) * stride;
+        for (std::int64_t i = 0; i < features; ++i) to[i * width + row] = convert(line[i]);
+    }
+    for (std::int64_t row = 0; row < width; ++row) {
+        const std::int64_t from_feature = row < block.count ? features : 0;
+        for (std::int64_t i = from_feature; i < padded_features; ++i) to[i * width + row] = To{};
+    }
+}
+
+void pack_rows(const GemmJob& job, const RowBlock& block, char* packed) {
+    char* to = packed + block.offset;
+    const std::int64_t features = job.features, padded = job.steps() * windlass::features_per_step(job.code);
+    if (uses_dot(job)) {
+        const auto* x = static_cast<const std::uint16_t*>(job.x);
+        auto* pairs = reinterpret_cast<std::uint32_t*>(to);
+        for (std::int64_t row = 0; row < block.padded; ++row) {
+            const std::uint16_t* line = x + (block.first + row) * features;
+            for (std::int64_t i = 0; i < padded; i += 2) {
+                const std::uint32_t low = row < block.count ? line[i] : 0;
+                const std::uint32_t high = row < block.count && i + 1 < features ? line[i + 1] : 0;
+                pairs[i / 2 * block.padded + row] = low | high << 16;
+            }
+        }
+    } else if (job.is_bf16) {
+        transpose_rows(reinterpret_cast<float*>(to), static_cast<const std::uint16_t*>(job.x), features, features,
+                       padded, block, [](std::uint16_t bits) { return float_of(bits); });
+    } else if (block.padded == 1) {
+        std::memcpy(to, static_cast<const float*>(job.x) + block.first * features, 4 * features);
+        std::memset(to + 4 * features, 0, 4 * (padded - features));
+    } else {
+        transpose_rows(reinterpret_cast<float*>(to), static_cast<const float*>(job.x), features, features, padded,
+                       block, [](float value) { return value; });
+    }
+}
+
+void multiply(const GemmJob& job, const RowBlock* blocks, std::int64_t first, std::int64_t last, const char* packed,
+              std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = first; i < last; ++i) {
+        const RowBlock& block = blocks[i];
+        switch (job.code) {
+            case PanelCode::fp32:
+                multiply_rows<PlainStep>(job, block, packed, begin, end);
+                break;
+            case PanelCode::bf16:
+#if defined(__AVX512BF16__)
+                if (uses_dot(job)) {
+                    multiply_rows<DotBf16Step>(job, block, packed, begin, end);
+                    break;
+                }
+#endif
+                multiply_rows<WideBf16Step>(job, block, packed, begin, end);
+                break;
+            case PanelCode::int8:
+                multiply_rows<WideInt8Step>(job, block, packed, begin, end);
+                break;
+        }
+    }
+}
+
+std::int64_t panel_group(const GemmJob& job) {
+    return panels_for(static_cast<int>(job.rows < kMostRows ? job.rows : kMostRows));
+}
+
+}  // namespace

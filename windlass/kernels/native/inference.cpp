@@ -1,0 +1,417 @@
+// The module windlass.kernels._inference: packed products and paged attention on raw addresses, linked against nothing
+// but Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "inference_job.hpp"
+#include "parallel.hpp"
+
+namespace nb = nanobind;
+
+namespace windlass {
+namespace {
+
+constexpr std::int64_t kCacheBytes = 384 << 10;  // of weights that a core keeps in its second-level cache
+constexpr std::int64_t kMostFeatures = 1024;     // of a head of a cache
+// Work that one thread does in the time that a second one takes to start.
+constexpr std::int64_t kSerialProducts = 100'000;
+constexpr std::int64_t kSerialElements = 32'768;
+constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
+
+struct NamedSet {
+    std::string name;
+    const InferenceSet* set;
+};
+
+// Best first.
+const std::vector<NamedSet>& supported_sets() {
+    static const std::vector<NamedSet> found = [] {
+        std::vector<NamedSet> sets;
+#if defined(__x86_64__)
+        __builtin_cpu_init();
+        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+        const bool dot = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+        if (dot) sets.push_back({"AVX-512-BF16", &kInferenceAvx512Dot});
+        if (avx512) sets.push_back({"AVX-512", &kInferenceAvx512});
+        if (avx2) sets.push_back({"AVX2", &kInferenceAvx2});
+        sets.push_back({"baseline", &kInferenceBaseline});
+#elif defined(__aarch64__)
+        sets.push_back({"NEON", &kInferenceBaseline});
+#else
+        sets.push_back({"baseline", &kInferenceBaseline});
+#endif
+        return sets;
+    }();
+    return found;
+}
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const NamedSet& set : supported_sets()) names.push_back(set.name);
+    return names;
+}
+
+const InferenceSet& set_at(int number) {
+    const auto& sets = supported_sets();
+    if (number < 0 || number >= static_cast<int>(sets.size())) throw std::invalid_argument("there is no such instruction set");
+    return *sets[number].set;
+}
+
+// Memory that a thread keeps for the next call, aligned to cache lines.
+class Scratch {
+   public:
+    char* get(std::int64_t bytes) {
+        if (bytes > size_) {
+            memory_.reset();
+            size_ = (bytes + 4095) / 4096 * 4096;
+            memory_.reset(static_cast<char*>(std::aligned_alloc(4096, size_)));
+            if (memory_ == nullptr) {
+                size_ = 0;
+                throw std::bad_alloc();
+            }
+        }
+        return memory_.get();
+    }
+
+   private:
+    struct Free {
+        void operator()(char* memory) const { std::free(memory); }
+    };
+    std::unique_ptr<char, Free> memory_;
+    std::int64_t size_ = 0;
+};
+
+void refuse(bool wrong, const char* problem) {
+    if (wrong) throw std::invalid_argument(problem);
+}
+
+PanelCode known_code(int code) {
+    refuse(code < 0 || code > static_cast<int>(PanelCode::int8), "there is no such format of panels");
+    return static_cast<PanelCode>(code);
+}
+
+// Bytes of a packed weight.
+std::int64_t panel_bytes(int code, std::int64_t outputs, std::int64_t features) {
+    GemmJob job{};
+    job.code = known_code(code);
+    job.outputs = outputs;
+    job.features = features;
+    return job.num_panels() * job.steps() * kStepBytes;
+}
+
+template <class Element>
+void pack_panel(const Element* weight, char* to, std::int64_t panel, const GemmJob& job, Element offset) {
+    const std::int64_t parts = features_per_step(job.code), first = panel * kPanel;
+    auto* out = reinterpret_cast<Element*>(to + panel * job.steps() * kStepBytes);
+    for (std::int64_t lane = 0; lane < kPanel; ++lane) {
+        const bool exists = first + lane < job.outputs;
+        const Element* row = weight + (first + lane) * job.features;
+        for (std::int64_t i = 0; i < job.steps() * parts; ++i) {
+            const Element value = exists && i < job.features ? row[i] : Element{};
+            out[i / parts * kPanel * parts + lane * parts + i % parts] = static_cast<Element>(value ^ offset);
+        }
+    }
+}
+
+// Packs a contiguous matrix of float32, bf16 or int8, of the code's own element.
+void pack(int code, std::uint64_t weight, std::int64_t outputs, std::int64_t features, std::uint64_t panels, int threads) {
+    GemmJob job{};
+    job.code = known_code(code);
+    job.outputs = outputs;
+    job.features = features;
+    refuse(weight == 0 || panels == 0 || outputs <= 0 || features <= 0 || threads <= 0,
+           "a weight to be packed needs addresses, sizes and threads above 0");
+    char* to = reinterpret_cast<char*>(panels);
+    const nb::gil_scoped_release released;
+    run_parallel(threads, static_cast<int>(job.num_panels()), [&](int panel) {
+        switch (job.code) {
+            case PanelCode::fp32:
+                pack_panel(reinterpret_cast<const std::uint32_t*>(weight), to, panel, job, std::uint32_t{0});
+                break;
+            case PanelCode::bf16:
+                pack_panel(reinterpret_cast<const std::uint16_t*>(weight), to, panel, job, std::uint16_t{0});
+                break;
+            case PanelCode::int8:  // the highest bit flipped is 128 added
+                pack_panel(reinterpret_cast<const std::uint8_t*>(weight), to, panel, job, std::uint8_t{0x80});
+                break;
+        }
+    });
+}
+
+void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
+    static thread_local Scratch scratch;
+    static thread_local std::vector<RowBlock> blocks;
+    blocks.resize(job.rows);
+    std::int64_t bytes = 0;
+    const std::int64_t number = set.divide_rows(job, blocks.data(), &bytes);
+    char* packed = scratch.get(bytes);
+    const RowBlock* divided = blocks.data();
+    run_parallel(bytes < kSerialPack ? 1 : threads, static_cast<int>(number),
+                 [&](int block) { set.pack_rows(job, divided[block], packed); });
+
+    const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
+    const std::int64_t groups = (panels + group - 1) / group;
+    const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * job.steps() * kStepBytes));
+    const std::int64_t share = std::max<std::int64_t>(1, groups / (threads * 4));
+    const std::int64_t chunk = group * std::min(share, fitting);
+    const std::int64_t chunks = (panels + chunk - 1) / chunk;
+    // Rows are divided too where there are fewer chunks of outputs than threads could take.
+    const std::int64_t wanted = std::max<std::int64_t>(1, (threads * 2 + chunks - 1) / chunks);
+    const std::int64_t bands = threads == 1 || chunks >= threads * 2 ? 1 : std::min(wanted, number);
+    run_parallel(threads, static_cast<int>(chunks * bands), [&](int part) {
+        const std::int64_t begin = part / bands * chunk, band = part % bands;
+        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed, begin,
+                     std::min(begin + chunk, panels));
+    });
+}
+
+// y = x @ weight.T * scales + bias. Addresses are 0 where there is nothing.
+void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::uint64_t scales,
+            std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    GemmJob job{};
+    job.panels = reinterpret_cast<const char*>(panels);
+    job.code = known_code(code);
+    job.rows = rows;
+    job.outputs = outputs;
+    job.features = features;
+    job.scales = reinterpret_cast<const float*>(scales);
+    job.bias = reinterpret_cast<const float*>(bias);
+    job.x = reinterpret_cast<const void*>(x);
+    job.y = reinterpret_cast<void*>(y);
+    job.is_bf16 = is_bf16;
+    refuse(panels == 0 || x == 0 || y == 0, "a product needs the addresses of weight, input and output");
+    refuse(rows <= 0 || outputs <= 0 || features <= 0 || threads <= 0, "a product needs sizes and threads above 0");
+    refuse(panels % kStepBytes != 0, "a packed weight begins at a multiple of 64 bytes");
+    const nb::gil_scoped_release released;
+    multiply_all(chosen, job, threads);
+}
+
+CacheOfLayer make_cache(int code, std::uint64_t keys, std::uint64_t values, std::uint64_t key_scales,
+                        std::uint64_t value_scales, std::int64_t blocks, std::int64_t heads, std::int64_t key_dim,
+                        std::int64_t value_dim, std::int64_t block_size) {
+    refuse(code < 0 || code > static_cast<int>(CacheCode::int8), "there is no such format of caches");
+    refuse(keys == 0 || values == 0, "a cache needs the addresses of keys and values");
+    refuse(blocks <= 0 || heads <= 0 || key_dim <= 0 || value_dim <= 0, "a cache needs sizes above 0");
+    refuse(key_dim > kMostFeatures || value_dim > kMostFeatures, "a head of a cache has at most 1024 features");
+    refuse(block_size <= 0 || block_size % kPanel != 0, "the block size of a cache is a multiple of 16");
+    const auto chosen = static_cast<CacheCode>(code);
+    refuse((chosen == CacheCode::int8) != (key_scales != 0 && value_scales != 0), "int8 caches alone have scales");
+    return {reinterpret_cast<char*>(keys),
+            reinterpret_cast<char*>(values),
+            reinterpret_cast<float*>(key_scales),
+            reinterpret_cast<float*>(value_scales),
+            chosen,
+            blocks,
+            heads,
+            key_dim,
+            value_dim,
+            block_size};
+}
+
+// Every address that attention will read, checked before it reads any.
+void check_tables(const AttentionJob& job, std::int64_t sequences, std::int64_t tokens) {
+    refuse(job.query_start[0] != 0 || job.query_start[sequences] != tokens,
+           "query_start does not begin at 0 or does not end at the number of queries");
+    for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
+        const std::int64_t queries = job.query_start[sequence + 1] - job.query_start[sequence];
+        const std::int64_t context = job.context_lengths[sequence];
+        const std::string place = " of sequence " + std::to_string(sequence);
+        if (queries < 0) throw std::invalid_argument("query_start decreases at the end" + place);
+        if (queries == 0) continue;
+        if (context < queries) throw std::invalid_argument("context_lengths is less than the queries" + place);
+        const std::int64_t blocks = (context + job.cache.block_size - 1) / job.cache.block_size;
+        if (blocks > job.table_stride) throw std::invalid_argument("block_table is too narrow for the context" + place);
+        std::int64_t lowest = 0;
+        const std::int64_t position = context - queries;
+        if (job.window > 0) lowest = std::max<std::int64_t>(lowest, position - job.window + 1);
+        if (job.chunk > 0) lowest = std::max(lowest, position - position % job.chunk);
+        for (std::int64_t i = lowest / job.cache.block_size; i < blocks; ++i) {
+            const std::int64_t block = job.block_table[sequence * job.table_stride + i];
+            if (block < 0 || block >= job.cache.blocks) {
+                throw std::invalid_argument("block " + std::to_string(i) + place + " is " + std::to_string(block) +
+                                            " in block_table, in a cache of " + std::to_string(job.cache.blocks));
+            }
+        }
+    }
+}
+
+void attention(int set, const CacheOfLayer& cache, std::uint64_t query, std::uint64_t out, bool is_bf16,
+               std::int64_t tokens, std::int64_t heads, std::uint64_t block_table, std::int64_t table_stride,
+               std::uint64_t query_start, std::uint64_t context_lengths, std::int64_t sequences, double scaling,
+               double softcap, std::int64_t window, std::int64_t chunk, std::uint64_t sinks, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    refuse(query == 0 || out == 0 || query_start == 0 || context_lengths == 0 || block_table == 0,
+           "attention needs the addresses of queries, output and tables");
+    refuse(tokens <= 0 || heads <= 0 || heads % cache.heads != 0 || table_stride <= 0 || sequences <= 0 || threads <= 0,
+           "attention needs sizes and threads above 0, and a multiple of the cache's heads");
+    refuse(window < 0 || chunk < 0 || softcap < 0, "attention needs limits of 0 or more");
+    AttentionJob job{};
+    job.cache = cache;
+    job.query = reinterpret_cast<const void*>(query);
+    job.out = reinterpret_cast<void*>(out);
+    job.is_bf16 = is_bf16;
+    job.heads = heads;
+    job.block_table = reinterpret_cast<const std::int32_t*>(block_table);
+    job.table_stride = table_stride;
+    job.query_start = reinterpret_cast<const std::int32_t*>(query_start);
+    job.context_lengths = reinterpret_cast<const std::int32_t*>(context_lengths);
+    job.scaling = static_cast<float>(scaling);
+    job.softcap = static_cast<float>(softcap);
+    job.window = window;
+    job.chunk = chunk;
+    job.sinks = reinterpret_cast<const float*>(sinks);
+    check_tables(job, sequences, tokens);
+
+    const nb::gil_scoped_release released;
+    static thread_local std::vector<AttentionPart> kept;
+    std::vector<AttentionPart>& parts = kept;
+    parts.clear();
+    std::int64_t scores = 0;
+    for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
+        const std::int64_t queries = job.query_start[sequence + 1] - job.query_start[sequence];
+        const std::int64_t rows = queries * job.group();
+        scores += rows * cache.heads * job.context_lengths[sequence];
+        // The last rows see the most keys: they come first, so that threads finish together.
+        for (std::int64_t first = (rows - 1) / kPartRows * kPartRows; rows > 0 && first >= 0; first -= kPartRows) {
+            for (std::int64_t head = 0; head < cache.heads; ++head) {
+                parts.push_back({sequence, head, first, std::min(kPartRows, rows - first)});
+            }
+        }
+    }
+    const bool is_small = scores * (cache.key_dim + cache.value_dim) < kSerialProducts;
+    run_parallel(is_small ? 1 : threads, static_cast<int>(parts.size()), [&](int part) {
+        static thread_local Scratch scratch;
+        chosen.attend(job, parts[part], scratch.get(chosen.attention_scratch(job)));
+    });
+}
+
+void write_cache(int set, const CacheOfLayer& cache, std::uint64_t key, std::uint64_t value, bool is_bf16,
+                 std::uint64_t slots, std::int64_t tokens, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    refuse(key == 0 || value == 0 || slots == 0, "a write needs the addresses of keys, values and slots");
+    refuse(tokens <= 0 || threads <= 0, "a write needs tokens and threads above 0");
+    const WriteJob job{cache,   reinterpret_cast<const void*>(key),         reinterpret_cast<const void*>(value),
+                       is_bf16, reinterpret_cast<const std::int64_t*>(slots), tokens};
+    for (std::int64_t token = 0; token < tokens; ++token) {
+        if (job.slots[token] >= cache.blocks * cache.block_size) {
+            throw std::invalid_argument("slot " + std::to_string(job.slots[token]) + " of token " +
+                                        std::to_string(token) + " is beyond a cache of " +
+                                        std::to_string(cache.blocks) + " blocks of " +
+                                        std::to_string(cache.block_size) + " tokens");
+        }
+    }
+    const nb::gil_scoped_release released;
+    const bool is_small = tokens * cache.heads * (cache.key_dim + cache.value_dim) < kSerialElements;
+    const std::int64_t parts = is_small ? 1 : std::min<std::int64_t>(threads, cache.heads);
+    run_parallel(threads, static_cast<int>(parts), [&](int part) {
+        chosen.write_heads(job, cache.heads * part / parts, cache.heads * (part + 1) / parts);
+    });
+}
+
+// Calls `rows(begin, end)` on as many threads as pay for themselves.
+template <class Rows>
+void over_rows(std::int64_t count, std::int64_t elements, int threads, const Rows& rows) {
+    const nb::gil_scoped_release released;
+    const std::int64_t parts = count * elements < kSerialElements ? 1 : std::min<std::int64_t>(count, threads);
+    run_parallel(threads, static_cast<int>(parts),
+                 [&](int part) { rows(count * part / parts, count * (part + 1) / parts); });
+}
+
+void rms_norm(int set, std::uint64_t x, std::uint64_t residual, std::uint64_t weight, std::uint64_t out, bool is_bf16,
+              std::int64_t rows, std::int64_t features, double epsilon, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    refuse(x == 0 || weight == 0 || out == 0 || rows <= 0 || features <= 0 || threads <= 0,
+           "a norm needs addresses, sizes and threads above 0");
+    const NormJob job{reinterpret_cast<const void*>(x), reinterpret_cast<void*>(residual), reinterpret_cast<void*>(out),
+                      reinterpret_cast<const float*>(weight), is_bf16, features, static_cast<float>(epsilon)};
+    over_rows(rows, features, threads,
+              [&](std::int64_t begin, std::int64_t end) { chosen.normalize_rows(job, begin, end); });
+}
+
+void rotary(int set, std::uint64_t x, bool is_bf16, std::int64_t tokens, std::int64_t token_stride, std::int64_t heads,
+            std::int64_t head_dim, std::int64_t rotary_dim, std::uint64_t cosines, std::uint64_t sines, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    refuse(x == 0 || cosines == 0 || sines == 0 || tokens <= 0 || heads <= 0 || threads <= 0,
+           "a rotation needs addresses, sizes and threads above 0");
+    refuse(rotary_dim <= 0 || rotary_dim % 2 != 0 || rotary_dim > head_dim || token_stride < heads * head_dim,
+           "a rotation needs an even number of features, at most those of a head, and tokens that do not overlap");
+    const RotaryJob job{reinterpret_cast<void*>(x), is_bf16, token_stride, heads, head_dim, rotary_dim,
+                        reinterpret_cast<const float*>(cosines), reinterpret_cast<const float*>(sines)};
+    over_rows(tokens, heads * rotary_dim, threads,
+              [&](std::int64_t begin, std::int64_t end) { chosen.rotate_rows(job, begin, end); });
+}
+
+void gated_activation(int set, int activation, std::uint64_t gate_up, std::uint64_t out, bool is_bf16, std::int64_t rows,
+                      std::int64_t features, int threads) {
+    const InferenceSet& chosen = set_at(set);
+    refuse(activation < 0 || activation > static_cast<int>(Activation::gelu_tanh), "there is no such activation");
+    refuse(gate_up == 0 || out == 0 || rows <= 0 || features <= 0 || threads <= 0,
+           "an activation needs addresses, sizes and threads above 0");
+    const GateJob job{reinterpret_cast<const void*>(gate_up), reinterpret_cast<void*>(out), is_bf16, features,
+                      static_cast<Activation>(activation)};
+    over_rows(rows, 4 * features, threads,
+              [&](std::int64_t begin, std::int64_t end) { chosen.gate_rows(job, begin, end); });
+}
+
+// Reads memory once, on `threads` threads: what the products are compared with.
+std::uint64_t read_memory(std::uint64_t address, std::int64_t bytes, int threads) {
+    refuse(address == 0 || bytes <= 0 || threads <= 0, "a read needs an address, bytes and threads above 0");
+    typedef std::uint64_t Words __attribute__((vector_size(64), aligned(8)));
+    constexpr std::int64_t kPart = 1 << 20;
+    const auto parts = static_cast<int>(bytes / kPart);
+    std::atomic<std::uint64_t> total{0};
+    const nb::gil_scoped_release released;
+    run_parallel(threads, parts, [&](int part) {
+        const auto* from = reinterpret_cast<const Words*>(address + part * kPart);
+        Words sums[4] = {};
+        for (std::int64_t i = 0; i < kPart / 64; i += 4) {
+            for (int j = 0; j < 4; ++j) sums[j] ^= from[i + j];
+        }
+        const Words all = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
+        std::uint64_t word = 0;
+        for (int lane = 0; lane < 8; ++lane) word ^= all[lane];
+        total ^= word;
+    });
+    return total;
+}
+
+}  // namespace
+}  // namespace windlass
+
+NB_MODULE(_inference, module) {
+    using namespace nb::literals;
+    module.def("instruction_sets", windlass::instruction_sets);
+    module.def("panel_bytes", windlass::panel_bytes, "code"_a, "outputs"_a, "features"_a);
+    module.def("pack", windlass::pack, "code"_a, "weight"_a, "outputs"_a, "features"_a, "panels"_a, "threads"_a);
+    nb::class_<windlass::CacheOfLayer>(module, "Cache");
+    module.def("cache", windlass::make_cache, "code"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a,
+               "blocks"_a, "heads"_a, "key_dim"_a, "value_dim"_a, "block_size"_a);
+    module.def("attention", windlass::attention, "instruction_set"_a, "cache"_a, "query"_a, "out"_a, "is_bf16"_a,
+               "tokens"_a, "heads"_a, "block_table"_a, "table_stride"_a, "query_start"_a, "context_lengths"_a,
+               "sequences"_a, "scaling"_a, "softcap"_a, "window"_a, "chunk"_a, "sinks"_a, "threads"_a);
+    module.def("write_cache", windlass::write_cache, "instruction_set"_a, "cache"_a, "key"_a, "value"_a, "is_bf16"_a,
+               "slots"_a, "tokens"_a, "threads"_a);
+    module.def("rms_norm", windlass::rms_norm, "instruction_set"_a, "x"_a, "residual"_a, "weight"_a, "out"_a,
+               "is_bf16"_a, "rows"_a, "features"_a, "epsilon"_a, "threads"_a);
+    module.def("rotary", windlass::rotary, "instruction_set"_a, "x"_a, "is_bf16"_a, "tokens"_a, "token_stride"_a,
+               "heads"_a, "head_dim"_a, "rotary_dim"_a, "cosines"_a, "sines"_a, "threads"_a);
+    module.def("gated_activation", windlass::gated_activation, "instruction_set"_a, "activation"_a, "gate_up"_a,
+               "out"_a, "is_bf16"_a, "rows"_a, "features"_a, "threads"_a);
+    module.def("read_memory", windlass::read_memory, "address"_a, "bytes"_a, "threads"_a);
+    module.def("linear", windlass::linear, "instruction_set"_a, "code"_a, "panels"_a, "outputs"_a, "features"_a,
+               "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a);
+}

@@ -1,0 +1,50 @@
+// Parallel loops on the OpenMP threads of torch. Threads of our own would compete with those for the processor: libgomp's
+// spin for milliseconds after each of torch's operations.
+#include "parallel.hpp"
+
+#include <dlfcn.h>
+
+#include <atomic>
+
+#include "team.hpp"
+
+namespace windlass {
+namespace {
+
+using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+// torch loads libgomp for the whole process. Other OpenMP libraries lack this entry: there, threads of our own wait.
+Region find_region() {
+    static const Region found = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return found;
+}
+
+struct Work {
+    const std::function<void(int)>& part;
+    const int parts;
+    std::atomic<int> next{0};
+};
+
+void take_parts(void* argument) {
+    auto& work = *static_cast<Work*>(argument);
+    for (int number = work.next.fetch_add(1); number < work.parts; number = work.next.fetch_add(1)) work.part(number);
+}
+
+}  // namespace
+
+void run_parallel(int threads, int parts, const std::function<void(int)>& part) {
+    const int used = threads < parts ? threads : parts;
+    if (used <= 1) {
+        for (int number = 0; number < parts; ++number) part(number);
+        return;
+    }
+    const Region region = find_region();
+    if (region == nullptr) {
+        run_in_team(used, parts, part);
+        return;
+    }
+    Work work{part, parts};
+    region(take_parts, &work, static_cast<unsigned>(used), 0);
+}
+
+}  // namespace windlass
