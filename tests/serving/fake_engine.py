@@ -53,7 +53,9 @@ class CharacterTokenizer:
     def convert_ids_to_tokens(self, tokens: Any) -> Any:
         return chr(tokens) if isinstance(tokens, int) else [chr(token) for token in tokens]
 
-    def apply_chat_template(self, messages: Any, chat_template: str | None, tokenize: bool, **arguments: Any) -> str:
+    def apply_chat_template(
+        self, messages: Any, chat_template: str | None = None, *, tokenize: bool, **arguments: Any
+    ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         assert not tokenize
@@ -133,7 +135,9 @@ class FakeEngine:
         priority: int = 0,
         sla: ServiceLevel | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        assert isinstance(prompt, list) and request_id is not None and request_id not in self.running
+        request_id = request_id or "only"
+        prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        assert request_id not in self.running
         if len(self.running) >= self.max_running:
             raise EngineOverloadedError("the queue is full")
         if max(prompt) >= len(self.tokenizer):
