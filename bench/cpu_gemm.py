@@ -81,9 +81,7 @@ def main(
         )
     console = bench_console()
     counts = [int(count) for count in rows.split(",")]
-    console.print(
-        f"{chosen.name}, torch {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    )
+    console.print(f"{chosen.name}, torch {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
     contenders: dict[str, Contender] = {}
     with torch.no_grad():
         for format in formats.split(","):
@@ -95,7 +93,7 @@ def main(
         square = torch.randn(_ROOF_SIDE, _ROOF_SIDE)
         module = chosen.module
         runs: dict[str, Callable[[], object]] = {
-            _READ: lambda: module.read_memory(memory.data_ptr(), _ROOF_BYTES, torch.get_num_threads()),
+            _READ: lambda: module.read_memory(chosen.number, memory.data_ptr(), _ROOF_BYTES, torch.get_num_threads()),
             _GEMM: lambda: square @ square,
             **{key: contender.run for key, contender in contenders.items()},
         }
@@ -104,9 +102,7 @@ def main(
         others = _other_cores(*before)
     read = _ROOF_BYTES / statistics.median(seconds[_READ]) / 1e9
     flops = 2 * _ROOF_SIDE**3 / statistics.median(seconds[_GEMM]) / 1e9
-    console.print(
-        f"roofs: read {read:.1f} GB/s, {_GEMM} {flops:.0f} GFLOP/s; other processes: {others:.2f} cores"
-    )
+    console.print(f"roofs: read {read:.1f} GB/s, {_GEMM} {flops:.0f} GFLOP/s; other processes: {others:.2f} cores")
     console.print(_table(contenders, seconds, read, flops))
     for goal in _goals(contenders, seconds):
         console.print(f"{goal.text}: {goal.value:.2f}; goal {goal.limit}: {'kept' if goal.is_met else 'missed'}")

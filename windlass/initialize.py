@@ -15,18 +15,17 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass import watchdog
-from windlass.base.compute_device import keep_freed_memory, local_device
+from windlass.base.compute_device import local_device
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
 from windlass.base.log import logger, set_config_log_level
-from windlass.base.malloc_thresholds import returning_freed_memory
+from windlass.base.malloc_thresholds import keep_freed_memory, returning_freed_memory
 from windlass.base.text import join_abridged
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
 from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
-from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu
-from windlass.comm.pipeline_grid import PipelineParallelGrid
+from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
 from windlass.comm.rank_group import world_group
 from windlass.comm.transport import WireOptions
 from windlass.config import Axes, Config, load_config
@@ -147,7 +146,7 @@ def build_engine(
     if settings_of.comments:
         logger.info(f"{settings_of.name}: ignored as comments: {join_abridged(settings_of.comments)}")
     if "activation_checkpointing" in settings_of.model_fields_set and not activation_checkpoint_api.is_configured():
-        activation_checkpoint_api.configure(deepspeed_config=settings_of)
+        activation_checkpoint_api.configure(settings_of)
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove this argument"
@@ -157,8 +156,7 @@ def build_engine(
         comms_logger.configure(settings_of.comms_logger)
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
-    mpu = mpu if mpu is not None else _mpu_from_topology(model)
-    by_script, by_model = _axis_sizes_from_args(mpu, mesh_param, world), _axis_sizes_from_model(model)
+    by_script, by_model = _axis_sizes_from_script(model, mpu, mesh_param, world), _axis_sizes_from_model(model)
     axes = settings_of.axes(world, source, {**by_script, **by_model})
     progress = TrainingProgress(
         settings_of.resolve_batch(world, source, axes),
@@ -215,24 +213,22 @@ def setup_distributed(config: Config, port: int = 29500) -> None:
     watchdog.start(limits)
 
 
-def _mpu_from_topology(model: nn.Module) -> Any:
-    """Build the process groups of a pipeline model whose topology has a tensor-parallel axis; None for other models.
-
-    Collective.
-    """
-    topology = model.topology() if isinstance(model, PipelineSequential) else None
-    return PipelineParallelGrid(topology) if topology is not None and topology.get_dim("model") > 1 else None
-
-
 AxisSizes = dict[str, dict[str, int]]  # sizes of mesh axes, by the source that sets them
 
 
-def _axis_sizes_from_args(mpu: Any, mesh_param: Any, world: int) -> AxisSizes:
-    """Return axis sizes set by the `mpu` and `mesh_param` arguments of `initialize`. Collective if `mpu` is given."""
+def _axis_sizes_from_script(model: nn.Module, mpu: Any, mesh_param: Any, world: int) -> AxisSizes:
+    """Return axis sizes set by the script. Collective if `mpu` is given.
+
+    They are set by the `mpu` and `mesh_param` arguments of `initialize`, and by the topology of a pipeline model if it
+    has a tensor-parallel axis.
+    """
     said: AxisSizes = {}
+    topology = model.topology() if isinstance(model, PipelineSequential) else None
     if mpu is not None:
         sizes, known = sizes_of_mpu(mpu, world), known_sizes(mpu)
         said["mpu"] = {axis: size for axis, size in sizes.items() if axis in known}
+    elif topology is not None and topology.get_dim("model") > 1:
+        said["the topology"] = sizes_of_topology(topology, world)
     if mesh_param is not None:
         _, sp = mesh_param  # DeepSpeed's order: data-parallel size, sequence-parallel size
         said["mesh_param"] = {"sp": int(sp)}

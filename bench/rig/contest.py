@@ -15,7 +15,8 @@ from rig.floor import Roofs
 from rig.job import Job, Size
 from rig.plan import BASE, turn
 from rig.racer import Racer
-from rig.squad import Squad, SquadFailed
+from rig.worker import start_ranks
+from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 
 Say = Callable[[str], None]
 REFERENCE = "dp"
@@ -110,29 +111,29 @@ class Race:
 def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Race:
     """Run the contestants of an axis in turns. One that fails, or whose losses are not the reference's, has no time."""
     found = Race(axis, load, {name: Outcome(name) for name in FIELDS[axis]})
-    squads: dict[str, Squad] = {}
+    pools: dict[str, RankPool] = {}
     try:
-        _start(squads, found, say)
+        _start(pools, found, say)
         compare(found)
         for name in found.unequal:
             found.outcomes[name].failure = f"its losses differ by {found.outcomes[name].apart:.1e}"
-            squads.pop(name).dismiss()
-        say(f"{axis}: {', '.join(squads)} in turns, {rounds} rounds of {steps} steps")
+            pools.pop(name).close()
+        say(f"{axis}: {', '.join(pools)} in turns, {rounds} rounds of {steps} steps")
         if load.link:
-            for squad in squads.values():
-                squad.ask("pace", rate=load.link)
-        roofs = squads[BASE].ask("roofs")
+            for pool in pools.values():
+                pool.ask("pace", rate=load.link)
+        roofs = pools[BASE].ask("roofs")
         found.roofs = Roofs(*(min(one[key] for one in roofs) for key in ("memory", "adam")))
         for number in range(rounds):
-            for name in turn(list(squads), number):
-                _timed(squads[name], found, steps)
-        for name, squad in squads.items():
-            taken = squad.ask("memory")
+            for name in turn(list(pools), number):
+                _timed(pools[name], found, steps)
+        for name, pool in pools.items():
+            taken = pool.ask("memory")
             found.outcomes[name].memory = None if None in taken else max(taken)
         compare(found)
     finally:
-        for squad in squads.values():
-            squad.dismiss()
+        for pool in pools.values():
+            pool.close()
     for name, one in found.outcomes.items():
         way = FIELDS[axis][name]
         if way.sizes is None:
@@ -140,30 +141,30 @@ def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Race:
     return found
 
 
-def _start(squads: dict[str, Squad], found: Race, say: Say) -> None:
+def _start(pools: dict[str, RankPool], found: Race, say: Say) -> None:
     for name, one in found.outcomes.items():
         say(f"{found.axis}: first steps of {name}")
         job = Job(f"{found.axis}/{name}", RANKS, Size(batch=found.load.samples, length=found.load.length))
-        squad = Squad(job, Racer)
+        pool = start_ranks(job, Racer)
         try:
-            squad.ask("build")
-            one.losses += whole_losses(squad.ask("steps", count=_FIRST_STEPS))
-            squads[name] = squad
-        except SquadFailed as error:
+            pool.ask("build")
+            one.losses += whole_losses(pool.ask("steps", count=_FIRST_STEPS))
+            pools[name] = pool
+        except RankPoolError as error:
             if name in (BASE, REFERENCE):
                 raise
             one.failure = str(error)
         finally:
-            if name not in squads:
-                squad.dismiss()
+            if name not in pools:
+                pool.close()
 
 
-def _timed(squad: Squad, found: Race, steps: int) -> None:
+def _timed(pool: RankPool, found: Race, steps: int) -> None:
     """A turn: one step that finds cold caches, and those that count."""
-    name = squad.job.engine.split("/")[1]
+    name = pool.label.split("/")[1]
     if name == BASE:
-        found.compute += [max(step) for step in zip(*squad.ask("compute", count=3), strict=True)][1:]
-    told, one = squad.ask("steps", count=steps + 1), found.outcomes[name]
+        found.compute += [max(step) for step in zip(*pool.ask("compute", count=3), strict=True)][1:]
+    told, one = pool.ask("steps", count=steps + 1), found.outcomes[name]
     one.rounds.append(slowest(told)[1:])
     one.busy += [statistics.mean(step) for step in zip(*(rank["busy"] for rank in told), strict=True)][1:]
     one.losses += whole_losses(told)

@@ -14,10 +14,11 @@ from typing import Any
 from rich.table import Table
 
 from rig.job import Job
-from rig.squad import Squad
 from rig.stretcher import Stretcher
 from rig.tricks import ROWS, SIZES, TILE, Point, bursting, longest, search
+from rig.worker import start_ranks
 from windlass.base.log import logger
+from windlass.cli.benches.rank_pool import RankPool
 
 Say = Callable[[str], None]
 Found = dict[str, list[Point]]
@@ -44,11 +45,11 @@ def stretch(rows: Sequence[str], cap: int, *, first: int, most: int, say: Say) -
     """All that was measured, by row."""
     found: Found = {}
     for name in rows:
-        with _environment(name), Squad(Job(name, ROWS[name].sp), Stretcher) as squad:
-            squad.ask("build")
+        with _environment(name), start_ranks(Job(name, ROWS[name].sp), Stretcher) as pool:
+            pool.ask("build")
 
-            def measure(length: int, squad: Squad = squad) -> Point:
-                told = squad.ask("step", length=length)
+            def measure(length: int, pool: RankPool = pool) -> Point:
+                told = pool.ask("step", length=length)
                 most_of = {key: max(one[key] for one in told) for key in ("peak", "resident", "seconds")}
                 return Point(length, loss=told[0]["loss"], **most_of)
 

@@ -20,7 +20,7 @@ def pin(rank: int) -> None:
 
 
 class Racer(Worker):
-    """The rank's side of `Squad` for a contestant, which the job names as AXIS/NAME."""
+    """Worker of a `RankPool` for a contestant, which the job names as AXIS/NAME."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         pin(rank)

@@ -48,7 +48,7 @@ def resident_bytes(file: Any) -> int:
 
 
 class Stretcher(Worker):
-    """The rank's side of `Squad` for a row of `rig.tricks`, which the job names."""
+    """Worker of a `RankPool` for a row of `rig.tricks`, which the job names."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         pin(rank)

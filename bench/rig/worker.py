@@ -1,50 +1,34 @@
-"""Process of one rank, which trains on command and otherwise waits without using CPU time."""
+"""Rank of a job, which trains on command and otherwise waits without using CPU time."""
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 from rig.job import Job
+from windlass.cli.benches.rank_pool import RankPool
 
+_TIMEOUT_S = 900.0  # of one command
 _ROOF_ELEMENTS = 1 << 24  # 64 MiB of float32: far more than a cache holds
 
 
-def main(connection: Connection, job: Job, rank: int, meeting: str, kind: type[Worker] | None = None) -> None:
-    """Answer commands (`(method, arguments)`) until `None` or the other end is gone.
+class Worker:
+    """Worker of a `RankPool` for a job. Methods are commands; each is collective.
 
     Args:
-        meeting: path of a file, not there yet, by which the ranks find each other.
-        kind: whose methods they are; `Worker` by default.
+        meeting: URL at which the ranks find each other.
     """
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )
-    try:
-        worker = (kind or Worker)(job, rank, meeting)
-        while (told := connection.recv()) is not None:
-            method, arguments = told
-            connection.send((True, getattr(worker, method)(**arguments)))
-    except EOFError:
-        os._exit(1)  # whoever asked has ended
-    except Exception:
-        connection.send((False, traceback.format_exc()))
-    os._exit(0)  # without waiting for peers, which may have failed
-
-
-class Worker:
-    """The rank's side. Methods are commands; each is collective."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         import torch
         import torch.distributed as dist
         import transformers
 
+        from windlass.comm.bootstrap import init_distributed
+
         torch.set_num_threads(job.threads)
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.ranks)
+        init_distributed("gloo", init_method=meeting)
         self._torch, self._dist, self._job, self._rank = torch, dist, job, rank
         self._llama, self._config = transformers.LlamaForCausalLM, transformers.LlamaConfig
         self._taken = 0
@@ -135,3 +119,8 @@ class Worker:
         self._taken += 1
         size = self._job.size
         return self._torch.randint(0, size.vocabulary, (size.batch, size.length), generator=draw)
+
+
+def start_ranks(job: Job, kind: type[Worker] = Worker) -> RankPool:
+    """Start the ranks of a job; `kind` is the class of each."""
+    return RankPool(partial(kind, job), job.ranks, label=job.engine, timeout_s=_TIMEOUT_S)

@@ -48,7 +48,7 @@ def configured(home: str, folder: str) -> Iterator[None]:
     from windlass import checkpointing
 
     options: dict[str, dict[str, Any]] = {
-        "buffer": {"contiguous_checkpointing": True, "num_checkpoints": 6},
+        "buffer": {"contiguous_memory_optimization": True, "number_checkpoints": 6},
         "nvme": {"nvme_path": folder},
         "region": {"nvme_path": folder},
     }
@@ -145,15 +145,21 @@ class Unit:
 def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], int]:
     """Train equally on all ranks with saved activations sharded over them. Return differences and kept bytes."""
     from windlass import checkpointing
+    from windlass.compat import activation_names
 
     group = dist.new_group(list(range(dist.get_world_size())))
     torch.use_deterministic_algorithms(True)
     try:
         want = trained(name, plainly)
-        whole = {} if by_unit else {"group": group}
-        checkpointing.configure(
-            Unit(group) if by_unit else None, partition_activations=True, min_offload_bytes=0, **whole, **options
-        )
+        said = {"partition_activations": True, "min_offload_bytes": 0, **options}
+        if by_unit:
+            names = {
+                "contiguous_memory_optimization": "contiguous_checkpointing",
+                "number_checkpoints": "num_checkpoints",
+            }
+            activation_names.configure(Unit(group), **{names.get(key, key): value for key, value in said.items()})
+        else:
+            checkpointing.configure(group=group, **said)
         found = trained(name, checkpointing.checkpoint)
         counts = checkpointing.get_offload_counters()
         assert counts is not None and counts.prefetched_bytes == 0
@@ -167,8 +173,8 @@ def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], i
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
 @pytest.mark.parametrize("name", ["Net", "Nested", "Arguments", "Shapes"])
 def test_activations_cut_over_ranks_are_whole_again(name: str, tmp_path: Path) -> None:
-    buffer = {"contiguous_checkpointing": True, "num_checkpoints": 6}
-    for options in ({}, {"checkpoint_in_cpu": True}, buffer, {"nvme_path": str(tmp_path)}):
+    buffer = {"contiguous_memory_optimization": True, "number_checkpoints": 6}
+    for options in ({}, {"cpu_checkpointing": True}, buffer, {"nvme_path": str(tmp_path)}):
         for said, moved in run_ranks(cut, 3, name, options == buffer, options):
             assert not said, (name, options, said)
             assert moved > 0

@@ -22,7 +22,7 @@ from tests.dist.harness import run_ranks
 from tests.dist.test_offload import EMULATED, LATE, homes
 from tests.models import Place, cast
 from tests.oracle import Recipe
-from windlass.checkpoint.recovery_scripts import SCRIPTS
+from windlass.compat.checkpoint.recovery_scripts import SCRIPTS
 
 SMALL = (("sub_group_size", 100),)
 ADAM = Recipe(optimizer="AdamW", optimizer_params=ADAMW)

@@ -14,7 +14,7 @@ from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, who
 from tests.dist.harness import run_ranks
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
-from windlass.checkpoint.recovery_scripts import SCRIPTS
+from windlass.compat.checkpoint.recovery_scripts import SCRIPTS
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_num_steps": 6}}
 

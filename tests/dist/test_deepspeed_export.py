@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
 from tests.dist.test_deepspeed_resume import CLIENT, Net, config_of, engine_for, steps
-from windlass.checkpoint import consolidated
 from windlass.checkpoint.checkpoint_listing import list_checkpoints
-from windlass.checkpoint.to_windlass import main as to_windlass
+from windlass.compat.checkpoint import consolidated
+from windlass.compat.checkpoint.to_windlass import main as to_windlass
 
 
 def files_of(stage: int, ranks: int, bf16: bool) -> set[str]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
-from windlass.cli.environment.backend_support import OPERATORS, collective_support, operator_support
+from windlass.observe.environment.backend_support import OPERATORS, collective_support, operator_support
 
 
 def _calls(rank: int) -> dict[str, Callable[[], object]]:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.dist.harness import run_ranks
 from windlass.base.errors import ConfigError
 from windlass.comm.mpu import sizes_of_mpu
-from windlass.comm.pipeline_grid import PipelineParallelGrid
-from windlass.comm.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from windlass.compat.pipeline_grid import PipelineParallelGrid
+from windlass.compat.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 
 def said(grid: PipelineParallelGrid) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def test_a_request_has_the_same_bits_in_any_company(name: str) -> None:
     params = GREEDY.replace(logprobs=3, max_tokens=16)
     found = []
     for budget, sequences in ((64, 12), (5, 5), (64, 1)):
-        with LLM(model, max_tokens_per_step=budget, max_sequences=sequences, check_at_load=False) as llm:
+        with LLM(model, max_tokens_per_step=budget, max_sequences=sequences, deterministic=True) as llm:
             outputs = llm.generate(prompts, params)
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert found[0] == found[1] == found[2]

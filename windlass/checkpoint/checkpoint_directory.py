@@ -15,9 +15,11 @@ from windlass.base.atomic_file import PARTIAL_SUFFIX, write_atomically
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.regular_file import open_regular
+from windlass.checkpoint.foreign_formats import ForeignFormat, foreign_formats
 
 INDEX_FILE = "checkpoint.json"
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"  # tag of a converted checkpoint (`checkpoint.load_universal`)
 _LONGEST_LATEST = 4096  # bytes; a tag has at most 200
 _LOCK_TIMEOUT_S = 60.0  # seconds that another job may hold the lock
 
@@ -159,7 +161,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
         raise CheckpointError(f"{path} leads outside {root}, to {path.resolve()}; pass that directory itself")
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {name!r} in {root}. {_known_tags_message(root)}")
-    if not is_checkpoint(path) and not is_deepspeed_checkpoint(path):
+    if not is_any_checkpoint(path):
         raise CheckpointError(
             f"{path} is not a windlass checkpoint: it has no {INDEX_FILE}; it may be an "
             f"unfinished save. {_known_tags_message(root)}"
@@ -211,13 +213,18 @@ def replaced_path(directory: Path, tag: str) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if `path` is a finished checkpoint, damaged or not."""
+    """Return True if `path` is a finished checkpoint of windlass, damaged or not."""
     return (path / INDEX_FILE).is_file()
 
 
-def is_deepspeed_checkpoint(path: Path) -> bool:
-    """Return True if DeepSpeed, and not windlass, wrote this checkpoint."""
-    return not is_checkpoint(path) and any(path.glob("*mp_rank_*_model_states.pt"))
+def is_any_checkpoint(path: Path) -> bool:
+    """Return True if `path` is a finished checkpoint of windlass or of another format, damaged or not."""
+    return is_checkpoint(path) or foreign_format_of(path) is not None
+
+
+def foreign_format_of(path: Path) -> ForeignFormat | None:
+    """Return the format of a checkpoint that another library wrote; None if windlass wrote it, or if there is none."""
+    return None if is_checkpoint(path) else next((one for one in foreign_formats() if one.recognizes(path)), None)
 
 
 def _known_tags_message(root: Path) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.checkpoint_directory import INDEX_FILE, LATEST, is_deepspeed_checkpoint, read_latest
+from windlass.checkpoint.checkpoint_directory import INDEX_FILE, LATEST, is_any_checkpoint, is_checkpoint, read_latest
 from windlass.checkpoint.checkpoint_index import CheckpointIndex, ChunkRecord, TensorRecord
 from windlass.checkpoint.checksum import crc32 as crc32_of
-from windlass.checkpoint.deepspeed_index import read_any_index
+from windlass.checkpoint.foreign_formats import foreign_formats
 from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
-from windlass.checkpoint.torch_file import find_damaged_record, open_tensor_file
+from windlass.checkpoint.stored_checkpoint import read_any_index
 
 _UNFINISHED_NAME = re.compile(r"^\.(?P<tag>.+?)(?:\.\w{8})?\.(?P<step>writing|replaced|removing)$")
 _AT_ONCE = 1 << 22  # bytes that are checksummed at a time
@@ -89,7 +89,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
         children = sorted(root.iterdir())
     except OSError as error:
         raise CheckpointError(f"the checkpoint directory {root} cannot be read: {error.strerror}") from error
-    if (root / INDEX_FILE).is_file() or is_deepspeed_checkpoint(root):
+    if is_any_checkpoint(root):
         raise CheckpointError(f"{root} is a checkpoint itself; give its parent directory")
     problem, latest = "", None
     try:
@@ -97,7 +97,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
     except CheckpointError as error:
         problem = str(error)
     visible = [path for path in children if path.name[0] != "."]
-    found = [path for path in visible if (path / INDEX_FILE).is_file() or is_deepspeed_checkpoint(path)]
+    found = [path for path in visible if is_any_checkpoint(path)]
     listed = []
     for path in found:
         with suppress(FileNotFoundError):  # removed meanwhile by a run with `keep_last`
@@ -111,30 +111,22 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
 
 def find_damage(path: Path, index: CheckpointIndex) -> str:
     """Return a description of damaged bytes in a checkpoint; empty if there are none. Memory: some megabytes."""
-    by_file: dict[str, list[tuple[str, TensorRecord, ChunkRecord]]] = {}
-    for name, record in index.tensors.items():
+    by_file: dict[str, list[tuple[TensorRecord, ChunkRecord]]] = {}
+    for record in index.tensors.values():
         for chunk in record.chunks:
-            by_file.setdefault(chunk.file, []).append((name, record, chunk))
-    scratch = torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu")
-    for file_name, entries in by_file.items():
-        try:
-            if file_name.endswith(".pt"):
-                if record_name := find_damaged_record(path / file_name):
-                    return (
-                        f"the checkpoint file {path / file_name} is damaged: record {record_name!r}; load another one"
-                    )
-                continue
-            with open_tensor_file(path / file_name) as file:
-                for _, record, chunk in entries:
-                    _check_chunk(file, record, chunk, scratch)
-        except CheckpointError as error:
-            return str(error)
-    for beside in sorted(path.glob("*_states.pt")):  # written for other tools (`checkpoint.format`)
-        if beside.name not in by_file and (record_name := find_damaged_record(beside)):
-            return (
-                f"the file {beside} is damaged: record {record_name!r}; windlass loads without it, other tools do not"
-            )
-    return ""
+            by_file.setdefault(chunk.file, []).append((record, chunk))
+    if is_checkpoint(path):
+        scratch = torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu")
+        for file_name, entries in by_file.items():
+            try:
+                with TensorFile(path / file_name) as file:
+                    for record, chunk in entries:
+                        _check_chunk(file, record, chunk, scratch)
+            except CheckpointError as error:
+                return str(error)
+    # beside our own files there are those of other formats if `checkpoint.format` asks for them
+    problems = (one.find_damage(path, by_file.keys()) for one in foreign_formats())
+    return next((problem for problem in problems if problem), "")
 
 
 def _check_chunk(file: TensorFile, record: TensorRecord, chunk: ChunkRecord, scratch: torch.Tensor) -> None:
@@ -149,7 +141,7 @@ def _check_chunk(file: TensorFile, record: TensorRecord, chunk: ChunkRecord, scr
 def _describe_checkpoint(path: Path, latest: bool, verify: bool) -> ListedCheckpoint:
     problem, index, done = "", None, False
     try:
-        index = read_any_index(path)
+        index, _ = read_any_index(path)
         problem, done = (find_damage(path, index), True) if verify else ("", False)
     except CheckpointError as error:
         problem = str(error)

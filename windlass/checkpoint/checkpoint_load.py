@@ -18,7 +18,7 @@ from windlass.checkpoint.checkpoint_directory import find_checkpoint
 from windlass.checkpoint.checkpoint_index import CheckpointIndex
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 from windlass.checkpoint.checkpoint_state import RESERVED_PREFIXES, HeldTensor, LoadedState, SavedState, hold_tensors
-from windlass.checkpoint.deepspeed_index import ParameterOrder
+from windlass.checkpoint.foreign_formats import ParameterOrder
 from windlass.checkpoint.safetensors_file import dtype_from_code
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.deepspeed_index import optimizer_parameter_order
 from windlass.checkpoint.engine_data import require_engine_data
+from windlass.checkpoint.foreign_formats import optimizer_parameter_order
 from windlass.checkpoint.safetensors_export import missing_parameters, stored_names, stored_param_dtype
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, split_checkpoint_path
 from windlass.kernels.update_tensors import count_scales

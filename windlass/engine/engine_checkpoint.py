@@ -24,15 +24,19 @@ from windlass.checkpoint import (
     read_latest,
 )
 from windlass.checkpoint.async_save import AsyncSave
+from windlass.checkpoint.checkpoint_directory import LATEST_UNIVERSAL
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 from windlass.checkpoint.checkpoint_save import CheckpointSave
-from windlass.checkpoint.deepspeed_export import write_deepspeed_files
-from windlass.checkpoint.deepspeed_index import ParameterOrder, optimizer_parameter_order
 from windlass.checkpoint.engine_data import require_engine_data
-from windlass.checkpoint.recovery_scripts import write_recovery_scripts
+from windlass.checkpoint.foreign_formats import (
+    ExportSource,
+    ParameterOrder,
+    foreign_format,
+    foreign_formats,
+    optimizer_parameter_order,
+)
 from windlass.checkpoint.retention import remove_old_checkpoints
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-from windlass.checkpoint.to_windlass import LATEST_UNIVERSAL
 from windlass.comm.mesh_shape import AXES
 from windlass.config import Config
 from windlass.engine import average_checkpoint
@@ -45,7 +49,6 @@ from windlass.engine.checkpoint_validation import (
     check_saved_position,
     check_scalar_states,
 )
-from windlass.engine.deepspeed_target import build_deepspeed_target
 from windlass.engine.extra_state import collect_plain_extra_states, set_extra_states
 from windlass.engine.frozen_parameters import (
     check_frozen_parameters,
@@ -119,9 +122,9 @@ def save_engine(
     model = engine.sharded
     if not isinstance(client_state, Mapping):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict of plain data")
-    deepspeed = engine.config.checkpoint.format == "deepspeed"
-    if exclude_frozen_parameters is None:  # DeepSpeed's tools expect full models
-        exclude_frozen_parameters = not deepspeed and trains_adapters(model)
+    wanted_format = engine.config.checkpoint.format
+    if exclude_frozen_parameters is None:  # tools of other formats expect full models
+        exclude_frozen_parameters = wanted_format == "windlass" and trains_adapters(model)
     require_unchanged_model(model)
     engine.async_save.finish()
     model.finish_update()
@@ -210,19 +213,16 @@ def save_engine(
     written = engine.saved_tags | {name}
 
     def afterwards() -> None:
-        write_recovery_scripts(Path(directory))
+        for one in foreign_formats():
+            one.write_tools(Path(directory))
         if keep is not None:
             remove_old_checkpoints(directory, keep, name, written)
 
-    target = (
-        build_deepspeed_target(model, engine.config, engine.raw_config, engine.optimizer, engine.scaler)
-        if deepspeed
-        else None
-    )
-
-    def beside(place: Path) -> None:
-        assert target is not None
-        write_deepspeed_files(place, target, ranks.rank)
+    export: Callable[[Path, int], None] | None = None
+    if wanted_format != "windlass":
+        optimizer = None if engine.optimizer is None else engine.optimizer.optimizer
+        source = ExportSource(model, optimizer, engine.config, engine.raw_config, engine.scaler)
+        export = foreign_format(wanted_format).plan_export(source)
 
     try:
         begun = CheckpointSave(
@@ -233,7 +233,7 @@ def save_engine(
             save_latest,
             afterwards,
             None if blocking else later[0],
-            None if target is None else beside,
+            None if export is None else lambda place: export(place, ranks.rank),
             engine.config.checkpoint.use_node_local_storage,
         )
         if blocking:

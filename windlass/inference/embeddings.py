@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from windlass.base.errors import RequestError
+from windlass.inference.model_forward import find_device
 
 if TYPE_CHECKING:
     from windlass.inference.llm_engine import LLMEngine
@@ -29,7 +30,7 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
     for ids in prompts:
         if not 0 < len(ids) <= engine.max_model_len:
             raise RequestError(f"an input has {len(ids)} tokens; give 1 to {engine.max_model_len}", parameter="input")
-        tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
+        tokens = torch.tensor([list(ids)], device=find_device(model))
         with torch.inference_mode():
             hidden = decoder(input_ids=tokens).last_hidden_state[0, -1].float()
         results.append((hidden / hidden.norm().clamp_min(1e-12)).tolist())

@@ -13,6 +13,7 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
 from windlass.inference.runner_factory import make_runner, measure_step_cost
 from windlass.inference.speculation import DraftProposer, NgramProposer
@@ -53,7 +54,7 @@ def make_engine(
             f"max_model_len is {options.max_model_len}, and the model attends to {window} tokens; write at most that"
         )
     longest = options.max_model_len or window
-    runner = make_runner(module, options, window)
+    runner = make_runner(module, options, window, owned=not isinstance(model, nn.Module))
     capacity = runner.num_blocks * runner.block_size
     if capacity < longest:
         if options.max_model_len is not None:
@@ -64,8 +65,9 @@ def make_engine(
             )
         logger.info("the KV cache holds %d tokens, so requests may have as many, not %d", capacity, longest)
         longest = capacity
-    device = next(module.parameters()).device
-    cost = measure_step_cost(runner, device, options.max_tokens_per_step) if options.check_at_load else None
+    cost = (
+        measure_step_cost(runner, find_device(module), options.max_tokens_per_step) if options.check_at_load else None
+    )
     logger.info("%s: %s", type(module).__name__, runner.description)
     return LLMEngine(
         runner,

@@ -83,6 +83,10 @@ class EngineOptions:
         speculative: speculative decoding.
         lora: directories of LoRA adapters of peft, by name.
         seed: of requests without a seed; None: another one each time.
+        deterministic: tokens and log-probabilities of a request have the same bits whatever else is in the batch and
+            however its prompt is split. None: where it costs nothing, which is where weights are packed. True packs a
+            copy of the weights of a live module too. Experts in stacked matrices are not covered.
+        weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, ...; None: as they are.
         check_at_load: compare some greedy tokens with those of the plain model.
         tp: ranks along the tensor-parallel axis.
         gpu_memory_utilization: part of a CUDA device's memory for weights and KV cache.
@@ -104,6 +108,8 @@ class EngineOptions:
     speculative: SpeculativeOptions | None = None
     lora: Mapping[str, str | Path] | None = None
     seed: int | None = None
+    deterministic: bool | None = None
+    weights: str | None = None
     check_at_load: bool = True
     tp: int = 1
     gpu_memory_utilization: float = 0.9

@@ -65,6 +65,14 @@ class CausalForward:
         return logits.float()
 
 
+def find_device(model: nn.Module) -> torch.device:
+    """Return the device of the model's weights; packed weights have left a parameter on the meta device."""
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    return torch.device("cpu")
+
+
 def get_logits(result: Any) -> torch.Tensor:
     """Return the logits of a model's output: the output itself, its `logits`, or its first element.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
-from windlass.inference.model_forward import CausalForward, get_logits
+from windlass.inference.model_forward import CausalForward, find_device, get_logits
+from windlass.inference.packed_modules import PackedModules
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 
 
@@ -40,18 +42,22 @@ class OwnCacheModelRunner:
 
     Args:
         block_size, num_blocks: for the accounting of tokens alone.
+        packed: packed weights, which are used inside of `run`.
     """
 
     computes_drafts = False
     block_nbytes = 0
 
-    def __init__(self, model: nn.Module, *, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, block_size: int, num_blocks: int, packed: PackedModules | None = None
+    ) -> None:
+        self._packed = packed
         self.block_size, self.num_blocks = block_size, num_blocks
         self.model: Any = model
         self._forward = CausalForward(model)
         self._keeps_cache = _has_generation_cache(model)
         self._states: dict[int, OwnCacheState] = {}
-        self.device = next(model.parameters()).device
+        self.device = find_device(model)
         kept = "the model's own cache" if self._keeps_cache else "all tokens computed again in each step"
         self.description = f"{kept}, one sequence at a time"
         ids = torch.zeros(2, dtype=torch.long, device=self.device)
@@ -64,7 +70,8 @@ class OwnCacheModelRunner:
         rows, tokens = batch.logit_rows.tolist(), batch.token_ids.tolist()
         positions = batch.positions.tolist()
         found: dict[int, torch.Tensor] = {}
-        with torch.inference_mode():
+        active = nullcontext() if self._packed is None else self._packed.active()
+        with torch.inference_mode(), active:
             for number, sequence_id in enumerate(batch.sequence_ids):
                 start, stop = starts[number], starts[number + 1]
                 state = self._states.setdefault(sequence_id, OwnCacheState())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 
 from windlass.attention import install_attention, use_backend
 from windlass.base.errors import ModelError
-from windlass.inference.model_forward import CausalForward
+from windlass.inference.model_forward import CausalForward, find_device
+from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 from windlass.kernels.paged_attention import PagedKVCache, make_kv_cache
@@ -34,6 +36,7 @@ class PagedModelRunner:
         block_size: tokens of a block.
         num_blocks: of the KV cache; given by a function of the bytes of one block.
         kv_dtype: of the cache; None: that of the keys.
+        packed: packed weights, which are used inside of `run`.
 
     Raises:
         ModelError: the model cannot be run with a paged cache. The message has the reason.
@@ -48,6 +51,7 @@ class PagedModelRunner:
         block_size: int,
         num_blocks: Callable[[int], int],
         kv_dtype: torch.dtype | None = None,
+        packed: PackedModules | None = None,
     ) -> None:
         check_pageable(model)
         self._forward = CausalForward(model)
@@ -55,10 +59,10 @@ class PagedModelRunner:
             raise ModelError(
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be computed in one row"
             )
-        self.model, self.kv_dtype = model, kv_dtype
+        self.model, self.kv_dtype, self._packed = model, kv_dtype, packed
         self.block_size, self.num_blocks = block_size, 1
         self._restore = _install(model)
-        self.device = next(model.parameters()).device
+        self.device = find_device(model)
         probe = PagedAttention(self._make_cache)
         self.vocab_size = self._probe(probe)
         if not probe.shapes:
@@ -74,7 +78,8 @@ class PagedModelRunner:
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
         self._backend.begin(batch)
-        with torch.inference_mode(), use_backend(self._backend):
+        active = nullcontext() if self._packed is None else self._packed.active()
+        with torch.inference_mode(), use_backend(self._backend), active:
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

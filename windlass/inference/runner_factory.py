@@ -11,8 +11,9 @@ from torch import nn
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.inference.engine_options import EngineOptions
-from windlass.inference.model_forward import CausalForward
+from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
+from windlass.inference.packed_modules import PackedModules, can_pack
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
@@ -24,8 +25,11 @@ _OWN_CACHE_TOKENS = 1 << 16
 _CACHE_SHARE = 0.4  # of the free host memory
 
 
-def make_runner(model: nn.Module, options: EngineOptions, max_model_len: int) -> ModelRunner:
+def make_runner(model: nn.Module, options: EngineOptions, max_model_len: int, *, owned: bool = False) -> ModelRunner:
     """Return the fastest runner that computes what the model computes.
+
+    Args:
+        owned: the engine is the only user of the model, so its weights may be packed and freed.
 
     Raises:
         ModelError: the model is an encoder-decoder, or the KV cache would be too small for one sequence.
@@ -37,66 +41,112 @@ def make_runner(model: nn.Module, options: EngineOptions, max_model_len: int) ->
             "decoder alone"
         )
     longest = options.max_model_len or max_model_len
+    plain = PlainLogits(model, longest) if options.check_at_load else None
+    packed = _pack(model, options, owned=owned)
     try:
         runner: ModelRunner = PagedModelRunner(
             model,
             block_size=options.block_size,
             num_blocks=_block_counter(options, longest, model),
             kv_dtype=options.kv_torch_dtype,
+            packed=packed,
         )
     except ConfigError:
         raise
     except Exception as error:  # code of any model runs here; its own cache is tried next
         reason = str(error).split("\n")[0]
     else:
-        problem = check_first_tokens(model, runner, longest) if options.check_at_load else None
+        problem = None if plain is None else plain.find_difference(runner, options)
         if problem is None:
             return runner
         runner.close()
         reason = problem
     tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
-    own = OwnCacheModelRunner(model, block_size=options.block_size, num_blocks=-(-tokens // options.block_size))
+    own = OwnCacheModelRunner(
+        model, block_size=options.block_size, num_blocks=-(-tokens // options.block_size), packed=packed
+    )
     logger.warning(
         "%s runs with %s, because a paged KV cache cannot be used: %s", type(model).__name__, own.description, reason
     )
     return own
 
 
-def check_first_tokens(model: nn.Module, runner: ModelRunner, max_length: int) -> str | None:
-    """Generate greedy tokens of two prompts together and compare their logits with the plain model's.
+class PlainLogits:
+    """Logits of the plain model for two short random sequences, beside which a runner is checked.
 
-    Returns:
-        The difference, if it is larger than rounding explains; else None. The KV cache is written, so call it before
-        other sequences exist.
+    Args:
+        max_length: tokens that the model can attend to; below those of the check, nothing is checked.
     """
-    size = runner.block_size
-    needed = -(-(max(_CHECKED_PROMPTS) + _CHECKED_TOKENS) // size)
-    if runner.num_blocks < needed * len(_CHECKED_PROMPTS) or max(_CHECKED_PROMPTS) + _CHECKED_TOKENS > max_length:
-        return None  # no room
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(runner.vocab_size, (n,), generator=generator).tolist() for n in _CHECKED_PROMPTS]
-    tables = [list(range(row * needed, (row + 1) * needed)) for row in range(len(sequences))]
-    computed = [0] * len(sequences)
-    found: list[list[torch.Tensor]] = [[] for _ in sequences]
-    for _ in range(_CHECKED_TOKENS):
-        batch = _flat_batch(sequences, computed, tables, size, device)
-        for row, logits in enumerate(runner.run(batch)):
-            found[row].append(logits)
-            computed[row] = len(sequences[row])
-            sequences[row].append(int(logits.argmax()))
-    forward = CausalForward(model)
-    for row, tokens in enumerate(sequences):
-        prompt = _CHECKED_PROMPTS[row]
-        ids = torch.tensor(tokens[:-1], device=device)
-        rows = torch.arange(prompt - 1, len(ids), device=device)
+
+    def __init__(self, model: nn.Module, max_length: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._device = find_device(model)
+        forward = CausalForward(model)
+        self._wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
+        self._sequences: list[list[int]] = []
+        self._logits: list[torch.Tensor] = []
+        if max(_CHECKED_PROMPTS) + _CHECKED_TOKENS > max_length:
+            return
+        one = torch.zeros(1, dtype=torch.long, device=self._device)
         with torch.inference_mode():
-            plain = forward(ids, None, rows)
-        difference = (torch.stack(found[row]) - plain).abs().max().item()
-        allowed = _tolerance(model, runner) * max(plain.std().item(), 1e-6)
-        if not difference <= allowed:
-            return f"its first logits differ from the plain model's by {difference:.3g} (allowed {allowed:.3g})"
-    return None
+            vocabulary = forward(one, None, one).shape[-1]
+            for prompt in _CHECKED_PROMPTS:
+                ids = torch.randint(vocabulary, (prompt + _CHECKED_TOKENS - 1,), generator=generator)
+                rows = torch.arange(prompt - 1, len(ids))
+                self._sequences.append(ids.tolist())
+                self._logits.append(forward(ids.to(self._device), None, rows.to(self._device)))
+
+    def find_difference(self, runner: ModelRunner, options: EngineOptions) -> str | None:
+        """Run the sequences together, first their prompts and then token by token, and compare the logits.
+
+        Returns:
+            The difference, if it is larger than rounding explains; else None. The KV cache is written, so call it
+            before other sequences exist.
+        """
+        size = runner.block_size
+        needed = -(-(max(_CHECKED_PROMPTS) + _CHECKED_TOKENS) // size)
+        if not self._sequences or runner.num_blocks < needed * len(self._sequences):
+            return None  # no room
+        tables = [list(range(row * needed, (row + 1) * needed)) for row in range(len(self._sequences))]
+        computed = [0] * len(self._sequences)
+        found: list[list[torch.Tensor]] = [[] for _ in self._sequences]
+        for step in range(_CHECKED_TOKENS):
+            known = [tokens[: prompt + step] for tokens, prompt in zip(self._sequences, _CHECKED_PROMPTS, strict=True)]
+            for row, logits in enumerate(runner.run(_flat_batch(known, computed, tables, size, self._device))):
+                found[row].append(logits)
+            computed = [len(tokens) for tokens in known]
+        for logits, plain in zip(found, self._logits, strict=True):
+            difference = (torch.stack(logits) - plain).abs().max().item()
+            allowed = self._tolerance(options) * max(plain.std().item(), 1e-6)
+            if not difference <= allowed:
+                return f"its first logits differ from the plain model's by {difference:.3g} (allowed {allowed:.3g})"
+        return None
+
+    def _tolerance(self, options: EngineOptions) -> float:
+        """Return the difference of logits that rounding explains, in standard deviations of the logits."""
+        narrow = options.kv_torch_dtype not in (None, torch.float32) or options.weights not in (None, "fp32")
+        if not self._wide or narrow:
+            return 1.0 if options.weights not in (None, "fp32", "bf16") else 0.25
+        return 2e-3
+
+
+def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedModules | None:
+    """Return packed weights of the model if they are asked for, or are free of cost."""
+    wanted = owned if options.deterministic is None else options.deterministic
+    if options.weights is not None and not owned:
+        raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
+    if not (wanted or options.weights) or not can_pack(model):
+        if options.deterministic:
+            raise ConfigError("deterministic needs the native kernels and a model on the CPU in float32 or bfloat16")
+        return None
+    forward = CausalForward(model)
+
+    def probe() -> None:
+        ids = torch.zeros(2, dtype=torch.long)
+        with torch.inference_mode():
+            forward(ids, None, ids[:1])
+
+    return PackedModules(model, probe, weight_format=options.weights, frees_weights=owned)
 
 
 def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int) -> StepCost:
@@ -145,18 +195,11 @@ def _flat_batch(
     )
 
 
-def _tolerance(model: nn.Module, runner: ModelRunner) -> float:
-    """Return the difference of logits that rounding explains, in standard deviations of the logits."""
-    wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
-    narrow_cache = getattr(runner, "kv_dtype", None) not in (None, torch.float32)
-    return 2e-3 if wide and not narrow_cache else 0.25
-
-
 def _block_counter(options: EngineOptions, longest: int, model: nn.Module) -> Callable[[int], int]:
     def count(block_nbytes: int) -> int:
         if options.kv_cache_tokens is not None:
             return -(-options.kv_cache_tokens // options.block_size)
-        device = next(model.parameters()).device
+        device = find_device(model)
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             memory = free - (1 - options.gpu_memory_utilization) * total

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from windlass.cli.environment.backend_support import BACKEND_NAMES, TENSOR_DEVICES
-from windlass.cli.environment.gpu_topology import LINK_CLASSES
-from windlass.cli.environment.try_fact import UNKNOWN, is_unknown
+from windlass.observe.environment.backend_support import BACKEND_NAMES, TENSOR_DEVICES
+from windlass.observe.environment.gpu_topology import LINK_CLASSES
+from windlass.observe.environment.try_fact import UNKNOWN, is_unknown
 
 _GIB = 1 << 30
 _NVLINK_TEXTS = {

@@ -17,8 +17,11 @@ using windlass::kStepBytes;
 using windlass::PanelCode;
 using windlass::RowBlock;
 
-// Bytes by which the weight is requested ahead of its use.
-constexpr std::int64_t kAhead = 1024;
+// Steps by which the weight is requested ahead of its use.
+#ifndef WINDLASS_AHEAD
+#define WINDLASS_AHEAD 32
+#endif
+constexpr std::int64_t kAhead = WINDLASS_AHEAD;
 
 // How a step of a panel is multiplied. `Input` is the element of the packed input, of which a step has kInputs a row.
 struct PlainStep {  // float32 weights
@@ -82,12 +85,15 @@ void multiply_tile(const char* panels, std::int64_t panel_bytes, const char* pac
         for (int column = 0; column < kColumns; ++column) sums[row][column] = typename Step::Sum{};
     }
     const auto* x = reinterpret_cast<const typename Step::Input*>(packed);
+    // Requests run ahead in each panel, and at its end in the panels that the next call takes: kPanels further.
+    const std::int64_t turn = steps > kAhead ? steps - kAhead : 0;
     for (std::int64_t step = 0; step < steps; ++step) {
+        const std::int64_t ahead = kAhead * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
         U bits[kColumns];
 #pragma GCC unroll 16
         for (int column = 0; column < kColumns; ++column) {
             const char* from = at[column / kVectors] + step * kStepBytes;
-            if (column % kVectors == 0) __builtin_prefetch(from + kAhead);
+            if (column % kVectors == 0) __builtin_prefetch(from + ahead);
             bits[column] = load<U>(from + (column % kVectors) * sizeof(U));
         }
 #pragma GCC unroll 16
@@ -116,7 +122,7 @@ void multiply_tile(const char* panels, std::int64_t panel_bytes, const char* pac
 }
 
 // Scales a row of a tile, adds the bias and stores it, without the padding of the last panel.
-inline void finish_row(const GemmJob& job, const float* tile, std::int64_t row, std::int64_t first,
+[[gnu::noinline]] void finish_row(const GemmJob& job, const float* tile, std::int64_t row, std::int64_t first,
                        std::int64_t count) {
     float sums[4 * kPanel];
     for (std::int64_t i = 0; i < count; ++i) sums[i] = tile[i];
@@ -266,6 +272,22 @@ void multiply(const GemmJob& job, const RowBlock* blocks, std::int64_t first, st
                 break;
         }
     }
+}
+
+// Reads 64 bytes at a time, as the products do, and combines all words.
+std::uint64_t read_words(const char* from, std::int64_t bytes) {
+    U words[8] = {};
+    constexpr std::int64_t kStride = 8 * sizeof(U);
+    for (std::int64_t at = 0; at + kStride <= bytes; at += kStride) {
+        for (std::int64_t line = 0; line < kStride; line += 64) __builtin_prefetch(from + at + line + 2048);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) words[i] ^= load<U>(from + at + i * sizeof(U));
+    }
+    std::uint64_t sum = 0;
+    for (const U& word : words) {
+        for (int lane = 0; lane < kLanes; ++lane) sum += word[lane];
+    }
+    return sum;
 }
 
 std::int64_t panel_group(const GemmJob& job) {

@@ -367,24 +367,16 @@ void gated_activation(int set, int activation, std::uint64_t gate_up, std::uint6
               [&](std::int64_t begin, std::int64_t end) { chosen.gate_rows(job, begin, end); });
 }
 
-// Reads memory once, on `threads` threads: what the products are compared with.
-std::uint64_t read_memory(std::uint64_t address, std::int64_t bytes, int threads) {
+// Reads memory on all threads: what the products are compared with.
+std::uint64_t read_memory(int set, std::uint64_t address, std::int64_t bytes, int threads) {
+    const InferenceSet& chosen = set_at(set);
     refuse(address == 0 || bytes <= 0 || threads <= 0, "a read needs an address, bytes and threads above 0");
-    typedef std::uint64_t Words __attribute__((vector_size(64), aligned(8)));
-    constexpr std::int64_t kPart = 1 << 20;
-    const auto parts = static_cast<int>(bytes / kPart);
+    constexpr std::int64_t kPart = 4 << 20;
     std::atomic<std::uint64_t> total{0};
     const nb::gil_scoped_release released;
-    run_parallel(threads, parts, [&](int part) {
-        const auto* from = reinterpret_cast<const Words*>(address + part * kPart);
-        Words sums[4] = {};
-        for (std::int64_t i = 0; i < kPart / 64; i += 4) {
-            for (int j = 0; j < 4; ++j) sums[j] ^= from[i + j];
-        }
-        const Words all = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
-        std::uint64_t word = 0;
-        for (int lane = 0; lane < 8; ++lane) word ^= all[lane];
-        total ^= word;
+    run_parallel(threads, static_cast<int>((bytes + kPart - 1) / kPart), [&](int part) {
+        const std::int64_t begin = part * kPart;
+        total += chosen.read_words(reinterpret_cast<const char*>(address) + begin, std::min(kPart, bytes - begin));
     });
     return total;
 }
@@ -411,7 +403,7 @@ NB_MODULE(_inference, module) {
                "heads"_a, "head_dim"_a, "rotary_dim"_a, "cosines"_a, "sines"_a, "threads"_a);
     module.def("gated_activation", windlass::gated_activation, "instruction_set"_a, "activation"_a, "gate_up"_a,
                "out"_a, "is_bf16"_a, "rows"_a, "features"_a, "threads"_a);
-    module.def("read_memory", windlass::read_memory, "address"_a, "bytes"_a, "threads"_a);
+    module.def("read_memory", windlass::read_memory, "instruction_set"_a, "address"_a, "bytes"_a, "threads"_a);
     module.def("linear", windlass::linear, "instruction_set"_a, "code"_a, "panels"_a, "outputs"_a, "features"_a,
                "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a);
 }

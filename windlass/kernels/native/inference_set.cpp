@@ -8,6 +8,6 @@
 
 namespace windlass {
 const InferenceSet WINDLASS_SET = {WINDLASS_TEXT(WINDLASS_SET), divide_rows, pack_rows,
-                                   multiply, panel_group, attend, attention_scratch, write_heads,
+                                   multiply, panel_group, read_words, attend, attention_scratch, write_heads,
                                    normalize_rows, rotate_rows, gate_rows};
 }

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.parallel.hidden_states import get_hidden_states
 from windlass.parallel.pipeline.pipeline_router_loss import (
     RouterLogitsCollector,
     collecting_router_logits,
@@ -27,7 +28,6 @@ from windlass.parallel.pipeline.stub_modules import (
     OutputForm,
     OutputShapeRule,
     first_tensor,
-    get_hidden_states,
     wrap_hidden_states,
 )
 

@@ -80,4 +80,4 @@ def apply_long_context(
 def _gathers_sequence(module: nn.Module) -> bool:
     """Return True if a layer of the module all-gathers the sequence over tp."""
     hooks = [hook for one in module.modules() for hook in one._forward_pre_hooks.values()]
-    return any(isinstance(hook, ColumnInputHook) and hook._sequence_sharding is not None for hook in hooks)
+    return any(isinstance(hook, ColumnInputHook) and hook.sequence_sharding is not None for hook in hooks)

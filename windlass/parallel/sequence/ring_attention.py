@@ -15,10 +15,41 @@ from typing import Any
 
 import torch
 
+from windlass.base.collective_activity import WaitScope
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.point_to_point import start_exchange, wait_for_transfers
 from windlass.parallel.sequence.attention_tiles import Tile
-from windlass.parallel.sequence.ring_transfer import RingTransfer
 from windlass.parallel.sequence.tile_kernels import ScoreSpec, TileKernels
+
+
+class RingTransfer:
+    """Transfer to the rank `shift` places further along the axis, and from the rank `shift` places before.
+
+    The received tensors have the shapes of the sent ones. The sent tensors are kept until `wait` returns and must not
+    change before. This is `MeshAxis.pass_on` split into start and wait.
+    """
+
+    def __init__(self, axis: MeshAxis, tensors: Sequence[torch.Tensor], shift: int) -> None:
+        self._axis, self._send_buffers = axis, [tensor.contiguous() for tensor in tensors]
+        self._works: list[Any] = []
+        if shift % axis.size == 0:
+            self._receive_buffers = self._send_buffers
+            return
+        self._receive_buffers = [torch.empty_like(tensor) for tensor in self._send_buffers]
+        to, source = (axis.index + shift) % axis.size, (axis.index - shift) % axis.size
+        self._works = start_exchange(
+            axis.group,
+            [(to, tensor) for tensor in self._send_buffers],
+            [(source, tensor) for tensor in self._receive_buffers],
+        )
+        axis.traffic.add("pass_on", 0, sum(tensor.nbytes for tensor in self._receive_buffers))
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the received tensors, ready for later work on the current stream."""
+        with WaitScope(f"a pass along {self._axis.name}"):
+            wait_for_transfers(self._works)
+        self._works, self._send_buffers = [], []
+        return self._receive_buffers
 
 
 @dataclass(frozen=True)
@@ -88,8 +119,8 @@ class _RingAttention(torch.autograd.Function):
                 context.repeat_kv_heads(v[:, :, : context.block_tokens[step]]),
             )
             for tile in tiles:
-                parts = _tile_slice(query, tile, "q"), _tile_slice(k, tile, "k"), _tile_slice(v, tile, "k")
-                whole.add(tile, *kernels.kernel_for(tile).forward(*parts, tile, context.score_spec))
+                qkv = _tile_slice(query, tile, "q"), _tile_slice(k, tile, "k"), _tile_slice(v, tile, "k")
+                whole.add(tile, *kernels.kernel_for(tile).forward(qkv, tile, context.score_spec))
         output = whole.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, whole.lse)
         ctx.turn, ctx.kernels = context, kernels
@@ -108,13 +139,11 @@ class _RingAttention(torch.autograd.Function):
             k_all, v_all = (turn.repeat_kv_heads(k), turn.repeat_kv_heads(v)) if tiles else (k, v)
             for tile in tiles:
                 rows, (q0, q1), (k0, k1) = slice(*tile.samples), tile.queries, tile.keys
+                qkv = _tile_slice(query, tile, "q"), _tile_slice(k_all, tile, "k"), _tile_slice(v_all, tile, "k")
                 dq, dk, dv = kernels.kernel_for(tile).backward(
                     _tile_slice(gradient, tile, "q"),
-                    _tile_slice(query, tile, "q"),
-                    _tile_slice(k_all, tile, "k"),
-                    _tile_slice(v_all, tile, "k"),
-                    _tile_slice(output, tile, "q"),
-                    lse[rows, :, q0:q1],
+                    qkv,
+                    (_tile_slice(output, tile, "q"), lse[rows, :, q0:q1]),
                     tile,
                     turn.score_spec,
                 )

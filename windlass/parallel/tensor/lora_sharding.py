@@ -35,7 +35,7 @@ def shard_adapters(
     Args:
         input_hook: the input hook of the chain.
         sequence_sharding: shards the output of a row layer along the sequence.
-        tp_overlap_chunks: see `row_parallel_linear`.
+        tp_overlap_chunks: see `linear_sharding`.
     """
     if layer.adapter_module is None:
         return

@@ -235,7 +235,7 @@ def test_layers_with_values_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model("llama")
     state = torch.get_rng_state()
     clock = [0.0]  # a fake clock: real time would depend on the load of the machine
-    monkeypatch.setattr(layer_timing, "_synchronized_time", lambda device: clock[0])
+    monkeypatch.setattr(layer_timing, "synchronized_time", lambda device: clock[0])
     for layer, seconds in zip(model.model.layers, (1.0, 1.0, 6.0, 1.0), strict=True):
         layer.register_forward_pre_hook(lambda *_, seconds=seconds: clock.__setitem__(0, clock[0] + seconds))
     hooks = [len(layer._forward_hooks) for layer in model.model.layers]
