@@ -32,7 +32,9 @@ def parse_json(
     Raises:
         JsonError: the text is not JSON, is nested too deeply, or has a number with thousands of digits.
     """
-    numbers: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite_float} if finite_numbers else {}
+    numbers: dict[str, Any] = {}
+    if finite_numbers:
+        numbers = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
     try:
         data = json.loads(text, object_pairs_hook=object_pairs_hook, **numbers)
     except JsonError:

@@ -54,6 +54,16 @@ def serve(
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Share keys and values of equal prefixes.")
     ] = True,
     swap_bytes: Annotated[int, typer.Option(help="Host memory for the KV blocks of preempted sequences.")] = 0,
+    swap_directory: Annotated[
+        Path | None, typer.Option(help="Directory for the KV blocks that do not fit into --swap-bytes.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Format of packed weights: fp32, bf16, int8, ... [as they are]")
+    ] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option("--deterministic/--no-deterministic", help="The same bits whatever else runs. [where free]"),
+    ] = None,
     lora: Annotated[list[str] | None, typer.Option(help="Adapter as NAME=DIRECTORY; repeatable.")] = None,
     speculative: Annotated[
         str | None, typer.Option(help="'ngram' (prompt lookup), or the directory of a draft model.")
@@ -114,6 +124,9 @@ def serve(
         "max_wait_seconds": max_wait_seconds,
         "prefix_caching": prefix_caching,
         "swap_bytes": swap_bytes,
+        "swap_directory": None if swap_directory is None else str(swap_directory),
+        "weights": weights,
+        "deterministic": deterministic,
         "lora": parse_adapters(lora or [], settings.model_names),
         "speculative": _speculative_options(speculative, speculative_tokens),
         "gpu_memory_utilization": gpu_memory_utilization,
