@@ -255,3 +255,23 @@ def test_a_huge_body_gets_413_and_is_not_kept() -> None:
             answer = connection.getresponse()
             assert answer.status == 413 and "10,000 bytes" in answer.read().decode()
         connection.close()
+
+
+def test_a_chat_beyond_the_window_names_its_messages(client: TestClient) -> None:
+    error = refused(client, CHAT, {"messages": [{"role": "user", "content": "a" * 600}]})
+    assert error["param"] == "messages" and error["code"] == "context_length_exceeded"
+
+
+def test_pages_of_other_origins_are_refused_unless_allowed() -> None:
+    preflight = {
+        "origin": "https://example.org",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type",
+    }
+    assert client_of(FakeEngine()).options(TEXT, headers=preflight).status_code == 405
+    client = client_of(FakeEngine(), allowed_origins=("https://example.org",))
+    answer = client.options(TEXT, headers=preflight)
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://example.org"
+    answer = client.post(TEXT, json={"prompt": "a"}, headers={"origin": "https://example.org"})
+    assert answer.headers["access-control-allow-origin"] == "https://example.org"
+    assert client.options(TEXT, headers={**preflight, "origin": "https://other.org"}).status_code == 400

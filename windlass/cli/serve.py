@@ -132,7 +132,8 @@ def serve(
         "gpu_memory_utilization": gpu_memory_utilization,
         "seed": seed,
     }
-    check_engine_options(directory, options)
+    if replicas == 1:
+        check_engine_options(directory, options)  # replicas check them themselves: the router needs no torch
     listener = bind_socket(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     if settings.api_keys is None and not _is_loopback(host):

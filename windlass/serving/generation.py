@@ -161,32 +161,37 @@ def start_generation(
         ApiError: an unknown model, or a prompt that is empty or too long.
     """
     context: ServerContext = request.app.state.context
+    field = "messages" if kind == "chatcmpl" else "prompt"
     return Generation(
         context,
         request_id=request.state.request_id,
         response_id=f"{kind}-{fields.request_id or uuid.uuid4().hex}",
         model=fields.model or context.settings.model_names[0],
         prompts=prompts,
-        params=[_bounded(context, prompt, params) for prompt in prompts],
+        params=[_bounded(context, prompt, params, field) for prompt in prompts],
         lora_name=context.lora_of(fields.model),
         priority=fields.priority or 0,
         sla=fields.service_level(),
     )
 
 
-def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams) -> SamplingParams:
-    """Return the parameters with a maximum number of tokens that fits the context window."""
+def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, field: str) -> SamplingParams:
+    """Return the parameters with a maximum number of tokens that fits the context window.
+
+    Args:
+        field: name of the prompt in the request.
+    """
     window = context.engine.max_model_len
     left = window - len(prompt)
     if not prompt:
-        raise ApiError(400, "the prompt has no tokens; send some text", parameter="prompt")
+        raise ApiError(400, "the prompt has no tokens; send some text", parameter=field)
     if left < 1 or (params.max_tokens is not None and params.max_tokens > left):
         asked = f" and max_tokens is {params.max_tokens:,}" if params.max_tokens is not None else ""
         raise ApiError(
             400,
             f"the prompt has {len(prompt):,} tokens{asked}; together they must fit the context window of {window:,} "
             "tokens",
-            parameter="max_tokens" if left >= 1 else "prompt",
+            parameter="max_tokens" if left >= 1 else field,
             code="context_length_exceeded",
         )
     limit = context.settings.max_output_tokens

@@ -27,7 +27,6 @@ _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "verbosity": ("medium",),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    "n_probs": (0,),
 }
 
 # Fields that would change the answer and have no effect here, each with the remedy.

@@ -50,6 +50,9 @@ class ServerContext:
 
     def attach(self, engine: ServedEngine) -> None:
         """Serve a started engine from now on."""
+        if engine.tokenizer is not None:
+            # The first call sets truncation and padding, which may not happen while the engine's thread decodes.
+            engine.tokenizer.encode("a", add_special_tokens=False)
         self._engine = engine
         self.metrics.watch(engine)
         self.requests.phase = ServerPhase.READY
