@@ -66,7 +66,7 @@ class ModelRunner(Protocol):
     computes_drafts: bool
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
+        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

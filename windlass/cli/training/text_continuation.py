@@ -29,8 +29,8 @@ def generate_continuation(
 
     Args:
         directory: Hugging Face directory of the model.
-        temperature: 0 takes the likeliest token each time.
-        seed: seed of the random draws; the global random state is left unchanged.
+        temperature: 0 always takes the most probable token. seed: seed of the sampling; the global random state is left
+        unchanged.
         trust_remote_code: run Python files that come with the model.
 
     Raises:
@@ -45,8 +45,8 @@ def generate_continuation(
         )
     if not 0 < top_p <= 1:
         raise ConfigError(
-            f"top_p (--top-p) is {top_p}, which is not a probability; write a number above 0 and at most 1 (1: draw "
-            "among all tokens)"
+            f"top_p (--top-p) is {top_p}, which is not a probability; write a number above 0 and at most 1 (1: "
+            "sample from all tokens)"
         )
     model, tokenizer = _load_model_and_tokenizer(directory, trust_remote_code)
     model.to(device).eval()

@@ -29,8 +29,14 @@ WINDLASS_INLINE F load_cached(const char* from) {
     } else if constexpr (kCode == CacheCode::bf16) {
         return (F)(__builtin_convertvector(load<Half>(from), U) << 16);
     } else {
+#if defined(__AVX512F__)
+        return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+        return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
         typedef std::int8_t Signed __attribute__((vector_size(kLanes)));
         return __builtin_convertvector(__builtin_convertvector(load<Signed>(from), I), F);
+#endif
     }
 }
 
