@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
+from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import get_inference_path, list_inference_paths
-from windlass.kernels.kernel_dispatch import prefer_huge_pages
 from windlass.kernels.packed_gemm import pack_weight, packed_linear
 
 _RESULTS = Path(__file__).parent / "results"
@@ -89,9 +89,7 @@ def main(
         for format in formats.split(","):
             contenders |= _own_contenders(format, counts, chosen.name)
         contenders |= _torch_contenders(counts)
-        memory = torch.empty(_ROOF_BYTES, dtype=torch.uint8)
-        prefer_huge_pages(memory)
-        memory.fill_(1)
+        memory = empty_on_huge_pages((_ROOF_BYTES,), torch.uint8).fill_(1)
         square = torch.randn(_ROOF_SIDE, _ROOF_SIDE)
         module = chosen.module
         runs: dict[str, Callable[[], object]] = {

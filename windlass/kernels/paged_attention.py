@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from windlass.base.errors import ModelError
+from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 from windlass.kernels.reference.paged_attention import attend_to_pages
 
@@ -119,8 +120,8 @@ def make_kv_cache(
         return torch.empty(num_blocks, kv_heads, block_size) if dtype == torch.int8 else None
 
     return PagedKVCache(
-        torch.empty(num_blocks, kv_heads, key_dim, block_size, dtype=dtype),
-        torch.empty(num_blocks, kv_heads, block_size, -(-value_dim // 16) * 16, dtype=dtype),
+        empty_on_huge_pages((num_blocks, kv_heads, key_dim, block_size), dtype),
+        empty_on_huge_pages((num_blocks, kv_heads, block_size, -(-value_dim // 16) * 16), dtype),
         make_scales(),
         make_scales(),
         value_dim,

@@ -261,7 +261,7 @@ inline void weigh_row(const AttentionJob& job, const TileOfCache& tile, VisibleK
 template <CacheCode kCode, int kRows>
 void attend_rows(const AttentionJob& job, const AttentionPart& part, const TileOfCache& tile, std::int64_t first,
                  std::int64_t count, const AttentionScratch& scratch) {
-    constexpr int kBeside = panels_for(kRows);
+    constexpr int kBeside = panels_for(kRows, 2) > 4 ? 4 : panels_for(kRows, 2);
     const CacheOfLayer& cache = job.cache;
     float* scores = scratch.scores;
     const float* query = scratch.query + first * cache.key_dim;

@@ -20,7 +20,7 @@ using windlass::RowBlock;
 
 // Steps by which the weight is requested ahead of its use, into the second-level cache: the first has too few misses in
 // flight for a latency of memory.
-constexpr std::int64_t kAhead = 64;
+constexpr std::int64_t kAhead = 32;
 
 // How a step of a panel is multiplied. `Input` is the element of the packed input, of which a step has kInputs a row.
 struct PlainStep {  // float32 weights
@@ -199,7 +199,7 @@ void multiply_coded_tile(const char* panels, std::int64_t panel_bytes, const cha
 // Scales a row of a tile, adds the bias and stores it, without the padding of the last panel.
 [[gnu::noinline]] void finish_row(const GemmJob& job, const float* tile, std::int64_t row, std::int64_t first,
                        std::int64_t count) {
-    float sums[4 * kPanel];
+    float sums[8 * kPanel];
     for (std::int64_t i = 0; i < count; ++i) sums[i] = tile[i];
     if (job.scales != nullptr) {
         for (std::int64_t i = 0; i < count; ++i) sums[i] *= job.scales[first + i];
@@ -244,7 +244,7 @@ WINDLASS_INLINE bool multiply_if(const GemmJob& job, const RowBlock& block, cons
                                  std::int64_t end) {
     if constexpr (kRows <= kMostRows) {
         if (block.padded != kRows) return false;
-        multiply_block<Step, kRows, panels_for(kRows)>(job, block, packed, begin, end);
+        multiply_block<Step, kRows, panels_for(kRows, Step::kInputs)>(job, block, packed, begin, end);
         return true;
     }
     return false;
@@ -455,7 +455,9 @@ std::uint64_t read_words(const char* from, std::int64_t bytes) {
 }
 
 std::int64_t panel_group(const GemmJob& job) {
-    return panels_for(static_cast<int>(job.rows < kMostRows ? job.rows : kMostRows));
+    const int rows = static_cast<int>(padded_rows(job.rows < kMostRows ? job.rows : kMostRows));
+    if (job.codes_inputs) return panels_for(rows, CodedStep::kInputs);
+    return panels_for(rows, job.code == PanelCode::fp32 || uses_dot(job) ? 1 : 2);
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ constexpr std::int64_t kMostFeatures = 1024;     // of a head of a cache
 // Work that one thread does in the time that a second one takes to start.
 constexpr std::int64_t kSerialProducts = 100'000;
 constexpr std::int64_t kSerialElements = 32'768;
+constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that is held up leaves its parts to others
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
 
 struct NamedSet {
@@ -166,16 +167,15 @@ void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
     const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
     const std::int64_t groups = (panels + group - 1) / group;
     const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * job.steps() * kStepBytes));
-    const std::int64_t share = std::max<std::int64_t>(1, groups / (threads * 4));
-    const std::int64_t chunk = group * std::min(share, fitting);
-    const std::int64_t chunks = (panels + chunk - 1) / chunk;
-    // Rows are divided too where there are fewer chunks of outputs than threads could take.
-    const std::int64_t wanted = std::max<std::int64_t>(1, (threads * 2 + chunks - 1) / chunks);
-    const std::int64_t bands = threads == 1 || chunks >= threads * 2 ? 1 : std::min(wanted, number);
+    const std::int64_t chunks =
+        std::min(groups, std::max<std::int64_t>(threads * kPartsOfThread, (groups + fitting - 1) / fitting));
+    // Rows are divided too where there are fewer groups of outputs than threads could take.
+    const std::int64_t wanted = (threads * kPartsOfThread + chunks - 1) / chunks;
+    const std::int64_t bands = threads == 1 || groups >= 4 * threads ? 1 : std::min(wanted, number);
     run_parallel(threads, static_cast<int>(chunks * bands), [&](int part) {
-        const std::int64_t begin = part / bands * chunk, band = part % bands;
-        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed, begin,
-                     std::min(begin + chunk, panels));
+        const std::int64_t chunk = part / bands, band = part % bands;
+        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed,
+                     groups * chunk / chunks * group, std::min(groups * (chunk + 1) / chunks * group, panels));
     });
 }
 
