@@ -203,6 +203,23 @@ class AsyncLLMEngine:
         """Return counters and gauges."""
         return self._engine.stats()
 
+    async def add_lora(self, name: str, directory: str | Path) -> None:
+        """Load a LoRA adapter of peft between steps.
+
+        Raises:
+            ModelError: it cannot be read, or does not fit the model.
+            RequestError: an adapter of this name is loaded.
+        """
+        await self._call(lambda: self._engine.add_lora(name, directory))
+
+    async def remove_lora(self, name: str) -> None:
+        """Forget a LoRA adapter.
+
+        Raises:
+            RequestError: there is none of this name, or unfinished requests use it.
+        """
+        await self._call(lambda: self._engine.remove_lora(name))
+
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the embedding of each prompt: the normalized hidden state of its last token.
 

@@ -13,10 +13,12 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
 from windlass.inference.runner_factory import make_runner, measure_step_cost
 from windlass.inference.speculation import DraftProposer, NgramProposer
+from windlass.inference.step_batch import ModelRunner
 
 
 def make_engine(
@@ -57,6 +59,8 @@ def make_engine(
         )
     longest = options.max_model_len or window
     runner = make_runner(module, options, window, owned=not isinstance(model, nn.Module))
+    if options.tp == 1:
+        runner.lora = _load_adapters(module, runner, options)
     capacity = runner.num_blocks * runner.block_size
     if capacity < longest:
         if options.max_model_len is not None:
@@ -79,8 +83,18 @@ def make_engine(
         max_model_len=longest,
         cost=cost,
         proposer=_make_proposer(options, runner.vocab_size),
-        lora_names=options.lora or (),
     )
+
+
+def _load_adapters(module: nn.Module, runner: ModelRunner, options: EngineOptions) -> LoraAdapters:
+    adapters = LoraAdapters(module)
+    try:
+        for name, directory in (options.lora or {}).items():
+            adapters.add(name, directory)
+    except Exception:
+        runner.close()
+        raise
+    return adapters
 
 
 def _make_proposer(options: EngineOptions, vocab_size: int) -> DraftProposer | None:

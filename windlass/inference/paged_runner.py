@@ -11,6 +11,7 @@ from torch import nn
 
 from windlass.attention import install_attention, use_backend
 from windlass.base.errors import ModelError
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
@@ -62,6 +63,7 @@ class PagedModelRunner:
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be computed in one row"
             )
         self.model, self.kv_dtype, self._packed = model, kv_dtype, packed
+        self.lora: LoraAdapters | None = None
         self.block_size, self.num_blocks = block_size, 1
         self._restore = _install(model)
         self.device = find_device(model)
@@ -80,7 +82,8 @@ class PagedModelRunner:
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
-        if self.program is not None and self.program.takes(batch):
+        # the recorded forward has no adapters; with some, all steps run the modules, so that results keep their bits
+        if self.program is not None and self.lora is None and self.program.takes(batch):
             return self.program.run(batch)
         return self._run_modules(batch)
 
@@ -103,7 +106,8 @@ class PagedModelRunner:
     def _run_modules(self, batch: StepBatch) -> torch.Tensor:
         self._backend.begin(batch)
         active = nullcontext() if self._packed is None else self._packed.active()
-        with torch.no_grad(), use_backend(self._backend), active:
+        adapters = nullcontext() if self.lora is None else self.lora.active(batch)
+        with torch.no_grad(), use_backend(self._backend), active, adapters:
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
