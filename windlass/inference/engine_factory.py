@@ -26,6 +26,7 @@ def make_engine(
     options: EngineOptions,
     *,
     tokenizer: Any = None,
+    device: torch.device | str | None = None,
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     skip_tokenizer: bool = False,
@@ -34,6 +35,7 @@ def make_engine(
 
     Args:
         tokenizer: of transformers, or its directory; None: that of the model's directory.
+        device: of a model that is loaded; None: this rank's own.
         skip_tokenizer: load none; prompts are token ids then.
 
     Raises:
@@ -45,7 +47,7 @@ def make_engine(
         if module.training:
             module.eval()
     else:
-        module = load_model(model, dtype=dtype, device=local_device(), trust_remote_code=trust_remote_code)
+        module = load_model(model, dtype=dtype, device=device or local_device(), trust_remote_code=trust_remote_code)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = load_tokenizer_of(tokenizer, trust_remote_code=trust_remote_code)
     elif tokenizer is None and not skip_tokenizer and not isinstance(model, nn.Module):

@@ -71,7 +71,7 @@ class ModelRunner(Protocol):
     lora: LoraAdapters | None
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
+        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
