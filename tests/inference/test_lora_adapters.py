@@ -277,3 +277,27 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
 def test_adapters_and_tensor_parallel_ranks_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="tp is 2; merge the adapter or set tp to 1"):
         LLM("nowhere", lora={"a": "b"}, tp=2)
+
+
+def test_steps_are_recorded_while_no_adapter_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served("llama").save_pretrained(tmp_path / "model")
+    directory = write_adapter(served("llama"), tmp_path / "a", r=4, target_modules=["k_proj"])
+    with LLM(tmp_path / "model", skip_tokenizer_init=True) as llm:
+        runner: Any = llm.engine.runner
+        assert runner.program is not None
+        replays, run = 0, runner.program.run
+
+        def counted(batch: Any) -> torch.Tensor:
+            nonlocal replays
+            replays += 1
+            return run(batch)
+
+        monkeypatch.setattr(runner.program, "run", counted)
+        for loaded in (False, True, False):
+            if loaded:
+                llm.engine.add_lora("a", directory)
+            before = replays
+            llm.generate([[3, 4]], GREEDY)
+            assert (replays > before) != loaded
+            if loaded:
+                llm.engine.remove_lora("a")
