@@ -47,13 +47,18 @@ class DraftModelProposer:
 
     The keys and values of each sequence stay in the cache of the draft model: a step of the large model costs the draft
     model one forward for the accepted tokens of all sequences, and one for each further draft.
+
+    Args:
+        owned: nothing else uses the model, so its weights may be packed and its steps recorded.
     """
 
-    def __init__(self, model: nn.Module, options: EngineOptions) -> None:
+    def __init__(self, model: nn.Module, options: EngineOptions, *, owned: bool = False) -> None:
         window = find_max_length(model)
         # the cache is as long as the draft model reads, whatever the length of the large model
-        own = options.replace(speculative=None, lora=None, max_model_len=None)
-        self._runner = make_runner(model.eval(), own, window)
+        own = options.replace(
+            speculative=None, lora=None, max_model_len=None, weights=options.weights if owned else None
+        )
+        self._runner = make_runner(model.eval(), own, window, owned=owned)
         size = self._runner.block_size
         self._length = min(window, self._runner.num_blocks * size)
         self._pages = self._runner.block_nbytes > 0

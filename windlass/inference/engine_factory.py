@@ -107,7 +107,7 @@ def _make_proposer(options: EngineOptions, vocab_size: int) -> DraftProposer | N
 
     draft = speculative.model
     module = draft if isinstance(draft, nn.Module) else load_model(draft)
-    proposer = DraftModelProposer(module, options)
+    proposer = DraftModelProposer(module, options, owned=module is not draft)
     if proposer.vocab_size != vocab_size:
         raise ModelError(
             f"the draft model has a vocabulary of {proposer.vocab_size} tokens and the model one of {vocab_size}; use "
