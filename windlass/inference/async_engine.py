@@ -245,6 +245,7 @@ class AsyncLLMEngine:
                 if self._engine.has_requests():
                     self._deliver(self._engine.step())
             self._run_calls(wait=False)
+            self._engine.close()
             stopped: BaseException = EngineStoppedError("it was shut down")
         except BaseException as error:
             logger.exception("the inference engine has stopped by an error")
