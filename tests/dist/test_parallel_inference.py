@@ -24,7 +24,7 @@ def model_of(name: str, seed: int = 0) -> Any:
 
 
 def generate_everywhere(names: list[str], axes: dict[str, int], options: dict[str, Any]) -> list[Any]:
-    """Greedy answers of each model; ranks start from different weights, and other ranks than the first give no prompt."""
+    """Greedy answers of each model. Ranks start from different weights, and the first one alone gives prompts."""
     from windlass import LLM, SamplingParams
 
     rank = dist.get_rank()
@@ -50,7 +50,7 @@ def assert_same(results: list[Any], names: list[str]) -> list[Any]:
 
 def test_tensor_parallel_ranks_generate_what_the_plain_model_does() -> None:
     names = ["llama", "gpt2", "mixtral", "gemma2", "bloom"]
-    found = assert_same(run_ranks(generate_everywhere, 2, names, {"tp": 2}, {}), names)
+    found = assert_same(run_ranks(generate_everywhere, 2, names, {"tp": 2}, {}, timeout=300), names)
     paged = found[:-1]
     assert all(preempted > 0 and hits > 0 for _, preempted, hits in paged)
 

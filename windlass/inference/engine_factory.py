@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 from windlass.base.compute_device import local_device
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
-from windlass.comm.mesh_axis import MeshAxis
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.model_forward import find_device
@@ -63,7 +61,8 @@ def make_rank_engine(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     skip_tokenizer: bool = False,
-    axes: Mapping[str, MeshAxis] | None = None,
+    ranks: RankChannel | None = None,
+    owned: bool | None = None,
 ) -> LLMEngine | TensorParallelWorker:
     """Load a model, or take a module as it is, and build its engine, or this rank's part of it. Collective over the
     ranks of the model.
@@ -71,17 +70,19 @@ def make_rank_engine(
     Args:
         tokenizer: of transformers, or its directory; None: that of the model's directory.
         skip_tokenizer: load none; prompts are token ids then.
-        axes: axes "tp" and "ep" of a module that is sharded already.
+        ranks: of a module that is sharded already; None: those that `options` request.
+        owned: the engine is the only user of the weights, so they may be packed; None: if it loads them.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
         ConfigError: options contradict each other or the model, or too few ranks run.
     """
-    ranks = open_channel(tp=options.tp, ep=options.ep, axes=axes) if options.tp * options.ep > 1 else None
+    if ranks is None and options.tp * options.ep > 1:
+        ranks = open_channel(tp=options.tp, ep=options.ep)
     if ranks is not None and options.lora:
         raise ConfigError("adapters apply to whole matrices, and tp or ep shards them; merge the adapter, or set tp 1")
     with nullcontext() if ranks is None else ranks.guard():
-        return _build(model, options, tokenizer, dtype, trust_remote_code, skip_tokenizer, ranks)
+        return _build(model, options, tokenizer, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
 
 
 def _build(
@@ -92,7 +93,9 @@ def _build(
     trust_remote_code: bool,
     skip_tokenizer: bool,
     ranks: RankChannel | None,
+    owned: bool | None,
 ) -> LLMEngine | TensorParallelWorker:
+    owns = not isinstance(model, nn.Module) if owned is None else owned
     if isinstance(model, nn.Module):
         module = model
         if module.training:
@@ -109,7 +112,7 @@ def _build(
             f"max_model_len is {options.max_model_len}, and the model attends to {window} tokens; write at most that"
         )
     longest = options.max_model_len or window
-    runner = make_runner(module, options, window, owned=not isinstance(model, nn.Module), ranks=ranks)
+    runner = make_runner(module, options, window, owned=owns, ranks=ranks)
     capacity = runner.num_blocks * runner.block_size
     if capacity < longest:
         if options.max_model_len is not None:

@@ -14,6 +14,7 @@ from windlass.base.errors import RequestError
 from windlass.inference.beam_search import BeamSearchOutput, search_beams
 from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
+from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import EngineStats, RequestOutput
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
 from windlass.inference.tensor_parallel_runner import TensorParallelRunner
@@ -63,6 +64,13 @@ class LLM:
             skip_tokenizer=skip_tokenizer_init,
         )
         self._numbers = itertools.count()
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine | TensorParallelWorker) -> LLM:
+        """Wrap an engine."""
+        made = cls.__new__(cls)
+        made._engine, made._numbers = engine, itertools.count()
+        return made
 
     @property
     def tokenizer(self) -> Any:

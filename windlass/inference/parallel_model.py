@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.base.errors import ModelError
 from windlass.base.log import logger
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.inference.rank_channel import RankChannel
@@ -17,20 +16,17 @@ from windlass.parallel.placement import get_placement
 from windlass.parallel.tensor import apply_tensor_parallel
 
 
-def shard_for_inference(model: nn.Module, channel: RankChannel) -> None:
-    """Shard a model in place over the axes of a channel. Collective.
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if the model is sharded over tp or ep, as that of a training engine may be."""
+    return any(get_placement(parameter).sharded_axes & {"tp", "ep"} for parameter in model.parameters())
 
-    A model that is sharded over tp or ep already, as that of a training engine, stays as it is.
+
+def shard_for_inference(model: nn.Module, channel: RankChannel) -> None:
+    """Shard a model in place over the axes of a channel. Collective; the ranks have the same values.
 
     Raises:
         ModelError: a part of the model cannot be sharded.
     """
-    placed = {axis for parameter in model.parameters() for axis in get_placement(parameter).sharded_axes}
-    if placed & {"tp", "ep"}:
-        return
-    if "pp" in placed:
-        raise ModelError("the model is a stage of a pipeline, and an inference engine needs all layers on each rank")
-    channel.broadcast_model(model)
     tp, ep = channel.axes["tp"], channel.axes["ep"]
     if ep.size > 1:
         plan = apply_expert_parallel(model, ep)

@@ -15,7 +15,7 @@ from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.packed_modules import PackedModules, can_pack
 from windlass.inference.paged_runner import PagedModelRunner
-from windlass.inference.parallel_model import shard_for_inference
+from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
@@ -51,8 +51,11 @@ def make_runner(
             "decoder alone"
         )
     longest = options.max_model_len or max_model_len
+    shards = ranks is not None and not is_sharded(model)
+    if ranks is not None and shards:
+        ranks.broadcast_model(model)
     plain = PlainLogits(model, longest) if options.check_at_load else None
-    if ranks is not None:
+    if ranks is not None and shards:
         shard_for_inference(model, ranks)
     packed = _pack(model, options, owned=owned)
     try:
@@ -69,6 +72,8 @@ def make_runner(
         reason = str(error).split("\n")[0]
     else:
         problem = None if plain is None else plain.find_difference(runner, options)
+        if ranks is not None and not ranks.minimum(problem is None):
+            problem = problem or "another rank found a difference"  # all ranks take the same runner
         if problem is None:
             return runner
         runner.close()
