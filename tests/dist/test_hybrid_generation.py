@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.causal_models import VOCABULARY, build
 from tests.dist.harness import run_ranks
+from windlass.zero.core.unit import ShardState
 
 PROMPT = [3, 5, 7, 9, 11, 4, 6, 8, 10, 12, 14, 16, 13, 15, 17, 19, 21, 23, 25]
 
@@ -102,7 +103,7 @@ def compare_logprobs(stage: int) -> tuple[float, int, bool]:
     logprobs = engine(input_ids=ids).logits[0, len(PROMPT) - 1 : -1].float().log_softmax(-1).detach()
     taken = logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
     found = torch.tensor([e[t].logprob for e, t in zip(answer.logprobs, answer.token_ids, strict=True)])
-    sharded = [unit.is_unsharded for unit in engine._sharded.units if unit.reshards]
+    sharded = [unit.shard_state is ShardState.UNSHARDED for unit in engine._sharded.units if unit.reshards]
     engine.destroy()
     return float((found - taken).abs().max()), copied, not any(sharded)
 

@@ -88,9 +88,9 @@ def test_draws_follow_the_distribution_of_top_k_and_temperature() -> None:
     count = 600
     drawn = torch.cat(
         [
-            engine.generate(
-                ids, do_sample=True, top_k=3, temperature=0.7, max_new_tokens=1, num_return_sequences=15
-            )[:, -1]
+            engine.generate(ids, do_sample=True, top_k=3, temperature=0.7, max_new_tokens=1, num_return_sequences=15)[
+                :, -1
+            ]
             for _ in range(count // 15)
         ]
     )

@@ -98,7 +98,7 @@ def _read(config: Any) -> dict[str, Any]:
     if isinstance(config, InitInference):
         return {name: getattr(config, name) for name in config.model_fields_set}
     if isinstance(config, (str, Path)):
-        found: Any = json.loads(config) if str(config).lstrip().startswith("{") else read_source(config).data
+        found: Any = json.loads(str(config)) if str(config).lstrip().startswith("{") else read_source(config).data
     else:
         found = config
     if not isinstance(found, dict):
