@@ -17,7 +17,7 @@ from windlass.config.inference_section import InitInference
 from windlass.config.key_status import key_facts
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.inference_model import InferenceModel
-from windlass.inference.model_loading import find_max_length
+from windlass.inference.model_loading import find_max_length, parse_dtype
 
 
 def default_inference_config() -> dict[str, Any]:
@@ -111,9 +111,7 @@ def _parse_dtype(name: str) -> tuple[torch.dtype, str | None]:
     short = name.removeprefix("torch.")
     if short == "int8":
         return torch.float32 if local_device().type == "cpu" else torch.float16, "int8"
-    dtype = {"half": torch.float16, "float": torch.float32}.get(short, getattr(torch, short, None))
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ConfigError(f"dtype is {name!r}; write torch.float32, torch.float16, torch.bfloat16 or torch.int8")
+    dtype = parse_dtype(short) or torch.float16
     if dtype == torch.float16 and local_device().type == "cpu":
         return torch.float32, None  # the CPU has no fast arithmetic in float16
     return dtype, None
