@@ -193,8 +193,10 @@ class AsyncLLMEngine:
         """End a request and free its blocks before the next step; unknown ids are ignored."""
 
         def cancel() -> None:
+            output = self._engine.cancel(request_id)
+            if output is not None:
+                self._deliver([output])  # for another task that reads the stream
             self._subscribers.pop(request_id, None)
-            self._engine.cancel(request_id)
 
         self._unread.pop(request_id, None)
         self._calls.put(cancel)

@@ -153,14 +153,19 @@ class LLMEngine:
         sequence = self._make_sequence(request)
         request.sequences.append(sequence)
         self._requests[request_id] = request
+        self._stats.prompt_tokens += len(ids)
         self._waiting[sequence.sequence_id] = sequence
 
-    def cancel(self, request_id: str) -> None:
-        """End a request with the finish reason `abort` and free its blocks; unknown ids are ignored."""
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        """End a request with the finish reason `abort`, free its blocks and return its last state; None for an id that
+        is not known."""
         request = self._requests.get(request_id)
-        if request is not None:
-            self._end(request, "abort")
-            self._forget(request)
+        if request is None:
+            return None
+        self._end(request, "abort")
+        self._forget(request)
+        self._changed.pop(request_id, None)
+        return request.to_output()
 
     def has_requests(self) -> bool:
         """Return True if a request is unfinished."""

@@ -29,7 +29,7 @@ def draw_tokens(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms
     """
     if not scores.is_cpu:
         return draw_together(scores, params, uniforms)
-    drawn = [draw_one(row, *given) for row, *given in zip(scores, params, uniforms, strict=True)]
+    drawn = [draw_one(row, one, uniform) for row, one, uniform in zip(scores, params, uniforms, strict=True)]
     return torch.tensor(drawn, dtype=torch.long)
 
 
