@@ -99,7 +99,7 @@ def test_a_stream_has_the_text_of_the_whole_answer(served: ServedModel) -> None:
         arguments: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "seed": 5}
         whole = served.client.completions.create(**arguments).choices[0].text
         parts = [chunk.choices[0].text for chunk in served.client.completions.create(**arguments, stream=True)]
-        assert "".join(parts) == whole and len(parts) > 5
+        assert "".join(parts) == whole and len(parts) > 1
 
 
 def test_a_schema_constrains_the_answer_and_forces_a_call(served: ServedModel) -> None:
