@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +23,12 @@ def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     return model
 
 
-def _made(kind: str, config: str, known: dict[str, Any], changes: dict[str, Any]) -> nn.Module:
+def model_of(kind: str, config: str | None = None, **values: Any) -> nn.Module:
+    """Build transformers' class `kind` without a cache. `config` is named after it, if it is not given."""
     import transformers
 
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    values = {"vocab_size": VOCABULARY, "use_cache": False, **tokens, **known, **changes}
-    model: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**values))
+    named = config or re.sub("ForCausalLM|LMHeadModel|ForConditionalGeneration", "Config", kind)
+    model: nn.Module = getattr(transformers, kind)(getattr(transformers, named)(use_cache=False, **values))
     return model
 
 
@@ -60,8 +61,8 @@ _LATENT = {
 
 
 def _family(kind: str, known: dict[str, Any], config: str | None = None) -> Callable[..., nn.Module]:
-    named = config or kind.replace("ForCausalLM", "Config").replace("LMHeadModel", "Config")
-    return lambda **changes: _made(kind, named, known, changes)
+    fixed = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **known}
+    return lambda **changes: model_of(kind, config, **{**fixed, **changes})
 
 
 CAUSAL: dict[str, Callable[..., nn.Module]] = {

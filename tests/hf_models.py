@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.causal_models import model_of
 from tests.models import Batch, Place, Specimen
 
 VOCABULARY = 40
@@ -24,41 +25,18 @@ def checkpointed(model: Any, *, reentrant: bool) -> None:
 
 def llama() -> nn.Module:
     """Two layers with grouped queries, non-reentrant checkpointing."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = model_of("LlamaForCausalLM", vocab_size=VOCABULARY, **sizes, **heads)
     checkpointed(model, reentrant=False)
     return model
 
 
 def gpt2() -> nn.Module:
     """Two layers, input and output embeddings tied, reentrant checkpointing."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=32,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    model = GPT2LMHeadModel(config)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model: Any = model_of("GPT2LMHeadModel", vocab_size=VOCABULARY, **sizes, **quiet)
     checkpointed(model, reentrant=True)
     model.enable_input_require_grads()
     return model
@@ -66,20 +44,10 @@ def gpt2() -> nn.Module:
 
 def t5() -> nn.Module:
     """Encoder and decoder of two layers; shared embedding; encoder states reach every decoder layer."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        use_cache=False,
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = model_of(
+        "T5ForConditionalGeneration", vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes
     )
-    model = T5ForConditionalGeneration(config)
     checkpointed(model, reentrant=False)
     return model
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from windlass.comm.bootstrap import init_distributed as init_distributed
     from windlass.engine.training_engine import Engine as Engine
     from windlass.from_pretrained import from_pretrained as from_pretrained
+    from windlass.inference.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from windlass.inference.llm import LLM as LLM
+    from windlass.inference.sampling_params import BeamSearchParams as BeamSearchParams
+    from windlass.inference.sampling_params import SamplingParams as SamplingParams
+    from windlass.inference.sampling_params import StructuredOutputsParams as StructuredOutputsParams
     from windlass.initialize import initialize as initialize
     from windlass.launch.config_arguments import add_config_arguments as add_config_arguments
     from windlass.parallel.experts.expert_modules import register_experts as register_experts
@@ -29,11 +34,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncLLMEngine",
+    "BeamSearchParams",
     "Engine",
+    "LLM",
     "LayerSpec",
     "MoE",
     "PipelineModule",
+    "SamplingParams",
     "StackedMLP",
+    "StructuredOutputsParams",
     "TiedLayerSpec",
     "WindlassError",
     "__version__",
@@ -50,11 +60,16 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "AsyncLLMEngine": "windlass.inference.async_engine",
+    "BeamSearchParams": "windlass.inference.sampling_params",
     "Engine": "windlass.engine.training_engine",
+    "LLM": "windlass.inference.llm",
     "LayerSpec": "windlass.parallel.pipeline.layer_specs",
     "MoE": "windlass.parallel.experts.mixture_of_experts",
     "PipelineModule": "windlass.parallel.pipeline.pipeline_sequential",
+    "SamplingParams": "windlass.inference.sampling_params",
     "StackedMLP": "windlass.parallel.experts.stacked_mlp",
+    "StructuredOutputsParams": "windlass.inference.sampling_params",
     "TiedLayerSpec": "windlass.parallel.pipeline.layer_specs",
     "WindlassError": "windlass.base.errors",
     "add_config_arguments": "windlass.launch.config_arguments",

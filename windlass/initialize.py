@@ -15,18 +15,17 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass import watchdog
-from windlass.base.compute_device import keep_freed_memory, local_device
+from windlass.base.compute_device import local_device
 from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError, ModelError, StorageError
 from windlass.base.log import logger, set_config_log_level
-from windlass.base.malloc_thresholds import returning_freed_memory
+from windlass.base.malloc_thresholds import keep_freed_memory, returning_freed_memory
 from windlass.base.text import join_abridged
 from windlass.comm.bootstrap import DEFAULT_TIMEOUT, default_timeout, init_distributed
 from windlass.comm.comms_logger import comms_logger
 from windlass.comm.mesh import Mesh, build_mesh
 from windlass.comm.mesh_shape import MeshShape
-from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu
-from windlass.comm.pipeline_grid import PipelineParallelGrid
+from windlass.comm.mpu import known_sizes, shards_model, sizes_of_mpu, sizes_of_topology
 from windlass.comm.rank_group import world_group
 from windlass.comm.transport import WireOptions
 from windlass.config import Axes, Config, load_config
@@ -147,7 +146,7 @@ def build_engine(
     if settings_of.comments:
         logger.info(f"{settings_of.name}: ignored as comments: {join_abridged(settings_of.comments)}")
     if "activation_checkpointing" in settings_of.model_fields_set and not activation_checkpoint_api.is_configured():
-        activation_checkpoint_api.configure(deepspeed_config=settings_of)
+        activation_checkpoint_api.configure(settings_of)
     if dist_init_required is False and not dist.is_initialized():
         raise ConfigError(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove this argument"
@@ -157,8 +156,7 @@ def build_engine(
         comms_logger.configure(settings_of.comms_logger)
     world = dist.get_world_size()
     source = "torch.distributed" if "WORLD_SIZE" in os.environ else "one process, no launcher"
-    mpu = mpu if mpu is not None else _mpu_from_topology(model)
-    by_script, by_model = _axis_sizes_from_args(mpu, mesh_param, world), _axis_sizes_from_model(model)
+    by_script, by_model = _axis_sizes_from_script(model, mpu, mesh_param, world), _axis_sizes_from_model(model)
     axes = settings_of.axes(world, source, {**by_script, **by_model})
     progress = TrainingProgress(
         settings_of.resolve_batch(world, source, axes),
@@ -205,7 +203,7 @@ def build_engine(
 
 
 def setup_distributed(config: Config, port: int = 29500) -> None:
-    """Initialize torch.distributed and start the watchdog as the configuration says. Collective.
+    """Initialize torch.distributed and start the watchdog as configured. Collective.
 
     Parts that are already initialized stay unchanged.
     """
@@ -215,37 +213,35 @@ def setup_distributed(config: Config, port: int = 29500) -> None:
     watchdog.start(limits)
 
 
-def _mpu_from_topology(model: nn.Module) -> Any:
-    """Build the process groups of a pipeline model whose topology has a tensor-parallel axis; None for other models.
-
-    Collective.
-    """
-    topology = model.topology() if isinstance(model, PipelineSequential) else None
-    return PipelineParallelGrid(topology) if topology is not None and topology.get_dim("model") > 1 else None
-
-
 AxisSizes = dict[str, dict[str, int]]  # sizes of mesh axes, by the source that sets them
 
 
-def _axis_sizes_from_args(mpu: Any, mesh_param: Any, world: int) -> AxisSizes:
-    """Return axis sizes set by the `mpu` and `mesh_param` arguments of `initialize`. Collective if `mpu` is given."""
-    said: AxisSizes = {}
+def _axis_sizes_from_script(model: nn.Module, mpu: Any, mesh_param: Any, world: int) -> AxisSizes:
+    """Return axis sizes set by the script. Collective if `mpu` is given.
+
+    They are set by the `mpu` and `mesh_param` arguments of `initialize`, and by the topology of a pipeline model if it
+    has a tensor-parallel axis.
+    """
+    argument_sizes: AxisSizes = {}
+    topology = model.topology() if isinstance(model, PipelineSequential) else None
     if mpu is not None:
         sizes, known = sizes_of_mpu(mpu, world), known_sizes(mpu)
-        said["mpu"] = {axis: size for axis, size in sizes.items() if axis in known}
+        argument_sizes["mpu"] = {axis: size for axis, size in sizes.items() if axis in known}
+    elif topology is not None and topology.get_dim("model") > 1:
+        argument_sizes["the topology"] = sizes_of_topology(topology, world)
     if mesh_param is not None:
         _, sp = mesh_param  # DeepSpeed's order: data-parallel size, sequence-parallel size
-        said["mesh_param"] = {"sp": int(sp)}
-    return said
+        argument_sizes["mesh_param"] = {"sp": int(sp)}
+    return argument_sizes
 
 
 def _axis_sizes_from_model(model: nn.Module) -> AxisSizes:
-    said: AxisSizes = {}
+    sizes: AxisSizes = {}
     if isinstance(model, PipelineSequential) and model.num_stages > 1:
-        said["PipelineModule"] = {"pp": model.num_stages}
+        sizes["PipelineModule"] = {"pp": model.num_stages}
     if (ranks := get_requested_ep_size(model)) > 1:
-        said["ep_size of MoE"] = {"ep": ranks}
-    return said
+        sizes["ep_size of MoE"] = {"ep": ranks}
+    return sizes
 
 
 def _script_owned_axes(model: nn.Module, by_script: AxisSizes, by_model: AxisSizes, config: Config) -> set[str]:
@@ -423,9 +419,11 @@ def _build_sharded_model(
     callbacks: EngineCallbacks,
 ) -> ShardedModel:
     zero = config.zero_optimization
-    homes = _build_placements(config)
-    away = homes.param is not Tier.DEVICE or homes.state is not Tier.DEVICE
-    policy = sharding_policy(zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, away=away)
+    tiers = _build_placements(config)
+    has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
+    policy = sharding_policy(
+        zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, has_offload=has_offload
+    )
     table = config.dtype_table()
     mixed = config.fp16.enabled or config.bf16.enabled
     widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
@@ -466,14 +464,14 @@ def _build_sharded_model(
         max_reuse_distance=zero.stage3_max_reuse_distance,
         transport=config.comm.transport,
         timeout=_collective_timeout(config),
-        tiers=homes,
+        tiers=tiers,
         delayed_update=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
     )
     try:
         return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
     except BaseException:
-        if homes.disk is not None:
-            homes.disk.close()
+        if tiers.disk is not None:
+            tiers.disk.close()
         raise
 
 
@@ -540,11 +538,11 @@ def _open_nvme_tier(paths: list[str], config: Config) -> DeferredFailureTier:
     except StorageError as error:
         problem = str(error)
     problems = world_group().all_gather_object(problem)
-    said = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-    if disk is None or said:
+    sizes = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if disk is None or sizes:
         if disk is not None:
             disk.close()
-        raise StorageError("; ".join(said))
+        raise StorageError("; ".join(sizes))
     return disk
 
 
@@ -576,15 +574,16 @@ def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Me
     """Return the factors of a gradient before and after the sum over ranks.
 
     Their product is 1 / world. If gradients are summed, it is 1 / (ranks along sp), because those ranks share the
-    loss of one sequence.
+    loss of one sequence. A predivide factor is then multiplied back after the sum, and prescale_gradients has nothing
+    to divide, as in DeepSpeed.
 
-    Sums in 16 bits divide after the sum, unless the configuration says otherwise: small gradients would underflow
-    before it. In float32 the order does not matter, and dividing before costs nothing.
+    Sums in 16 bits are divided after the sum, unless the configuration sets it otherwise: small gradients would
+    underflow before it. In float32 the order does not matter, and dividing before costs nothing.
     """
     world = mesh.dense.data.size
-    if config.gradient_allreduce_op == "sum":
-        return mesh.grid.data_loading_size / world, 1.0
     divide = config.gradient_predivide_factor
+    if config.gradient_allreduce_op == "sum":
+        return mesh.grid.data_loading_size / world / divide, divide
     if config.prescale_gradients:
         return 1.0 / divide if divide != 1.0 else 1.0 / world, divide / world if divide != 1.0 else 1.0
     if divide != 1.0:

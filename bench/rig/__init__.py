@@ -1,2 +1,2 @@
-"""Parts of the training benchmark. Reading order: job, worker (one process), squad, plan, floor, measure,
+"""Parts of the training benchmark. Reading order: job, worker (one rank), plan, floor, measure,
 targets, show, growth."""

@@ -1,4 +1,4 @@
-"""Measures engines on the same work: memory in fresh processes, losses against each other, then time in turns."""
+"""Measurement of engines on the same work: memory in fresh processes, comparison of losses, then interleaved times."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from rig.floor import Roofs, floor
 from rig.job import Job, Size
 from rig.plan import BASE, groups, turn
-from rig.squad import Squad, SquadFailed
+from rig.worker import start_ranks
 from windlass.cli.benches.bench_engines import synchronizes_gradients
 from windlass.cli.benches.bench_results import available_bytes
+from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 
 EQUAL_LOSS = 1e-5
 _WATCHED_STEPS = 2
-_SPARE = 0.8  # of the memory that is free; the rest is for what grows
+_SPARE = 0.8  # fraction of the free memory; the rest is for growth
 _UNKNOWN_MEMORY = 8 << 30
 
 
@@ -32,7 +33,7 @@ class Result:
     footprint: int = 0  # of all ranks, baseline included
     first_losses: list[float] = field(default_factory=list)  # of the fresh processes, mean over ranks
     losses: list[float] = field(default_factory=list)  # while timed, the untimed first step of a round included
-    loss_apart: float | None = None  # the furthest from the reference, over all steps
+    loss_apart: float | None = None  # largest difference from the reference, over all steps
     rounds: list[list[float]] = field(default_factory=list)  # timed steps
     base_rounds: list[list[float]] = field(default_factory=list)  # those of `BASE` in the same rounds
     compute: list[float] = field(default_factory=list)  # forward and backward of timed steps
@@ -58,7 +59,7 @@ class Result:
 
     @property
     def ratios(self) -> list[float]:
-        """Ratio of each round: its median step over that of `BASE` in the same round."""
+        """Ratio of each round: the median step over that of `BASE` in the same round."""
         return [statistics.median(a) / statistics.median(b) for a, b in zip(self.rounds, self.base_rounds, strict=True)]
 
     @property
@@ -68,12 +69,12 @@ class Result:
 
     @property
     def share_of_floor(self) -> float | None:
-        """The floor over the step, both as multiples of `BASE`, which may be in several groups."""
+        """Floor over the step, both as multiples of `BASE`, which may be in several groups."""
         return None if self.floor_ratio is None else self.floor_ratio / self.ratio
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Peak memory of the rank that takes most."""
+        """Largest peak memory of any rank."""
         return max(self.memory) / self.parameters
 
 
@@ -90,7 +91,7 @@ class Measured:
 
     @property
     def unequal(self) -> list[str]:
-        """Engines whose losses are not the reference's."""
+        """Engines whose losses differ from the reference's."""
         return [r.engine for r in self.results.values() if r.loss_apart is not None and r.loss_apart > EQUAL_LOSS]
 
 
@@ -110,7 +111,7 @@ def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say:
     """Measure `engines` (and `none`) on the same work. An engine that fails is reported and left out.
 
     Args:
-        say: called with a line about what is being done.
+        say: called with a line of progress.
     """
     names = [BASE, *(engine for engine in engines if engine != BASE)]
     results = {name: Result(name) for name in names}
@@ -121,7 +122,7 @@ def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say:
             say(f"  {results[name].failure}")
     well = [name for name in names if not results[name].failure]
     if BASE not in well:
-        raise SquadFailed(f"`{BASE}` failed, and all else is measured against it: {results[BASE].failure}")
+        raise RankPoolError(f"`{BASE}` failed, and it is the baseline of all others: {results[BASE].failure}")
     together = [name for name in well if synchronizes_gradients(name)]
     reference = "ddp" if "ddp" in together else next(iter(together), None)
     measured = Measured(size, ranks, results, reference)
@@ -138,12 +139,12 @@ def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say:
 
 def _in_fresh_ranks(result: Result, size: Size, ranks: int, check_steps: int) -> None:
     try:
-        with Squad(Job(result.engine, ranks, size)) as squad:
-            result.parameters = squad.ask("build", watch=True)[0]["parameters"]
-            first = squad.ask("steps", count=_WATCHED_STEPS)
-            memory = squad.ask("memory")
-            rest = squad.ask("steps", count=max(0, check_steps - _WATCHED_STEPS))
-    except SquadFailed as error:
+        with start_ranks(Job(result.engine, ranks, size)) as pool:
+            result.parameters = pool.ask("build", watch=True)[0]["parameters"]
+            first = pool.ask("steps", count=_WATCHED_STEPS)
+            memory = pool.ask("memory")
+            rest = pool.ask("steps", count=max(0, check_steps - _WATCHED_STEPS))
+    except RankPoolError as error:
         result.failure = str(error)
         return
     result.memory_kind = memory[0]["kind"]
@@ -158,38 +159,38 @@ def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> Non
     measured.groups = groups(names, needs, int(_SPARE * (available_bytes() or _UNKNOWN_MEMORY)))
     for group in measured.groups:
         say(f"time: {', '.join(group)} in turns, {effort.rounds} rounds of {effort.steps} steps")
-        squads: dict[str, Squad] = {}
+        pools: dict[str, RankPool] = {}
         try:
             for name in group:
-                squads[name] = Squad(Job(name, ranks, size))
-                squads[name].ask("build", watch=False)
-                squads[name].ask("steps", count=1)
+                pools[name] = start_ranks(Job(name, ranks, size))
+                pools[name].ask("build", watch=False)
+                pools[name].ask("steps", count=1)
             before, rounds_before = len(results[BASE].compute), len(results[BASE].rounds)
-            roofs = _roofs(squads[BASE])
-            _rounds(squads, results, effort)
+            roofs = _roofs(pools[BASE])
+            _rounds(pools, results, effort)
             compute = statistics.median(results[BASE].compute[before:])  # of this group: the machine may change
             base = statistics.median(s for one in results[BASE].rounds[rounds_before:] for s in one)
-            for name, squad in squads.items():
-                results[name].traffic = squad.ask("traffic")[0]
+            for name, pool in pools.items():
+                results[name].traffic = pool.ask("traffic")[0]
                 least = floor(name, results[name].parameters, ranks, compute, roofs)
                 results[name].floor, results[name].floor_ratio = least, least and least / base
             measured.roofs.append(roofs)
         finally:
-            for squad in squads.values():
-                squad.dismiss()
+            for pool in pools.values():
+                pool.close()
 
 
-def _roofs(squad: Squad) -> Roofs:
-    found = squad.ask("roofs")
+def _roofs(pool: RankPool) -> Roofs:
+    found = pool.ask("roofs")
     return Roofs(*(min(one[key] for one in found) for key in ("memory", "adam")))
 
 
-def _rounds(squads: dict[str, Squad], results: dict[str, Result], effort: Effort) -> None:
-    losses: dict[str, list[float]] = {name: [] for name in squads}
+def _rounds(pools: dict[str, RankPool], results: dict[str, Result], effort: Effort) -> None:
+    losses: dict[str, list[float]] = {name: [] for name in pools}
     for number in range(effort.rounds):
         of_round = {}
-        for name in turn(list(squads), number):
-            told = squads[name].ask("steps", count=effort.steps + 1)  # the first finds cold caches
+        for name in turn(list(pools), number):
+            told = pools[name].ask("steps", count=effort.steps + 1)  # the first finds cold caches
             of_round[name] = _slowest(told, "seconds")[1:]
             results[name].compute += _slowest(told, "compute")[1:]
             results[name].between += _slowest(told, "between")[1:]

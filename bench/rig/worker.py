@@ -1,56 +1,40 @@
-"""Process of one rank, which trains on command and otherwise waits without using CPU time."""
+"""Rank of a job, which trains on command and otherwise waits without using CPU time."""
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 from rig.job import Job
+from windlass.cli.benches.rank_pool import RankPool
 
-_ROOF_ELEMENTS = 1 << 24  # 64 MiB of float32: far more than a cache holds
-
-
-def main(connection: Connection, job: Job, rank: int, meeting: str, kind: type[Worker] | None = None) -> None:
-    """Answer commands (`(method, arguments)`) until `None` or the other end is gone.
-
-    Args:
-        meeting: path of a file, not there yet, by which the ranks find each other.
-        kind: whose methods they are; `Worker` by default.
-    """
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )
-    try:
-        worker = (kind or Worker)(job, rank, meeting)
-        while (told := connection.recv()) is not None:
-            method, arguments = told
-            connection.send((True, getattr(worker, method)(**arguments)))
-    except EOFError:
-        os._exit(1)  # whoever asked has ended
-    except Exception:
-        connection.send((False, traceback.format_exc()))
-    os._exit(0)  # without waiting for peers, which may have failed
+_TIMEOUT_S = 900.0  # of one command
+_ROOF_ELEMENTS = 1 << 24  # 64 MiB of float32: far more than fits in a cache
 
 
 class Worker:
-    """The rank's side. Methods are commands; each is collective."""
+    """Worker of a `RankPool` for a job. Methods are commands; each is collective.
+
+    Args:
+        meeting: URL at which the ranks find each other.
+    """
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         import torch
         import torch.distributed as dist
         import transformers
 
+        from windlass.comm.bootstrap import init_distributed
+
         torch.set_num_threads(job.threads)
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.ranks)
+        init_distributed("gloo", init_method=meeting)
         self._torch, self._dist, self._job, self._rank = torch, dist, job, rank
         self._llama, self._config = transformers.LlamaForCausalLM, transformers.LlamaConfig
         self._taken = 0
 
     def build(self, watch: bool) -> dict[str, Any]:
-        """Make the model whole, then the engine. With `watch`, memory is sampled from before on."""
+        """Build the full model, then the engine. With `watch`, memory is sampled from the start."""
         from windlass.cli.benches.bench_engines import BenchHyperparameters, make_engine
         from windlass.cli.benches.memory_sampler import MemorySampler
 
@@ -78,7 +62,7 @@ class Worker:
         return {"parameters": parameters}
 
     def steps(self, count: int) -> dict[str, list[float]]:
-        """Train; seconds of each step, of its forward and backward alone, and its loss on this rank's batch."""
+        """Train. Return the seconds of each step, those of forward and backward, and its loss on this rank."""
         told: dict[str, list[float]] = {"seconds": [], "compute": [], "losses": [], "between": []}
         ended = time.perf_counter()
         for _ in range(count):
@@ -98,19 +82,20 @@ class Worker:
         return told
 
     def memory(self) -> dict[str, Any]:
-        """The most bytes that were taken since `build`, and of which kind they are. Ends the watch."""
+        """Return the peak bytes since `build` and the kind of the counter, and stop sampling."""
         assert self._watch is not None
         return {"kind": self._watch.counter_name, "base": self._watch.baseline_bytes, "peak": self._watch.stop()}
 
     def traffic(self) -> dict[str, Any] | None:
-        """Bytes that windlass reports for the last step, and its transport; None for rivals."""
+        """Return the bytes that windlass reports for the last step, and its transport; None for rivals."""
         if self._trainee.engine is None:
             return None
         report = self._trainee.engine.report()
         return {key: report[key] for key in ("transport", "payload_elements", "bytes_moved")}
 
     def roofs(self) -> dict[str, float]:
-        """Bytes a second of this rank while all do the same: plain memory traffic, and torch's fused AdamW."""
+        """Return the bytes per second of this rank while all ranks do the same: plain memory traffic, and torch's fused
+        AdamW."""
         torch = self._torch
         source, other, target = (torch.ones(_ROOF_ELEMENTS) for _ in range(3))
         copy = 8 * _ROOF_ELEMENTS / self._seconds(lambda: target.copy_(source))
@@ -120,7 +105,7 @@ class Worker:
         return {"memory": max(copy, triad), "adam": 28 * _ROOF_ELEMENTS / self._seconds(adam.step)}
 
     def _seconds(self, work: Any) -> float:
-        """The median of the seconds that `work` takes, first touches left out."""
+        """Return the median seconds of `work`, without first touches of memory."""
         times = []
         for _ in range(8):
             self._dist.barrier()
@@ -130,8 +115,13 @@ class Worker:
         return sorted(times[1:])[3]
 
     def _batch(self) -> Any:
-        """The next batch of this rank, `[batch, length]`: the same under every engine."""
+        """Return the next batch of this rank, `[batch, length]`: the same under every engine."""
         draw = self._torch.Generator().manual_seed(1_000_003 * self._rank + self._taken)
         self._taken += 1
         size = self._job.size
         return self._torch.randint(0, size.vocabulary, (size.batch, size.length), generator=draw)
+
+
+def start_ranks(job: Job, kind: type[Worker] = Worker) -> RankPool:
+    """Start the ranks of a job; `kind` is the class of each."""
+    return RankPool(partial(kind, job), job.ranks, label=job.engine, timeout_s=_TIMEOUT_S)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist.harness import run_ranks
-from windlass.cli.environment.backend_support import OPERATORS, collective_support, operator_support
+from windlass.observe.environment.backend_support import OPERATORS, collective_support, operator_support
 
 
 def _calls(rank: int) -> dict[str, Callable[[], object]]:
@@ -54,7 +54,7 @@ def _what_works() -> list[str]:
     return works
 
 
-def test_gloos_column_is_what_gloo_does() -> None:
+def test_gloo_column_matches_gloo() -> None:
     wanted = [
         name for table in (collective_support(), operator_support()) for name, have in table.items() if have["gloo"]
     ]

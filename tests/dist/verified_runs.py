@@ -34,7 +34,7 @@ def watch(train: Callable[..., None], steps: int, fault: str | None, *args: Any)
     """Return the findings of rank 0 about `train`. Other ranks return an empty list."""
     from windlass.engine.initialize_observer import install_observer
     from windlass.verify.verification_job import VerificationJob
-    from windlass.verify.verification_session import VerificationFinished, VerificationSession
+    from windlass.verify.verification_rank import VerificationFinished, VerificationSession
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         session = VerificationSession(VerificationJob(folder, steps))

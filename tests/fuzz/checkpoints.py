@@ -17,11 +17,11 @@ from tests.fuzz.mutations import Reader, as_text
 from windlass.base.errors import WindlassError
 from windlass.checkpoint import FlatShard, SavedState, read_full, read_meta_tensors, read_plain, save
 from windlass.checkpoint.checkpoint_listing import list_checkpoints
-from windlass.checkpoint.consolidated import get_fp32_state_dict_from_zero_checkpoint
 from windlass.checkpoint.safetensors_export import export_safetensors
 from windlass.checkpoint.safetensors_file import TensorFileWriter
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-from windlass.checkpoint.to_windlass import convert_to_windlass
+from windlass.compat.checkpoint.consolidated import get_fp32_state_dict_from_zero_checkpoint
+from windlass.compat.checkpoint.to_windlass import convert_to_windlass
 
 SHAPES = {"up.weight": (4, 6), "up.bias": (4,), "head": (3, 2, 2), "scale": (), "none": (0, 3)}
 

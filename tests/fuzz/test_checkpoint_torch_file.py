@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.deepspeed_checkpoint_writer import write
 from tests.fuzz.checkpoints import one_of, readers, seeds_of, trained
 from tests.fuzz.mutations import BYTES, SECONDS, fuzz, keeps_the_law
-from windlass.checkpoint.torch_file import read_torch_file
+from windlass.compat.checkpoint.torch_file import read_torch_file
 
 
 def _name(module: str, name: str) -> bytes:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.checkpoint.test_consolidated import made
+from tests.unit.compat.test_consolidated import made
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import SavedState, save
-from windlass.checkpoint.recovery_scripts import SCRIPTS, write_recovery_scripts
+from windlass.compat.checkpoint.recovery_scripts import SCRIPTS, write_recovery_scripts
 
 STATE = SavedState(tensors={"x": torch.ones(3)})
 WRITER = """

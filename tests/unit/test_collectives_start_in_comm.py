@@ -25,10 +25,6 @@ COMMUNICATING = {name for name in dir(dist) if name.startswith((*STEMS, "send"))
     "new_subgroups_by_enumeration",
     "split_group",
 }
-# Calls that stay outside comm: (file, function), with the reason.
-EXCEPTIONS = {
-    ("cli/benches/bench_rank.py", "destroy_process_group"): "ends the process of a bench, whose default group it is",
-}
 
 
 def raw_calls(source: str) -> Iterator[str]:
@@ -72,6 +68,5 @@ def test_collectives_start_in_comm() -> None:
         if file.relative_to(PACKAGE).parts[0] not in ALLOWED_FOLDERS
         for name in raw_calls(file.read_text(encoding="utf-8"))
     }
-    outside = sorted(found - set(EXCEPTIONS))
+    outside = sorted(found)
     assert not outside, f"call the methods of comm/rank_group.RankGroup instead of torch.distributed: {outside}"
-    assert not set(EXCEPTIONS) - found, "an exception that no file needs any more"

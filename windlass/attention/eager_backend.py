@@ -20,7 +20,7 @@ class EagerBackend(AttentionBackend):
     """
 
     name = "eager"
-    supported_arguments = frozenset({"is_causal", "softcap", "position_bias"})
+    supported_arguments = frozenset({"is_causal", "softcap", "position_bias", "s_aux"})
     computes_local_heads = True
 
     def make_mask(self, mask: AttentionMask) -> torch.Tensor:
@@ -46,8 +46,9 @@ class EagerBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Compute attention; the softmax is in fp32 or better.
 
-        Of `arguments`, a `softcap` c bends scores to `c * tanh(score / c)` before the mask (Gemma 2), and a
-        `position_bias` `[1 or samples, heads, queries, keys]` is added to the scores.
+        Of `arguments`, a `softcap` c bends scores to `c * tanh(score / c)` before the mask (Gemma 2), a `position_bias`
+        `[1 or samples, heads, queries, keys]` is added to the scores, and `s_aux` `[heads of the layer]` is one more
+        score in each softmax, without a value (attention sinks of GPT-OSS).
         """
         softcap, position_bias = arguments.get("softcap"), arguments.get("position_bias")
         key, value = repeat_kv_heads(key, query.shape[1]), repeat_kv_heads(value, query.shape[1])
@@ -65,7 +66,13 @@ class EagerBackend(AttentionBackend):
             lowest = torch.finfo(scores.dtype).min  # not -inf: a row without visible keys must not become nan
             scores = torch.where(dense, scores, lowest) if dense.dtype == torch.bool else scores + dense
         wide = torch.promote_types(scores.dtype, torch.float32)
+        sinks = arguments.get("s_aux")
+        if sinks is not None:
+            extra = sinks[heads.start : heads.stop].to(scores.dtype)[:, None, None]
+            scores = torch.cat([scores, extra.expand(*scores.shape[:1], -1, scores.shape[2], 1)], dim=-1)
         weights = scores.softmax(dim=-1, dtype=wide).to(query.dtype)
+        if sinks is not None:
+            weights = weights[..., :-1]
         return nn.functional.dropout(weights, dropout) @ value
 
 

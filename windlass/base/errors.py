@@ -33,6 +33,22 @@ class WeightFormatError(ModelError):
     """A weight format that does not exist, or a weight or packed tensor that does not fit it."""
 
 
+class RequestError(WindlassError, ValueError):
+    """Inference request that cannot be served: a parameter out of range, a prompt that is too long, an unknown adapter.
+
+    Attributes:
+        parameter: name of the invalid argument, if there is one.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class EngineOverloadedError(RequestError):
+    """Request that was not accepted because the queue is full; it may be sent again later."""
+
+
 class GatherError(ModelError, RuntimeError):
     """A second gather of parameters that are already gathered by hand."""
 

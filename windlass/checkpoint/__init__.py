@@ -2,9 +2,8 @@
 
 `checkpoint_state` and `plain_data` define what is saved; `checkpoint_save`, `staging_checkpoint`, `rank_file` and
 `async_save` write it; `checkpoint_index` is the schema of `checkpoint.json`; `checkpoint_load`, `stored_checkpoint` and
-`chunk_reader` read it; `checkpoint_ranks` raises one error on all ranks. `safe_unpickler` and `torch_file` read files
-of `torch.save` without executing them; the modules `deepspeed_*` read and write DeepSpeed's files; `consolidated` and
-`safetensors_export` write full weights for other libraries.
+`chunk_reader` read it; `checkpoint_ranks` raises one error on all ranks. `foreign_formats` registers the formats of
+other libraries, and `safetensors_export` writes full weights for them.
 """
 
 from windlass.checkpoint.checkpoint_directory import list_tags, read_latest

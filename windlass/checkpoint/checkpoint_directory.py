@@ -15,9 +15,11 @@ from windlass.base.atomic_file import PARTIAL_SUFFIX, write_atomically
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.regular_file import open_regular
+from windlass.checkpoint.foreign_formats import ForeignFormat, foreign_formats
 
 INDEX_FILE = "checkpoint.json"
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"  # tag of a converted checkpoint (`checkpoint.load_universal`)
 _LONGEST_LATEST = 4096  # bytes; a tag has at most 200
 _LOCK_TIMEOUT_S = 60.0  # seconds that another job may hold the lock
 
@@ -154,12 +156,12 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
     path = root / name
     if not path.exists() and is_checkpoint(replaced_path(root, name)):
         path = replaced_path(root, name)
-        logger.warning("%s was being replaced when its writer died; reading the former one, %s", name, path)
+        logger.warning("the process that replaced %s died; reading the previous checkpoint, %s", name, path)
     if not path.resolve().is_relative_to(root.resolve()):
         raise CheckpointError(f"{path} leads outside {root}, to {path.resolve()}; pass that directory itself")
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {name!r} in {root}. {_known_tags_message(root)}")
-    if not is_checkpoint(path) and not is_deepspeed_checkpoint(path):
+    if not is_any_checkpoint(path):
         raise CheckpointError(
             f"{path} is not a windlass checkpoint: it has no {INDEX_FILE}; it may be an "
             f"unfinished save. {_known_tags_message(root)}"
@@ -172,8 +174,8 @@ def require_space(path: Path, needed: int) -> None:
     free = shutil.disk_usage(path).free
     if free < needed:
         raise CheckpointError(
-            f"no room for the checkpoint {path}: it needs {needed} bytes, {free} are free; nothing was written, former "
-            "checkpoints are untouched. Free some space or save to another disk"
+            f"no room for the checkpoint {path}: it needs {needed} bytes, {free} are free; nothing was written, "
+            "earlier checkpoints are unchanged. Free some space or save to another disk"
         )
 
 
@@ -185,8 +187,8 @@ def disk_errors(path: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; former "
-                "checkpoints are untouched. Free some space or save to another disk"
+                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; earlier "
+                "checkpoints are unchanged. Free some space or save to another disk"
             ) from error
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; check path and rights") from error
 
@@ -206,18 +208,23 @@ def fsync_directory(directory: Path) -> None:
 
 
 def replaced_path(directory: Path, tag: str) -> Path:
-    """Return the path of the former checkpoint `tag` while a new one replaces it."""
+    """Return the path of the previous checkpoint `tag` while a new one replaces it."""
     return directory / f".{tag}.replaced"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if `path` is a finished checkpoint, damaged or not."""
+    """Return True if `path` is a finished checkpoint of windlass, damaged or not."""
     return (path / INDEX_FILE).is_file()
 
 
-def is_deepspeed_checkpoint(path: Path) -> bool:
-    """Return True if DeepSpeed, and not windlass, wrote this checkpoint."""
-    return not is_checkpoint(path) and any(path.glob("*mp_rank_*_model_states.pt"))
+def is_any_checkpoint(path: Path) -> bool:
+    """Return True if `path` is a finished checkpoint of windlass or of another format, damaged or not."""
+    return is_checkpoint(path) or foreign_format_of(path) is not None
+
+
+def foreign_format_of(path: Path) -> ForeignFormat | None:
+    """Return the format of a checkpoint that another library wrote; None if windlass wrote it, or if there is none."""
+    return None if is_checkpoint(path) else next((one for one in foreign_formats() if one.recognizes(path)), None)
 
 
 def _known_tags_message(root: Path) -> str:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.checkpoint_directory import INDEX_FILE, LATEST, is_deepspeed_checkpoint, read_latest
+from windlass.checkpoint.checkpoint_directory import INDEX_FILE, LATEST, is_any_checkpoint, is_checkpoint, read_latest
 from windlass.checkpoint.checkpoint_index import CheckpointIndex, ChunkRecord, TensorRecord
 from windlass.checkpoint.checksum import crc32 as crc32_of
-from windlass.checkpoint.deepspeed_index import read_any_index
+from windlass.checkpoint.foreign_formats import foreign_formats
 from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
-from windlass.checkpoint.torch_file import find_damaged_record, open_tensor_file
+from windlass.checkpoint.stored_checkpoint import read_any_index
 
 _UNFINISHED_NAME = re.compile(r"^\.(?P<tag>.+?)(?:\.\w{8})?\.(?P<step>writing|replaced|removing)$")
-_AT_ONCE = 1 << 22  # bytes that are checksummed at a time
+_CHECKSUM_CHUNK_BYTES = 1 << 22  # bytes that are checksummed at a time
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
         children = sorted(root.iterdir())
     except OSError as error:
         raise CheckpointError(f"the checkpoint directory {root} cannot be read: {error.strerror}") from error
-    if (root / INDEX_FILE).is_file() or is_deepspeed_checkpoint(root):
+    if is_any_checkpoint(root):
         raise CheckpointError(f"{root} is a checkpoint itself; give its parent directory")
     problem, latest = "", None
     try:
@@ -97,7 +97,7 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
     except CheckpointError as error:
         problem = str(error)
     visible = [path for path in children if path.name[0] != "."]
-    found = [path for path in visible if (path / INDEX_FILE).is_file() or is_deepspeed_checkpoint(path)]
+    found = [path for path in visible if is_any_checkpoint(path)]
     listed = []
     for path in found:
         with suppress(FileNotFoundError):  # removed meanwhile by a run with `keep_last`
@@ -111,50 +111,44 @@ def list_checkpoints(directory: str | os.PathLike[str], *, verify: bool = False)
 
 def find_damage(path: Path, index: CheckpointIndex) -> str:
     """Return a description of damaged bytes in a checkpoint; empty if there are none. Memory: some megabytes."""
-    by_file: dict[str, list[tuple[str, TensorRecord, ChunkRecord]]] = {}
-    for name, record in index.tensors.items():
+    by_file: dict[str, list[tuple[TensorRecord, ChunkRecord]]] = {}
+    for record in index.tensors.values():
         for chunk in record.chunks:
-            by_file.setdefault(chunk.file, []).append((name, record, chunk))
-    scratch = torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu")
-    for file_name, entries in by_file.items():
-        try:
-            if file_name.endswith(".pt"):
-                if record_name := find_damaged_record(path / file_name):
-                    return (
-                        f"the checkpoint file {path / file_name} is damaged: record {record_name!r}; load another one"
-                    )
-                continue
-            with open_tensor_file(path / file_name) as file:
-                for _, record, chunk in entries:
-                    _check_chunk(file, record, chunk, scratch)
-        except CheckpointError as error:
-            return str(error)
-    for beside in sorted(path.glob("*_states.pt")):  # written for other tools (`checkpoint.format`)
-        if beside.name not in by_file and (record_name := find_damaged_record(beside)):
-            return (
-                f"the file {beside} is damaged: record {record_name!r}; windlass loads without it, other tools do not"
-            )
-    return ""
+            by_file.setdefault(chunk.file, []).append((record, chunk))
+    if is_checkpoint(path):
+        scratch = torch.empty(_CHECKSUM_CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+        for file_name, entries in by_file.items():
+            try:
+                with TensorFile(path / file_name) as file:
+                    for record, chunk in entries:
+                        _check_chunk(file, record, chunk, scratch)
+            except CheckpointError as error:
+                return str(error)
+    # beside our own files there are those of other formats if `checkpoint.format` asks for them
+    problems = (one.find_damage(path, by_file.keys()) for one in foreign_formats())
+    return next((problem for problem in problems if problem), "")
 
 
 def _check_chunk(file: TensorFile, record: TensorRecord, chunk: ChunkRecord, scratch: torch.Tensor) -> None:
     nbytes = torch.Size(chunk.sizes).numel() * dtype_from_code(record.dtype).itemsize
     file.check_size(chunk.entry, nbytes)
     crc32 = 0
-    for first in range(0, nbytes, _AT_ONCE):
-        crc32 = crc32_of(file.read_part(chunk.entry, first, scratch[: min(_AT_ONCE, nbytes - first)]), crc32)
+    for first in range(0, nbytes, _CHECKSUM_CHUNK_BYTES):
+        crc32 = crc32_of(
+            file.read_part(chunk.entry, first, scratch[: min(_CHECKSUM_CHUNK_BYTES, nbytes - first)]), crc32
+        )
     file.compare_crc32(chunk.entry, crc32, chunk.crc32)
 
 
 def _describe_checkpoint(path: Path, latest: bool, verify: bool) -> ListedCheckpoint:
     problem, index, done = "", None, False
     try:
-        index = read_any_index(path)
+        index, _ = read_any_index(path)
         problem, done = (find_damage(path, index), True) if verify else ("", False)
     except CheckpointError as error:
         problem = str(error)
-    said: dict[str, Any] = index.plain if index is not None and isinstance(index.plain, dict) else {}
-    layout, progress = _dict(said.get("layout")), _dict(said.get("engine"))
+    plain_data: dict[str, Any] = index.plain if index is not None and isinstance(index.plain, dict) else {}
+    layout, progress = _dict(plain_data.get("layout")), _dict(plain_data.get("engine"))
     return ListedCheckpoint(
         tag=path.name,
         step=_number(progress.get("global_steps")),
@@ -162,7 +156,7 @@ def _describe_checkpoint(path: Path, latest: bool, verify: bool) -> ListedCheckp
         stage=_number(layout.get("stage")),
         ranks=index.world_size if index is not None else None,
         written=(path / INDEX_FILE if (path / INDEX_FILE).is_file() else path).stat().st_mtime,
-        trainable_only=bool(said.get("trainable_only")),
+        trainable_only=bool(plain_data.get("trainable_only")),
         latest=latest,
         problem=problem,
         verified=done,
@@ -192,8 +186,8 @@ def _unfinished_saves(root: Path, children: list[Path]) -> Iterator[UnfinishedSa
             continue
         tag = found["tag"]
         meanings = {
-            "writing": f"a save of {tag!r} is running, or was killed; then the next save removes it",
-            "replaced": f"the former {tag!r}, which "
+            "writing": f"a save of {tag!r} that is running, or was killed; in the second case the next save removes it",
+            "replaced": f"the previous {tag!r}, which "
             + ("the next save removes" if (root / tag).exists() else "loads as that tag"),
             "removing": f"remains of {tag!r}, whose removal was interrupted",
         }

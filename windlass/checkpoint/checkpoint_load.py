@@ -18,7 +18,7 @@ from windlass.checkpoint.checkpoint_directory import find_checkpoint
 from windlass.checkpoint.checkpoint_index import CheckpointIndex
 from windlass.checkpoint.checkpoint_ranks import CheckpointRanks
 from windlass.checkpoint.checkpoint_state import RESERVED_PREFIXES, HeldTensor, LoadedState, SavedState, hold_tensors
-from windlass.checkpoint.deepspeed_index import ParameterOrder
+from windlass.checkpoint.foreign_formats import ParameterOrder
 from windlass.checkpoint.safetensors_file import dtype_from_code
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
 
@@ -85,20 +85,20 @@ def load(
         for names in (missing, unexpected)
     ]
     if any(wrong):
-        told = "; ".join(
+        summary = "; ".join(
             count_and_names(word, names) for word, names in zip(("missing", "unexpected"), wrong, strict=True)
         )
-        raise CheckpointError(f"{path} does not match: {told}. {advice}")
+        raise CheckpointError(f"{path} does not match: {summary}. {advice}")
     # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
     from windlass.checkpoint import collective_transfer
 
     collective_transfer.load_held_tensors(mine.stored, mine.held, ranks, first, check_first)
     matched = len(asked) - len(missing)
-    told = (
+    summary = (
         f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, "
         f"{count_and_names('unexpected', unexpected)}"
     )
-    logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {told}")
+    logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {summary}")
     return LoadedState(
         tag=name,
         path=path,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from windlass.checkpoint.safetensors_file import TensorFile
-from windlass.checkpoint.torch_file import open_tensor_file
 
 _OPEN = 64  # a checkpoint of more ranks has more files
 
@@ -19,10 +19,11 @@ class OpenFileCache:
 
     Args:
         path: the checkpoint's directory.
+        open_file: opens a data file by its path.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, open_file: Callable[[Path], TensorFile] = TensorFile) -> None:
+        self._path, self._open_file = path, open_file
         self._files: dict[str, TensorFile] = {}  # the least recently used first
 
     def __enter__(self) -> Self:
@@ -36,7 +37,7 @@ class OpenFileCache:
 
     def get(self, name: str) -> TensorFile:
         """Return the file of that name, and keep it in the cache."""
-        file = self._files.pop(name, None) or open_tensor_file(self._path / name)
+        file = self._files.pop(name, None) or self._open_file(self._path / name)
         self._files[name] = file
         if len(self._files) > _OPEN:
             list(self._files.values())[-_OPEN - 1].close()

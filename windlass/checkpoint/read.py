@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.deepspeed_index import ParameterOrder
+from windlass.checkpoint.foreign_formats import ParameterOrder
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint, missing_names
 
 

@@ -14,17 +14,23 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import plain_data
-from windlass.checkpoint.checkpoint_directory import INDEX_FILE, find_checkpoint, is_deepspeed_checkpoint
-from windlass.checkpoint.checkpoint_index import CheckpointIndex, TensorRecord, check_entries
+from windlass.checkpoint.checkpoint_directory import (
+    INDEX_FILE,
+    find_checkpoint,
+    foreign_format_of,
+    is_any_checkpoint,
+    is_checkpoint,
+)
+from windlass.checkpoint.checkpoint_index import CheckpointIndex, TensorRecord, check_entries, read_index
 from windlass.checkpoint.checkpoint_state import RESERVED_PREFIXES
 from windlass.checkpoint.checksum import crc32 as crc32_of
-from windlass.checkpoint.deepspeed_index import ParameterOrder, read_any_index
 from windlass.checkpoint.engine_data import require_engine_data
+from windlass.checkpoint.foreign_formats import ForeignFormat, ParameterOrder, foreign_formats
 from windlass.checkpoint.fragment_boxes import flat_start, is_contiguous
 from windlass.checkpoint.open_file_cache import OpenFileCache
 from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
 
-_AT_ONCE = 1 << 20  # elements of a part
+_PART_NUMEL = 1 << 20  # elements of a part
 
 
 def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
@@ -33,10 +39,33 @@ def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | Non
     A checkpoint directory without tag (its latest) gives None.
     """
     given = Path(path)
-    if (given / INDEX_FILE).is_file() or is_deepspeed_checkpoint(given):
+    if is_any_checkpoint(given):
         whole = given.absolute() if given.name in ("", "..") else given
         return whole.parent, whole.name
     return given, None
+
+
+def read_any_index(
+    path: Path, parameter_order: ParameterOrder | None = None
+) -> tuple[CheckpointIndex, ForeignFormat | None]:
+    """Return the index of the checkpoint directory `path`, and the format of its files; None: windlass's own.
+
+    Args:
+        parameter_order: parameter order of the optimizer that loads the states. Without it, states that a format stores
+            by number are left out.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or of an unsupported kind.
+    """
+    if is_checkpoint(path):
+        return read_index(path), None
+    found = foreign_format_of(path)
+    if found is None:
+        names = ", ".join(one.name for one in foreign_formats())
+        raise CheckpointError(
+            f"{path} has neither {INDEX_FILE} nor the files of another format ({names}); load another one"
+        )
+    return found.read_index(path, parameter_order), found
 
 
 class StoredCheckpoint:
@@ -45,7 +74,7 @@ class StoredCheckpoint:
     Args:
         directory: the directory given to the save.
         tag: None: the tag in `latest`.
-        parameter_order: see `windlass.checkpoint.deepspeed_index.read_any_index`.
+        parameter_order: see `read_any_index`.
 
     Attributes:
         tag, path: its tag, and the directory of that name.
@@ -77,8 +106,8 @@ class StoredCheckpoint:
 
     def _open(self, tag: str, path: Path, parameter_order: ParameterOrder | None, checked_files: slice) -> None:
         self.tag, self.path = tag, path
-        self.index: CheckpointIndex = read_any_index(self.path, parameter_order)
-        self.files = OpenFileCache(self.path)
+        self.index, foreign = read_any_index(self.path, parameter_order)
+        self.files = OpenFileCache(self.path, TensorFile if foreign is None else foreign.open_file)
         with self:
             check_entries(self.index, sorted(self.index.files)[checked_files], self._file)
             tensors = {name: self.read_full(name) for name in plain_data.tensor_names(self.index.plain)}
@@ -153,7 +182,7 @@ class StoredCheckpoint:
                 whole[tuple(slice(offset, offset + size) for offset, size in corner)] = box
         return whole
 
-    def iter_parts(self, name: str, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
+    def iter_parts(self, name: str, part_numel: int = _PART_NUMEL) -> Iterator[torch.Tensor]:
         """Yield the full tensor as consecutive flat parts of at most `part_numel` elements.
 
         The next part overwrites a part.
@@ -180,7 +209,7 @@ class StoredCheckpoint:
                 yield part
             file.compare_crc32(chunk.entry, crc32, chunk.crc32)
 
-    def iter_span(self, name: str, start: int, stop: int, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
+    def iter_span(self, name: str, start: int, stop: int, part_numel: int = _PART_NUMEL) -> Iterator[torch.Tensor]:
         """Yield elements `[start, stop)` of the flat tensor as consecutive parts, as `iter_parts` does.
 
         If only a part of a box is needed, the full box is read once before, because its checksum covers all of it.

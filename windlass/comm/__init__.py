@@ -2,5 +2,5 @@
 
 Modules in reading order: slurm, rank_environment, bootstrap, rank_group, traffic, ordered_sum, shared_memory,
 anonymous_pages, transport, gather_windows, shm_transport, wire_transport, choose_transport. For the mesh: mesh_shape,
-point_to_point, mesh_axis, mesh. For interfaces of other libraries: topology, pipeline_grid, mpu.
+point_to_point, mesh_axis, mesh. For interfaces of other libraries: mpu.
 """

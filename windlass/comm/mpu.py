@@ -1,7 +1,8 @@
-"""Conversion of a model-parallel unit (`mpu`) into mesh axes, if its rank order is one of the mesh."""
+"""Conversion of a model-parallel unit (`mpu`) or a topology into mesh axes, if its rank order is that of the mesh."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeGuard
 
@@ -43,7 +44,7 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
 
     Args:
         mpu: Any object with Megatron's methods (`get_tensor_model_parallel_world_size()`, `..._rank()`, `..._group()`,
-            and so on), or a `PipelineParallelGrid`. Axes that it does not have count as one rank.
+            and so on), or with DeepSpeed's. Axes that it does not have count as one rank.
         world: World size.
 
     Raises:
@@ -57,16 +58,47 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
         sizes, problem = _read(mpu, world, rank)
     except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # the unit's groups were never created
         problem = f"the mpu failed: {type(error).__name__}: {error}"
-    heard: list[Any] = [(sizes, problem)]
+    gathered: list[Any] = [(sizes, problem)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        heard *= dist.get_world_size()
-        dist.all_gather_object(heard, (sizes, problem))
-    for other, (_, told) in enumerate(heard):
-        if told:
-            raise ConfigError(f"rank {other}: {told}")
-    for other, (found, _) in enumerate(heard):
-        if found != heard[0][0]:
-            raise ConfigError(f"the mpu has {heard[0][0]} on rank 0 and {found} on rank {other}; all must agree")
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, (sizes, problem))
+    for other, (_, message) in enumerate(gathered):
+        if message:
+            raise ConfigError(f"rank {other}: {message}")
+    for other, (found, _) in enumerate(gathered):
+        if found != gathered[0][0]:
+            raise ConfigError(f"the mpu has {gathered[0][0]} on rank 0 and {found} on rank {other}; all must agree")
+    return sizes
+
+
+class RankTopology(Protocol):
+    """Numbering of ranks along named axes, as DeepSpeed's topologies number them."""
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+
+    def get_dim(self, axis: str) -> int:
+        """Return the number of ranks along `axis`; 0 if the axis does not exist."""
+
+    def get_coord(self, rank: int) -> Any:
+        """Return the coordinates of `rank`, with an attribute for each axis."""
+
+
+def sizes_of_topology(topology: RankTopology, world: int) -> dict[str, int]:
+    """Return the numbers of ranks along pp and tp in a topology with the axes `pipe` and `model`. No communication.
+
+    Raises:
+        ConfigError: the topology has another number of ranks, or its rank order is not that of `MeshShape`.
+    """
+    if topology.world_size() != world:
+        raise ConfigError(f"the topology {topology} has {topology.world_size()} ranks, but the job has {world}")
+    sizes = {"pp": max(1, topology.get_dim("pipe")), "tp": max(1, topology.get_dim("model"))}
+    grid = MeshShape(dp_shard=world // math.prod(sizes.values()), **sizes)
+    for rank in range(world):
+        for name, axis in (("pipe", "pp"), ("model", "tp")):
+            here, wanted = int(getattr(topology.get_coord(rank), name, 0)), grid.coordinates(rank)[axis]
+            if here != wanted:
+                raise ConfigError(_other_order("topology", f"{name} of rank {rank}", here, wanted, grid))
     return sizes
 
 
@@ -86,17 +118,17 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
     data = _ask(mpu, "data_parallel", "world_size") if hasattr(mpu, "get_data_parallel_world_size") else readers
     # Megatron's data-parallel group may include context parallelism (sp).
     if data not in (readers, readers * sp):
-        told = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, but it has {data}"
-        return sizes, f"{told}; the product of the sizes must be the world size"
+        message = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, but it has {data}"
+        return sizes, f"{message}; the product of the sizes must be the world size"
     grid = MeshShape(dp_shard=readers // sizes["ep"], **sizes)
     for axis, word in words.items():
         for what, here, wanted in _places(mpu, word, grid, rank, axis):
             if here != wanted:
-                return sizes, _other_order(what, here, wanted, grid)
+                return sizes, _other_order("mpu", what, here, wanted, grid)
     if hasattr(mpu, "get_data_parallel_rank") and data == readers:
         for what, here, wanted in _places(mpu, "data_parallel", grid, rank, *DATA_LOADING_AXES):
             if here != wanted:
-                return sizes, _other_order(what, here, wanted, grid)
+                return sizes, _other_order("mpu", what, here, wanted, grid)
     return sizes, ""
 
 
@@ -123,9 +155,9 @@ def _places(mpu: Any, name: str, grid: MeshShape, rank: int, *axes: str) -> Iter
         yield f"the ranks of get_{name}_group()", sorted(dist.get_process_group_ranks(group)), list(ranks)
 
 
-def _other_order(what: str, here: Any, wanted: Any, grid: MeshShape) -> str:
+def _other_order(source: str, what: str, here: Any, wanted: Any, grid: MeshShape) -> str:
     return (
-        f"the mpu counts ranks in another order than the mesh: {what} is {here}, and along {grid}, tp fastest, it "
-        f"would be {wanted}; build its groups in this order (Megatron's tp-cp-ep-dp-pp), or leave the mpu out and "
-        "write the sizes in the section parallel"
+        f"the {source} orders ranks differently from the mesh: {what} is {here}, and along {grid}, tp fastest, it "
+        f"would be {wanted}; build it in this order (Megatron's tp-cp-ep-dp-pp), or pass no {source} and write the "
+        "sizes in the section parallel"
     )

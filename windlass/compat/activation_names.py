@@ -1,4 +1,4 @@
-"""Module `deepspeed.checkpointing`: `windlass.checkpointing`, plus its options under the names of DeepSpeed's globals.
+"""Module `deepspeed.checkpointing`: `windlass.checkpointing` under DeepSpeed's names and with its globals.
 
 [Note: live names] Scripts read and set globals such as `deepspeed.checkpointing.PARTITION_ACTIVATIONS`. A name in
 `LIVE` is looked up at every access, and assigning to it changes the option.
@@ -10,21 +10,32 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from windlass import checkpointing
 from windlass.base.errors import ConfigError
 from windlass.checkpointing import checkpoint as checkpoint
-from windlass.checkpointing import get_cuda_rng_tracker as get_cuda_rng_tracker
+from windlass.checkpointing import checkpoint as non_reentrant_checkpoint
 from windlass.checkpointing import get_offload_counters as get_offload_counters
 from windlass.checkpointing import is_configured as is_configured
-from windlass.checkpointing import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
-from windlass.checkpointing import non_reentrant_checkpoint as non_reentrant_checkpoint
+from windlass.checkpointing import manual_seed as model_parallel_cuda_manual_seed
 from windlass.checkpointing import offload_saved_tensors as offload_saved_tensors
-from windlass.checkpointing import partition_activations_in_checkpoint as partition_activations_in_checkpoint
 from windlass.checkpointing import reset as reset
 from windlass.parallel.activation_checkpoint_api import current_options, set_options
-from windlass.parallel.sharded_activation_store import model_parallel_group
+from windlass.parallel.rng_tracker import RngTracker
 
-__all__ = [*checkpointing.__all__]
+__all__ = [
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "get_offload_counters",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "offload_saved_tensors",
+    "partition_activations_in_checkpoint",
+    "reset",
+]
 
 _OPTIONS = {
     "PARTITION_ACTIVATIONS": "partition_activations",
@@ -41,8 +52,23 @@ class LayersError(ConfigError, AssertionError):
     """Contiguous activation checkpointing without a number of layers. DeepSpeed raises AssertionError here."""
 
 
-def configure(mpu_: Any = None, deepspeed_config: Any = None, *args: Any, **kwargs: Any) -> None:
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+    **more: Any,
+) -> None:
     """Configure activation checkpointing, as `windlass.checkpointing.configure` does.
+
+    Args:
+        mpu_: object whose `get_model_parallel_group()` returns the model-parallel group.
+        deepspeed_config: a configuration; its section `activation_checkpointing` applies where an argument is None.
+        more: arguments of `windlass.checkpointing.configure` that DeepSpeed lacks, such as `nvme_path`.
 
     Raises:
         LayersError: contiguous checkpointing without the number of layers.
@@ -50,12 +76,41 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, *args: Any, **kwar
     """
     global _unit
     try:
-        checkpointing.configure(mpu_, deepspeed_config, *args, **kwargs)
+        checkpointing.configure(
+            deepspeed_config,
+            partition_activations=partition_activations,
+            contiguous_memory_optimization=contiguous_checkpointing,
+            number_checkpoints=num_checkpoints,
+            cpu_checkpointing=checkpoint_in_cpu,
+            synchronize_checkpoint_boundary=synchronize,
+            profile=profile,
+            **{"group": _model_parallel_group(mpu_), **more},
+        )
     except ConfigError as error:
         if "add number_checkpoints" not in str(error):
             raise
         raise LayersError(f"{error}, the number of layers that are checkpointed (num_checkpoints=...)") from None
     _unit = mpu_
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turn the sharding of saved inputs over the model-parallel group on or off. Other options do not change."""
+    set_options(replace(current_options(), partition_activations=partition_activation))
+
+
+def get_cuda_rng_tracker() -> RngTracker:
+    """Return the named random generators, whose states `checkpoint` restores before a recomputation."""
+    return checkpointing.rng_tracker
+
+
+def _model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
+    """Return the process group of a Megatron-style model-parallel unit, or None if it has none."""
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        found = getattr(mpu, name, None)
+        if found is not None:
+            group: dist.ProcessGroup = found()
+            return group
+    return None
 
 
 def __getattr__(name: str) -> Any:
@@ -79,7 +134,7 @@ def _setter(option: str) -> Callable[[Any], None]:
 def _set_unit(unit: Any) -> None:
     global _unit
     if unit is not _unit:
-        set_options(replace(current_options(), group=model_parallel_group(unit)))
+        set_options(replace(current_options(), group=_model_parallel_group(unit)))
         _unit = unit
 
 

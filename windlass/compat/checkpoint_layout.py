@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from windlass.base.errors import CheckpointError
-from windlass.checkpoint.torch_file import read_torch_file
 from windlass.compat import checkpoint_constants as names
+from windlass.compat.checkpoint.torch_file import read_torch_file
 from windlass.compat.checkpoint_reshape import model_3d_desc
 from windlass.compat.not_built import NotBuiltError
 

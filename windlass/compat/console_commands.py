@@ -27,7 +27,7 @@ def ds_report() -> Any:
     """Print the environment report, in the format of DeepSpeed's `ds_report`."""
     if (real := _real_command("deepspeed.env_report", "cli_main")) is not None:
         return real()
-    return importlib.import_module("windlass.cli.environment.ds_report").cli_main()
+    return importlib.import_module("windlass.compat.ds_report").cli_main()
 
 
 def _real_command(module: str, name: str) -> Any:

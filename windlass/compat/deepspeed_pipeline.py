@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from windlass.comm.pipeline_grid import PipelineParallelGrid
-from windlass.comm.topology import PipeDataParallelTopology, topology_of
 from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
 from windlass.compat.deepspeed_engine import DeepSpeedEngine
+from windlass.compat.pipeline_grid import PipelineParallelGrid
+from windlass.compat.process_topology import PipeDataParallelTopology, topology_of
 from windlass.engine.pipeline_engine import PipelineEngine
 from windlass.parallel.activation_checkpoint_api import checkpoint
 from windlass.parallel.pipeline import pipeline_sequential

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,64 +95,36 @@ def known_warmup(warmup_type: Any) -> Any:
     return WARMUP_LOG_RATE
 
 
-class WarmupLR(lr_warmups.WarmupLR, metaclass=_AnyOfTheRule):
+class _LenientWarmup:
+    """Base of warmups, before windlass's schedule: an unknown `warmup_type` means "log"."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = inspect.signature(cls.rule)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(super().__init__).bind(*args, **kwargs)
+        if "warmup_type" in given.arguments:
+            given.arguments["warmup_type"] = known_warmup(given.arguments["warmup_type"])
+        super().__init__(*given.args, **given.kwargs)
+
+
+class WarmupLR(_LenientWarmup, lr_warmups.WarmupLR, metaclass=_AnyOfTheRule):
     """Schedule `windlass.optim.WarmupLR`, where an unknown `warmup_type` means "log"."""
 
     rule = lr_warmups.WarmupLR
 
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: Any = 0.0,
-        warmup_max_lr: Any = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        known = known_warmup(warmup_type)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, known, last_batch_iteration)
 
-
-class WarmupDecayLR(lr_warmups.WarmupDecayLR, metaclass=_AnyOfTheRule):
+class WarmupDecayLR(_LenientWarmup, lr_warmups.WarmupDecayLR, metaclass=_AnyOfTheRule):
     """Schedule `windlass.optim.WarmupDecayLR`, where an unknown `warmup_type` means "log"."""
 
     rule = lr_warmups.WarmupDecayLR
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_lr: Any = 0.0,
-        warmup_max_lr: Any = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        known = known_warmup(warmup_type)
-        super().__init__(
-            optimizer, total_num_steps, warmup_min_lr, warmup_max_lr, warmup_num_steps, known, last_batch_iteration
-        )
 
-
-class WarmupCosineLR(lr_warmups.WarmupCosineLR, metaclass=_AnyOfTheRule):
+class WarmupCosineLR(_LenientWarmup, lr_warmups.WarmupCosineLR, metaclass=_AnyOfTheRule):
     """Schedule `windlass.optim.WarmupCosineLR`, where an unknown `warmup_type` means "log"."""
 
     rule = lr_warmups.WarmupCosineLR
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        known = known_warmup(warmup_type)
-        super().__init__(
-            optimizer, total_num_steps, warmup_min_ratio, warmup_num_steps, cos_min_ratio, known, last_batch_iteration
-        )
 
 
 class OneCycle(lr_cycles.OneCycle, metaclass=_AnyOfTheRule):

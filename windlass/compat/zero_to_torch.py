@@ -1,8 +1,8 @@
 """Command `python -m deepspeed.utils.zero_to_torch`."""
 
-from windlass.checkpoint.consolidated import (
+from windlass.compat.checkpoint.consolidated import (
     convert_zero_checkpoint_to_state_dict as convert_zero_checkpoint_to_state_dict,
 )
-from windlass.checkpoint.consolidated import zero_to_torch as main
+from windlass.compat.checkpoint.consolidated import zero_to_torch as main
 
 __all__ = ["convert_zero_checkpoint_to_state_dict", "main"]

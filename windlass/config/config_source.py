@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,63 @@ from windlass.base.bounded_input import read_bounded
 from windlass.base.bounded_json import MAX_JSON_DEPTH, JsonError, exceeds_depth, parse_json
 from windlass.base.errors import ConfigError
 from windlass.base.text import join_abridged, one_line
-from windlass.config.key_lines import find_key_lines
+
+# Each alternative matches in one pass, so that the time is linear in the text: an unclosed string ends with its line,
+# an unclosed comment with the text.
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|,)
+      | (?P<comment>//[^\n]*|\#[^\n]*|/\*(?:.*?\*/|.*))
+      | (?P<string>"(?:\\.|[^"\\\n])*+"?|'(?:\\.|[^'\\\n])*+'?)
+      | (?P<open>[{\[])
+      | (?P<close>[}\]])
+      | (?P<colon>:)
+      | (?P<word>[^\s,{}\[\]:"'\#/]+|.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+_LONGEST_PATH = 300
+
+
+def find_key_lines(text: str) -> dict[str, list[int]]:
+    """Return the lines (from 1) on which each dotted key occurs. A key with two lines is written twice.
+
+    Best effort: the scan follows brackets, strings and comments, and never fails. Elements of lists, and keys whose
+    path is longer than 300 characters, have no path and are left out.
+    """
+    lines: dict[str, list[int]] = defaultdict(list)
+    scopes: list[str | None] = []
+    candidate, pending = "", ""
+    line, candidate_line = 1, 1
+    for token in _TOKEN.finditer(text):
+        kind, word = token.lastgroup, token.group()
+        if kind == "open":
+            scopes.append(_join_path(scopes, pending) if word == "{" else None)
+            candidate = pending = ""
+        elif kind == "close":
+            del scopes[-1:]
+            candidate = pending = ""
+        elif kind in ("string", "word"):
+            candidate, candidate_line = word.strip("\"'"), line
+            pending = ""
+        elif kind == "colon" and candidate and scopes and scopes[-1] is not None:
+            pending = candidate
+            path = _join_path(scopes, pending)
+            if path:
+                lines[path].append(candidate_line)
+            candidate = ""
+        line += word.count("\n")
+    return dict(lines)
+
+
+def _join_path(scopes: list[str | None], key: str) -> str | None:
+    if not scopes:
+        return ""
+    outer = scopes[-1]
+    if outer is None or not key or len(outer) + len(key) > _LONGEST_PATH:
+        return None
+    return f"{outer}.{key}".lstrip(".")
+
 
 _MAX_BYTES = 16 * 2**20
 _MAX_RELAXED_BYTES = 64 * 2**10
@@ -157,7 +214,9 @@ def _check_keys(data: Any, name: str) -> None:
             raise ConfigError(f"{name} has the key {key!r}, a {type(key).__name__}; keys are strings, as in JSON")
         for text in (key, value):
             if isinstance(text, str) and not _is_encodable(text):
-                raise ConfigError(f'{name} has half a character in "{one_line(text, 100)}"; it was cut inside one')
+                raise ConfigError(
+                    f'{name} has half a surrogate pair in "{one_line(text, 100)}"; it was truncated inside a character'
+                )
         if isinstance(value, dict | list | tuple):
             _check_keys(value, name)
 

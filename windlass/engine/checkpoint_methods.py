@@ -8,41 +8,16 @@ from typing import Any, cast
 
 import torch
 
-from windlass.base.errors import ModelError
 from windlass.base.log import logger
-from windlass.checkpoint.async_save import AsyncSave
-from windlass.config import Config
 from windlass.engine.engine_checkpoint import EngineState, LoadOptions, load_engine, save_engine
-from windlass.engine.engine_observer import EngineObserver
+from windlass.engine.engine_parts import EngineParts
 from windlass.engine.full_weights import full_state_dict, load_full_state_dict, load_with_function, save_16bit_model
-from windlass.engine.sharded_optimizer import ShardedOptimizer
 from windlass.engine.state_fingerprint import compute_fingerprint
-from windlass.engine.training_progress import TrainingProgress
-from windlass.optim.loss_scale import LossScale
 from windlass.zero.core.collective_scheduler import SyncPoint
-from windlass.zero.sharded_model import ShardedModel
 
 
-class CheckpointMethods:
+class CheckpointMethods(EngineParts):
     """Saving and loading methods of an engine. Names are DeepSpeed's where it has an equivalent."""
-
-    config: Any
-    progress: TrainingProgress
-    lr_scheduler: Any
-    training_dataloader: Any
-    saved_tags: set[str]
-    _config: Config
-    _sharded: ShardedModel
-    _optimizer: ShardedOptimizer | None
-    _scaler: LossScale
-    _async_save: AsyncSave
-    _observers: list[EngineObserver]
-
-    def _require_ready(self, what: str) -> None:
-        if self._sharded.destroyed:
-            raise ModelError(f"{what}: this engine was destroyed; use the model itself, or initialize a new engine")
-        if self._sharded.state_offloader.offloaded_kinds:
-            raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
 
     def fingerprint(self) -> str:
         """Return a short hash of all parameters and optimizer states: 16 hexadecimal digits each, joined by a dash.

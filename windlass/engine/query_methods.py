@@ -5,22 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.comm.mesh import Mesh
-from windlass.config import Config
-from windlass.engine.sharded_optimizer import ShardedOptimizer
-from windlass.engine.training_progress import TrainingProgress
-from windlass.optim.loss_scale import LossScale
-from windlass.zero.sharded_model import ShardedModel
+from windlass.engine.engine_parts import EngineParts
 
 
-class QueryMethods:
+class QueryMethods(EngineParts):
     """Methods of an engine that only return information. Names are DeepSpeed's."""
-
-    progress: TrainingProgress
-    _optimizer: ShardedOptimizer | None
-    _config: Config
-    _sharded: ShardedModel
-    _scaler: LossScale
-    _grad_norm: float | None
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the current micro-batch ends a step."""

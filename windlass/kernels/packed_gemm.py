@@ -72,6 +72,25 @@ class PackedPanels:
         self._address = (code, panels.data_ptr(), *weight.shape, 0 if scales is None else scales.data_ptr())
         return {"panels": panels, **packed}
 
+    def native_arguments(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> tuple[object, ...]:
+        """Return the arguments of the native `linear` for tensors at fixed addresses.
+
+        Args:
+            x, out: contiguous `[..., in_features]` and `[..., out_features]` of one dtype.
+            bias: float32 `[out_features]`, or None.
+        """
+        return (
+            self._path.number,
+            *self._address,
+            0 if bias is None else tensor_address("bias", bias),
+            tensor_address("input", x),
+            tensor_address("output", out),
+            out.numel() // self.out_features,
+            x.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+            self.quantize_inputs,
+        )
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute `packed_linear`, whose checks have passed."""
         module = self._path.module
@@ -83,17 +102,7 @@ class PackedPanels:
         if out.numel() == 0:
             return out
         wide_bias = None if bias is None else bias.to(torch.float32).contiguous()
-        module.linear(
-            self._path.number,
-            *self._address,
-            0 if wide_bias is None else tensor_address("bias", wide_bias),
-            tensor_address("input", x),
-            out.data_ptr(),
-            out.numel() // self.out_features,
-            x.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-            self.quantize_inputs,
-        )
+        module.linear(*self.native_arguments(x, out, wide_bias))
         return out
 
     def __repr__(self) -> str:

@@ -68,6 +68,11 @@ class PagedKVCache:
         return self._path.name
 
     @property
+    def handle(self) -> object:
+        """The native object of the cache; None without native code."""
+        return self._handle
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.keys.dtype
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from windlass.base.compute_device import synchronize
+from windlass.base.compute_device import synchronized_time
 from windlass.base.errors import WindlassError
 
 
@@ -61,7 +60,7 @@ class Timers:
             return
         if name in self._started:
             raise WindlassError(f"timer {name!r} is started twice; stop it first")
-        self._started[name] = self._synchronized_time()
+        self._started[name] = synchronized_time(self.device)
 
     def stop(self, name: str) -> None:
         """Stop a timer and add its time to its total.
@@ -76,7 +75,7 @@ class Timers:
                 f"timer {name!r} is stopped but was not started; running: {sorted(self._started) or 'none'}"
             )
         lap = self.totals.setdefault(name, TimerTotal())
-        lap.seconds += self._synchronized_time() - self._started.pop(name)
+        lap.seconds += synchronized_time(self.device) - self._started.pop(name)
         lap.count += 1
 
     def take_totals(self) -> dict[str, TimerTotal]:
@@ -89,7 +88,3 @@ class Timers:
         nothing ran.
         """
         return " | ".join(f"{name} {1000 * lap.seconds / steps:.1f} ms" for name, lap in self.take_totals().items())
-
-    def _synchronized_time(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter()

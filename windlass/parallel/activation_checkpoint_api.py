@@ -22,7 +22,7 @@ from windlass.parallel.nvme_activation_store import open_nvme_store
 from windlass.parallel.recompute import RecomputeSettings, is_inside_checkpoint, recompute
 from windlass.parallel.rng_tracker import rng_tracker
 from windlass.parallel.saved_tensor_offload import MIN_OFFLOAD_BYTES, OffloadCounters, SavedTensorOffloader
-from windlass.parallel.sharded_activation_store import ShardedStore, model_parallel_group
+from windlass.parallel.sharded_activation_store import ShardedStore
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,14 @@ _offloaders: dict[tuple[ActivationTier, tuple[str, ...], int], SavedTensorOffloa
 
 
 def configure(
-    mpu_: Any = None,
-    deepspeed_config: Any = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
-    profile: bool | None = None,
+    config: Any = None,
     *,
+    partition_activations: bool | None = None,
+    contiguous_memory_optimization: bool | None = None,
+    number_checkpoints: int | None = None,
+    cpu_checkpointing: bool | None = None,
+    synchronize_checkpoint_boundary: bool | None = None,
+    profile: bool | None = None,
     nvme_path: str | Sequence[str] | None = None,
     group: dist.ProcessGroup | None = None,
     min_offload_bytes: int | None = None,
@@ -87,16 +86,15 @@ def configure(
     """Configure how later calls of `checkpoint` store their inputs. Calls that already ran keep their settings.
 
     Args:
-        mpu_: object whose `get_model_parallel_group()` returns the model-parallel group.
-        deepspeed_config: a configuration; its section `activation_checkpointing` applies where an argument is None.
-        partition_activations: shard saved inputs over the model-parallel group. No effect if the group has one rank.
-        contiguous_checkpointing: store saved inputs in one buffer.
-        num_checkpoints: number of checkpointed calls for which the buffer has space.
-        checkpoint_in_cpu: store saved inputs in host memory.
-        synchronize: synchronize the device before and after each checkpointed call.
+        config: a configuration; its section `activation_checkpointing` applies where an argument is None.
+        partition_activations: shard saved inputs over `group`. No effect if the group has one rank.
+        contiguous_memory_optimization: store saved inputs in one buffer.
+        number_checkpoints: number of checkpointed calls for which the buffer has space.
+        cpu_checkpointing: store saved inputs in host memory.
+        synchronize_checkpoint_boundary: synchronize the device before and after each checkpointed call.
         profile: log, once per backward, the time of checkpointed calls and of their recomputation.
         nvme_path: store saved inputs in files in these folders.
-        group: the model-parallel group itself, instead of `mpu_`.
+        group: the model-parallel group: ranks whose saved inputs are equal.
         min_offload_bytes: tensors of fewer bytes stay on the device.
 
     Raises:
@@ -105,21 +103,17 @@ def configure(
     """
     given: dict[str, Any] = {
         "partition_activations": partition_activations,
-        "contiguous_memory_optimization": contiguous_checkpointing,
-        "number_checkpoints": num_checkpoints,
-        "cpu_checkpointing": checkpoint_in_cpu,
-        "synchronize_checkpoint_boundary": synchronize,
+        "contiguous_memory_optimization": contiguous_memory_optimization,
+        "number_checkpoints": number_checkpoints,
+        "cpu_checkpointing": cpu_checkpointing,
+        "synchronize_checkpoint_boundary": synchronize_checkpoint_boundary,
         "profile": profile,
         "nvme_path": None if nvme_path is None else _as_paths(nvme_path),
-        "group": model_parallel_group(mpu_) if group is None else group,
+        "group": group,
         "min_offload_bytes": min_offload_bytes,
     }
-    _apply_options(
-        replace(
-            _options_from_config(deepspeed_config),
-            **{name: value for name, value in given.items() if value is not None},
-        )
-    )
+    said = {name: value for name, value in given.items() if value is not None}
+    _apply_options(replace(_options_from_config(config), **said))
 
 
 def current_options() -> ActivationCheckpointOptions:
@@ -151,11 +145,6 @@ def reset() -> None:
     _offloaders.clear()
     if _options is not None:
         _apply_options(_options)
-
-
-def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Turn the sharding of saved inputs over the model-parallel group on or off. Other options do not change."""
-    _apply_options(replace(_options or ActivationCheckpointOptions(), partition_activations=partition_activation))
 
 
 def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -203,10 +192,6 @@ def checkpoint_to_tier(
         return recompute(manner, function, args, kwargs)
 
     return kept
-
-
-non_reentrant_checkpoint = checkpoint
-"""DeepSpeed's name for its non-reentrant variant; an alias here, since `checkpoint` is not reentrant either."""
 
 
 @contextmanager
@@ -282,17 +267,17 @@ def _settings_from_options(options: ActivationCheckpointOptions) -> RecomputeSet
 def _make_store(options: ActivationCheckpointOptions) -> ActivationStore | None:
     """Return the store of checkpointed inputs, or None if the inputs stay where they are."""
     checkpoints = options.number_checkpoints if options.contiguous_memory_optimization else None
-    cuts = options.partition_activations and options.group is not None and dist.get_world_size(options.group) > 1
+    shards = options.partition_activations and options.group is not None and dist.get_world_size(options.group) > 1
     place: ActivationStore
     if options.tier == "nvme":
         place = open_nvme_store(options.nvme_path)
-    elif options.tier == "cpu" and (cuts or has_separate_memory(local_device())):
+    elif options.tier == "cpu" and (shards or has_separate_memory(local_device())):
         place = HostStore(checkpoints)
-    elif cuts or checkpoints is not None:
+    elif shards or checkpoints is not None:
         place = DeviceStore(checkpoints)
     else:
         return None
-    if cuts:
+    if shards:
         assert options.group is not None
         return ShardedStore(RankGroup.of(options.group), place)
     return place

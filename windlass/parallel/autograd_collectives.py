@@ -8,7 +8,8 @@ ranks compute different losses, or parts of one loss (sp, ep), training minimize
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,81 +17,46 @@ import torch
 from windlass.comm.mesh_axis import MeshAxis
 
 
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
+class _Sum(torch.autograd.Function):
+    """Sum over ranks in the forward, in the backward, or in both; identity in the other."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.axis.all_reduce(gradients[0].contiguous().clone())
-
-
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor) -> torch.Tensor:
-        return axis.all_reduce(tensor.contiguous().clone())
+    def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor, in_forward: bool, in_backward: bool) -> torch.Tensor:
+        ctx.axis, ctx.in_backward = axis, in_backward
+        return axis.all_reduce(tensor.contiguous().clone()) if in_forward else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, gradients[0]
+        (gradient,) = gradients
+        whole = ctx.axis.all_reduce(gradient.contiguous().clone()) if ctx.in_backward else gradient
+        return None, whole, None, None
 
 
-class _AllReduce(torch.autograd.Function):
+_AlongDim = Callable[[torch.Tensor, int, list[int]], torch.Tensor]
+"""Operation on parts of the given sizes along a dimension, one part for each rank."""
+
+
+def _own_part(axis: MeshAxis, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+    return tensor.narrow(dim, sum(sizes[: axis.index]), sizes[axis.index])
+
+
+def _copy_of_own_part(axis: MeshAxis, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+    return _own_part(axis, tensor, dim, sizes).clone()  # the result must not keep the whole tensor in memory
+
+
+class _PartsAlongDim(torch.autograd.Function):
+    """One operation along a dimension in the forward, and its transpose in the backward."""
+
     @staticmethod
-    def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.axis = axis
-        return axis.all_reduce(tensor.contiguous().clone())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.axis.all_reduce(gradients[0].contiguous().clone())
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return axis.all_gather(tensor, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.axis.reduce_scatter(gradients[0], ctx.dim, ctx.sizes), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return axis.reduce_scatter(tensor, dim, sizes)
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, sizes: list[int], operation: _AlongDim, transpose: _AlongDim
+    ) -> torch.Tensor:
+        ctx.dim, ctx.sizes, ctx.transpose = dim, sizes, transpose
+        return operation(tensor, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.axis.all_gather(gradients[0], ctx.dim, ctx.sizes), None, None
-
-
-class _ScatterToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return tensor.narrow(dim, sum(sizes[: axis.index]), sizes[axis.index]).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.axis.all_gather(gradients[0], ctx.dim, ctx.sizes), None, None
-
-
-class _GatherFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, axis: MeshAxis, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return axis.all_gather(tensor, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        axis, sizes = ctx.axis, ctx.sizes
-        return None, gradients[0].narrow(ctx.dim, sum(sizes[: axis.index]), sizes[axis.index]), None, None
+        return ctx.transpose(gradients[0], ctx.dim, ctx.sizes), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -109,40 +75,37 @@ class _AllToAll(torch.autograd.Function):
 def copy_to_parallel_region(tensor: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
     """Pass a replicated tensor into sharded layers: identity in the forward, all-reduce in the backward (Megatron's
     f)."""
-    return tensor if axis.size == 1 else _CopyToRegion.apply(axis, tensor)
+    return tensor if axis.size == 1 else _Sum.apply(axis, tensor, False, True)
 
 
 def reduce_from_parallel_region(tensor: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
     """All-reduce partial sums in the forward; pass the gradient through in the backward (Megatron's g)."""
-    return tensor if axis.size == 1 else _ReduceFromRegion.apply(axis, tensor)
+    return tensor if axis.size == 1 else _Sum.apply(axis, tensor, True, False)
 
 
 def all_reduce(tensor: torch.Tensor, axis: MeshAxis) -> torch.Tensor:
     """Sum over ranks whose losses differ: all-reduce in the forward and in the backward."""
-    return tensor if axis.size == 1 else _AllReduce.apply(axis, tensor)
+    return tensor if axis.size == 1 else _Sum.apply(axis, tensor, True, True)
 
 
 def all_gather(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """All-gather the parts along `dim`; reduce-scatter the gradient."""
-    return tensor if axis.size == 1 else _AllGather.apply(axis, tensor, dim, _gather_sizes(tensor, axis, dim, sizes))
+    parts = _gather_sizes(tensor, axis, dim, sizes)
+    return _along_dim(tensor, axis, dim, parts, axis.all_gather, axis.reduce_scatter)
 
 
 def reduce_scatter(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Sum over ranks and keep this rank's part along `dim`; all-gather the gradient."""
-    return (
-        tensor if axis.size == 1 else _ReduceScatter.apply(axis, tensor, dim, _scatter_sizes(tensor, axis, dim, sizes))
-    )
+    parts = _scatter_sizes(tensor, axis, dim, sizes)
+    return _along_dim(tensor, axis, dim, parts, axis.reduce_scatter, axis.all_gather)
 
 
 def scatter_to_parallel_region(
     tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Keep this rank's part along `dim` of a replicated tensor; all-gather the gradient."""
-    return (
-        tensor
-        if axis.size == 1
-        else _ScatterToRegion.apply(axis, tensor, dim, _scatter_sizes(tensor, axis, dim, sizes))
-    )
+    parts = _scatter_sizes(tensor, axis, dim, sizes)
+    return _along_dim(tensor, axis, dim, parts, partial(_copy_of_own_part, axis), axis.all_gather)
 
 
 def gather_from_parallel_region(
@@ -151,11 +114,8 @@ def gather_from_parallel_region(
     """All-gather the parts along `dim` for a computation that is the same on every rank. The backward keeps this rank's
     part of the gradient, without a reduction.
     """
-    return (
-        tensor
-        if axis.size == 1
-        else _GatherFromRegion.apply(axis, tensor, dim, _gather_sizes(tensor, axis, dim, sizes))
-    )
+    parts = _gather_sizes(tensor, axis, dim, sizes)
+    return _along_dim(tensor, axis, dim, parts, axis.all_gather, partial(_own_part, axis))
 
 
 def all_to_all(
@@ -174,6 +134,15 @@ def all_to_all(
     return swapped
 
 
+def _along_dim(
+    tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: list[int], operation: _AlongDim, transpose: _AlongDim
+) -> torch.Tensor:
+    if axis.size == 1:
+        return tensor
+    found: torch.Tensor = _PartsAlongDim.apply(tensor, dim, sizes, operation, transpose)
+    return found
+
+
 def _gather_sizes(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequence[int] | None) -> list[int]:
     return list(sizes) if sizes is not None else [tensor.shape[dim]] * axis.size
 
@@ -183,5 +152,7 @@ def _scatter_sizes(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequen
         return list(sizes)
     each, rest = divmod(tensor.shape[dim], axis.size)
     if rest:
-        raise ValueError(f"{tensor.shape[dim]} elements along dimension {dim} can't be cut evenly over {axis.name}")
+        raise ValueError(
+            f"{tensor.shape[dim]} elements along dimension {dim} cannot be sharded evenly over {axis.name}"
+        )
     return [each] * axis.size

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from windlass.comm.point_to_point import exchange_tensors
 from windlass.comm.rank_group import RankGroup
@@ -86,13 +84,3 @@ def _shard_bounds(numel: int, size: int) -> list[int]:
     """Return the bounds of the shards of `numel` elements over `size` ranks. The last shards may be empty."""
     step = -(-numel // size)
     return [min(rank * step, numel) for rank in range(size + 1)]
-
-
-def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """Return the process group of a Megatron-style model-parallel unit, or None if it has none."""
-    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
-        found = getattr(mpu, name, None)
-        if found is not None:
-            group: dist.ProcessGroup = found()
-            return group
-    return None

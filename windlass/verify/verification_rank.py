@@ -2,13 +2,110 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.compute_device import local_device
+from windlass.base.dtypes import parse_dtype
+from windlass.base.errors import ConfigError
+from windlass.config import Config
+from windlass.engine.initialize_observer import InitializeObserver
+from windlass.engine.training_engine import Engine
+from windlass.verify.engine_verifier import EngineVerifier
+from windlass.verify.independent_run import IndependentRun
+from windlass.verify.reference_model import ReferenceModel
 from windlass.verify.verification_job import VerificationJob
+from windlass.zero import GatheredParameters
+from windlass.zero.sharded_init import initial_shard
+from windlass.zero.update.update_class import update_class
+
+
+class VerificationFinished(SystemExit):
+    """Exit of the script on all ranks after enough steps were compared."""
+
+
+class VerificationSession(InitializeObserver):
+    """All engines of a verification. The first one with an optimizer determines the end."""
+
+    def __init__(self, job: VerificationJob) -> None:
+        self.job, self.config_override = job, job.config
+        self.verifiers: list[EngineVerifier] = []
+        self._reference: ReferenceModel | None = None
+        self._independent_reference: ReferenceModel | None = None
+        self._pending: tuple[torch.optim.Optimizer | None, Config | None] = None, None
+
+    def before_sharding(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+        """Copy the full model before it is sharded, on rank 0, whose values count."""
+        self._reference, self._pending = None, (optimizer, config)
+        if optimizer is None:
+            return
+        if update_class(optimizer).reduces_itself:
+            raise ConfigError(
+                f"verify compares the optimizer with its own step in plain PyTorch, and {type(optimizer).__name__} has "
+                "none: its update reduces gradients itself; verify the script with another optimizer.type"
+            )
+        mixed = config.fp16.enabled or config.bf16.enabled
+        table = config.dtype_table()
+        compute = parse_dtype(table.param_dtype) if mixed else None
+        masters = (
+            (parse_dtype(table.master_dtype), parse_dtype(table.state_dtype)) if table.master_dtype != "fp32" else None
+        )
+        sharded = [p for p in model.parameters() if initial_shard.find(p) is not None]
+        whole: AbstractContextManager[Any] = GatheredParameters(sharded) if sharded else nullcontext()
+        with whole:
+            if dist.get_rank() == 0:
+                self._reference = ReferenceModel(model, optimizer, compute, local_device(), masters)
+                if self.job.independent_run:
+                    self._independent_reference = ReferenceModel(model, optimizer, compute, local_device(), masters)
+
+    def after_initialize(self, engine: Engine) -> None:
+        """Verify the engine from now on."""
+        optimizer, config = self._pending
+        if optimizer is None or config is None:
+            return
+        alone = (
+            IndependentRun(self._independent_reference, config.gradient_clipping)
+            if self._independent_reference is not None
+            else None
+        )
+        watched = EngineVerifier(engine, self._reference, alone, config, self.check_progress)
+        self._reference = self._independent_reference = None
+        self.verifiers.append(watched)
+        watched.compare_initial_weights()
+        self.check_progress(watched)
+
+    def write_result(self) -> None:
+        """Write the reports to the job's folder. Only rank 0 has them."""
+        if any(watched.reference is not None for watched in self.verifiers):
+            found = [watched.report.to_dict() for watched in self.verifiers]
+            self.job.result_path.write_text(json.dumps(found))
+
+    def note_early_end(self) -> None:
+        """Add a note if the script ended before the requested number of steps."""
+        first = self.verifiers[0]
+        if first.compared_steps < self.job.steps:
+            first.report.notes.append(f"the script ended after {first.compared_steps} of {self.job.steps} steps")
+
+    def check_progress(self, verifier: EngineVerifier) -> None:
+        """Continue after a comparison, or end the script on all ranks.
+
+        Raises:
+            VerificationFinished: a tensor deviated, or enough steps were compared.
+        """
+        over = verifier.has_deviated or (verifier is self.verifiers[0] and verifier.compared_steps == self.job.steps)
+        if over:
+            self.write_result()
+            raise VerificationFinished(0)
 
 
 def main(path: str) -> int:
@@ -37,7 +134,7 @@ def run_rank(job: VerificationJob) -> None:
     from windlass.engine.initialize_observer import install_observer
     from windlass.verify import named_model_training
     from windlass.verify.engine_verifier import VerifyError
-    from windlass.verify.verification_session import VerificationFinished, VerificationSession
+    from windlass.verify.verification_rank import VerificationFinished, VerificationSession
 
     session = VerificationSession(job)
     before = install_observer(session)
@@ -62,7 +159,7 @@ def run_rank(job: VerificationJob) -> None:
 
 def _run_script(arguments: list[str]) -> None:
     import windlass
-    from windlass.verify.verification_session import VerificationFinished
+    from windlass.verify.verification_rank import VerificationFinished
 
     # for scripts that import deepspeed; an installed and imported deepspeed has precedence
     sys.modules.setdefault("deepspeed", windlass)

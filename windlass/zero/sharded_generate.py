@@ -56,7 +56,9 @@ class ShardedGenerate:
                     return self._own(model, *args, **kwargs)
                 finally:
                     sharded.scheduler.paused = False
-        logger.info("generate: the unsharded model does not fit in the free memory; each token gathers the parameters")
+        logger.info(
+            "generate: the unsharded model does not fit in the free memory; parameters are all-gathered for each token"
+        )
         if "synced_gpus" in inspect.signature(self._own).parameters and sharded.mesh.dense.data.size > 1:
             kwargs.setdefault("synced_gpus", True)
         return self._own(model, *args, **kwargs)

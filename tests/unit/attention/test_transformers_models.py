@@ -175,12 +175,12 @@ def test_unsupported_calls_are_refused_by_the_backend() -> None:
     with pytest.raises(ModelError, match="no mask"), use_backend(Refusing()):
         model(**batch("plain"))
     assert model(**batch("plain")).logits.isfinite().all()
-    with pytest.raises(ModelError, match="Linear is no model of transformers"):
+    with pytest.raises(ModelError, match="Linear is not a transformers model"):
         install_attention(torch.nn.Linear(1, 1))
     import transformers as hf
 
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2))
-    with pytest.raises(ModelError, match="BloomForCausalLM does not take its attention from"):
+    with pytest.raises(ModelError, match="BloomForCausalLM does not call its attention through"):
         install_attention(bloom)
 
 
@@ -191,7 +191,7 @@ def test_unsupported_layer_arguments_are_refused_by_name(monkeypatch: pytest.Mon
         gemma(**batch("plain"))
     sinks = build("gpt_oss")
     install_attention(sinks)
-    with pytest.raises(ModelError, match='GptOssAttention passes s_aux .* "eager" does not'), use_backend("eager"):
+    with pytest.raises(ModelError, match='GptOssAttention passes s_aux .* "sdpa" does not'), use_backend("sdpa"):
         sinks(**batch("plain"))
     llama = build("llama")
     install_attention(llama)
@@ -202,6 +202,20 @@ def test_unsupported_layer_arguments_are_refused_by_name(monkeypatch: pytest.Mon
         monkeypatch.setattr("windlass.attention.transformers_dispatch._IGNORED_ARGUMENTS", ignored)
         ignore_argument("mood")
         llama(**batch("plain"), mood=1)
+
+
+@torch.no_grad()
+def test_sinks_are_kept_with_and_without_a_backend() -> None:
+    """transformers' sdpa function would ignore `s_aux` without a word."""
+    model = build("gpt_oss", "eager").eval()
+    for layer in model.model.layers:
+        layer.self_attn.sinks.copy_(torch.randn_like(layer.self_attn.sinks) * 3)
+    given = batch("plain")
+    wanted = model(**given).logits
+    install_attention(model)
+    torch.testing.assert_close(model(**given).logits, wanted)
+    with use_backend("eager"):
+        torch.testing.assert_close(model(**given).logits, wanted)
 
 
 @pytest.mark.slow  # imports torch._dynamo

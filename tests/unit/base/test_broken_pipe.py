@@ -35,7 +35,7 @@ command()
 def test_report_with_closed_output_exits_silently() -> None:
     ours, theirs = os.pipe()
     os.close(ours)
-    text = "from windlass.cli.environment.ds_report import cli_main; cli_main()"
+    text = "from windlass.compat.ds_report import cli_main; cli_main()"
     words = [sys.executable, "-c", text, "--hide_operator_status"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE, env=env, timeout=120)

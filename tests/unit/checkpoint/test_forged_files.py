@@ -21,18 +21,18 @@ from tests.deepspeed_checkpoint_writer import write
 from tests.fuzz.mutations import time_limit
 from tests.unit.checkpoint import sample_states
 from tests.unit.checkpoint.test_checkpoint_damage import DATA, change_index, saved
-from tests.unit.checkpoint.test_deepspeed_index import MODEL, OPTIM, trained
+from tests.unit.compat.test_deepspeed_index import MODEL, OPTIM, trained
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint import FlatShard, SavedState, load, read_checkpoint, read_full, read_latest, read_plain, save
 from windlass.checkpoint.checkpoint_index import entry_name
 from windlass.checkpoint.checkpoint_listing import list_checkpoints
-from windlass.checkpoint.consolidated import get_fp32_state_dict_from_zero_checkpoint, zero_to_fp32
 from windlass.checkpoint.safetensors_export import export_safetensors
 from windlass.checkpoint.safetensors_file import TensorEntry, TensorFileWriter
 from windlass.checkpoint.staging_checkpoint import StagingCheckpoint
 from windlass.checkpoint.stored_checkpoint import StoredCheckpoint
-from windlass.checkpoint.to_windlass import convert_to_windlass
-from windlass.checkpoint.torch_file import read_torch_file
+from windlass.compat.checkpoint.consolidated import get_fp32_state_dict_from_zero_checkpoint, zero_to_fp32
+from windlass.compat.checkpoint.to_windlass import convert_to_windlass
+from windlass.compat.checkpoint.torch_file import read_torch_file
 from windlass.zero.sharded_init.weight_files import deferred_from_files
 
 assert saved  # used as a fixture
@@ -409,7 +409,7 @@ def test_array_of_the_other_byte_order_is_read_correctly(tmp_path: Path, caplog:
     write(tmp_path, "t", trained(big=numpy.arange(3, dtype=">i4"), small=numpy.arange(3)), stage=0, ranks=1)
     with caplog.at_level("WARNING", logger="windlass"):
         client = StoredCheckpoint(tmp_path).plain["client"]
-    assert set(client) == {"small"} and "'big' of the client state is left out" in caplog.text
+    assert set(client) == {"small"} and "'big' of the client state is not read" in caplog.text
 
 
 # tests of links, pipes and devices in a checkpoint
@@ -491,7 +491,7 @@ def test_files_without_checksums_are_logged_once(tmp_path: Path, caplog: pytest.
 
     from windlass.zero.sharded_init import weight_files
 
-    weight_files._say_unchecked.cache_clear()
+    weight_files._log_unchecked.cache_clear()
     for name in ("a", "b"):
         save_file({name: torch.zeros(2), f"{name}2": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     with caplog.at_level("INFO", logger="windlass"):

@@ -12,8 +12,8 @@ import torch
 
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.pickle_writer import PickledObject, PlannedTensor
-from windlass.checkpoint.torch_file import read_torch_file
 from windlass.checkpoint.torch_file_writer import TorchFileWriter, write_torch_file
+from windlass.compat.checkpoint.torch_file import read_torch_file
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 DTYPES += [torch.int8, torch.uint8, torch.bool]

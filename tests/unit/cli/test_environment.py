@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.environment import backend_support, costly_settings, disk_facts, network_facts
+from windlass.cli.environment import collect_facts as facts_module
 from windlass.cli.environment.collect_facts import FACTS_FORMAT, collect_facts
-from windlass.cli.environment.ds_report import NATIVE_OPERATORS, cli_main, ds_report
 from windlass.cli.environment.format_facts import format_facts
-from windlass.cli.environment.try_fact import is_unknown, output_of, try_fact
 from windlass.cli.main import main
+from windlass.compat.ds_report import NATIVE_OPERATORS, cli_main, ds_report
+from windlass.observe.environment import backend_support, costly_settings, network_facts
+from windlass.observe.environment.try_fact import is_unknown, output_of, try_fact
 
 SCHEMA = {
     "format": int,
@@ -97,7 +98,7 @@ def test_failing_driver_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert "exit code 9: the driver does not answer" in facts[name]["unknown"]
     text = "\n".join(format_facts(facts))
     assert "topology     unknown (RuntimeError: nvidia-smi topo -m ended with exit code 9" in text
-    monkeypatch.setattr("windlass.cli.environment.try_fact._COMMAND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("windlass.observe.environment.try_fact._COMMAND_TIMEOUT_S", 0.2)
     tool.write_text("#!/bin/sh\nexec sleep 30\n")
     with pytest.raises(OSError, match=r"nvidia-smi did not answer within"):
         output_of("nvidia-smi")
@@ -250,4 +251,4 @@ def test_folder_in_memory_is_not_reported_as_a_disk(monkeypatch: pytest.MonkeyPa
     }  # fmt: skip
     text = "\n".join(format_facts(facts))
     assert "this is memory, not a disk): reads 1.00 GB/s, writes 2.00 GB/s (128 MiB each way)" in text
-    assert disk_facts.disk_engine().split()[0] in text
+    assert facts_module.disk_engine().split()[0] in text

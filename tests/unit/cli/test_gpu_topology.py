@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.environment import gpu_topology
 from windlass.cli.environment.format_facts import format_facts
+from windlass.observe.environment import gpu_topology
 
 TABLES = Path(__file__).parents[2] / "data" / "topology"
 MACHINES = {

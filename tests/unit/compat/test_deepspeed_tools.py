@@ -354,8 +354,8 @@ def test_numa_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_file_name_helpers_match_the_written_files() -> None:
-    from windlass.checkpoint import deepspeed_export
     from windlass.compat import checkpoint_constants as names
+    from windlass.compat.checkpoint import deepspeed_export
 
     assert names.get_model_ckpt_name_for_rank("a", "00") == f"a/{deepspeed_export.MODEL_FILE}"
     assert names.get_zero_ckpt_name_for_rank("a", 3, 0) == "a/zero_pp_rank_3_mp_rank_00_optim_states.pt"

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from windlass.base.errors import ConfigError
 from windlass.config import load_config
-from windlass.config.config_source import read_source
-from windlass.config.key_lines import find_key_lines
+from windlass.config.config_source import find_key_lines, read_source
 
 CONFIGS = Path(__file__).resolve().parents[4] / "shared" / "compat" / "configs"
 

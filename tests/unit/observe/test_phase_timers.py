@@ -10,19 +10,15 @@ from windlass.observe.phase_timers import Timers
 
 
 class Clock:
-    """Clock that the test advances, in place of the time module."""
+    """Clock that the test advances."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
+    now = 100.0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "synchronized_time", lambda device: clock.now)
     return clock
 
 
@@ -71,7 +67,7 @@ def test_a_block_that_raises_is_counted(clock: Clock) -> None:
 
 def test_device_is_synchronized_only_when_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
-    monkeypatch.setattr(module, "synchronize", lambda device: waited.append(device.type))
+    monkeypatch.setattr("windlass.base.compute_device.synchronize", lambda device: waited.append(device.type))
     for enabled in (False, True):
         timers = Timers("cuda", enabled=enabled)
         with timers("forward"):

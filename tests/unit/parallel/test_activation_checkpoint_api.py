@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 from collections.abc import Iterator
@@ -32,16 +31,6 @@ def section(**keys: Any) -> dict[str, Any]:
     return {"activation_checkpointing": keys}
 
 
-def test_configure_has_deepspeed_arguments() -> None:
-    known = "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints checkpoint_in_cpu"
-    names = list(inspect.signature(checkpointing.configure).parameters)
-    assert names[:8] == [*known.split(), "synchronize", "profile"]
-    checkpointing.configure(
-        mpu_=None, partition_activations=False, contiguous_checkpointing=False, checkpoint_in_cpu=False, profile=False
-    )
-    assert checkpointing.is_configured()
-
-
 def test_is_configured_after_configure() -> None:
     assert not checkpointing.is_configured()
     checkpointing.checkpoint(torch.sin, torch.ones(2, requires_grad=True))
@@ -58,7 +47,7 @@ def test_arguments_override_the_section(kind: str, tmp_path: Path) -> None:
     if kind == "file":
         (tmp_path / "ds.json").write_text(json.dumps(source))
         source = str(tmp_path / "ds.json")
-    checkpointing.configure(None, load_config(source) if kind == "config" else source, profile=False, num_checkpoints=5)
+    checkpointing.configure(load_config(source) if kind == "config" else source, profile=False, number_checkpoints=5)
     options = activation_checkpoint_api._options
     assert options is not None
     assert (options.number_checkpoints, options.profile, options.synchronize_checkpoint_boundary) == (5, False, True)
@@ -78,9 +67,9 @@ def test_path_may_be_a_string_or_a_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"checkpoint_in_cpu": True, "nvme_path": "x"}, "name two tiers"),
-        ({"contiguous_checkpointing": True}, "add number_checkpoints"),
-        ({"contiguous_checkpointing": True, "num_checkpoints": 2, "nvme_path": "x"}, "write false"),
+        ({"cpu_checkpointing": True, "nvme_path": "x"}, "name two tiers"),
+        ({"contiguous_memory_optimization": True}, "add number_checkpoints"),
+        ({"contiguous_memory_optimization": True, "number_checkpoints": 2, "nvme_path": "x"}, "write false"),
         ({"min_offload_bytes": -1}, "0 or more"),
     ],
 )
@@ -100,7 +89,7 @@ def test_invalid_regions_are_refused() -> None:
 
 def test_nothing_is_offloaded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_checkpoint_api, "has_separate_memory", lambda device: False)
-    checkpointing.configure(checkpoint_in_cpu=True, min_offload_bytes=0)
+    checkpointing.configure(cpu_checkpointing=True, min_offload_bytes=0)
     assert checkpointing.get_offload_counters() is None
     x = torch.randn(100, requires_grad=True)
     with checkpointing.offload_saved_tensors("cpu", min_offload_bytes=0) as counts:
@@ -110,7 +99,7 @@ def test_nothing_is_offloaded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_buffer_contains_saved_tensors() -> None:
-    checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=3, min_offload_bytes=0)
+    checkpointing.configure(contiguous_memory_optimization=True, number_checkpoints=3, min_offload_bytes=0)
     assert not differences(trained("Net", checkpointing.checkpoint, steps=3), trained("Net", plainly, steps=3))
     counts = checkpointing.get_offload_counters()
     assert counts is not None and counts.offloaded_bytes == 3 * 3 * 4 * 10 * 32 * 4
@@ -125,14 +114,12 @@ def test_partition_over_one_rank_is_a_no_op() -> None:
     checkpointing.configure(partition_activations=True)
     assert checkpointing.get_offload_counters() is None
     assert not differences(trained("Net", checkpointing.checkpoint), trained("Net", plainly))
-    checkpointing.partition_activations_in_checkpoint(False)
-    assert (
-        activation_checkpoint_api._options is not None and not activation_checkpoint_api._options.partition_activations
-    )
 
 
 def test_profile_logs_once_per_backward(caplog: pytest.LogCaptureFixture) -> None:
-    checkpointing.configure(profile=True, contiguous_checkpointing=True, num_checkpoints=3, min_offload_bytes=0)
+    checkpointing.configure(
+        profile=True, contiguous_memory_optimization=True, number_checkpoints=3, min_offload_bytes=0
+    )
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.INFO, "windlass"):
@@ -148,13 +135,13 @@ def test_profile_logs_once_per_backward(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_rng_streams_are_equal_or_distinct_over_ranks() -> None:
-    checkpointing.model_parallel_cuda_manual_seed(11)
-    named = checkpointing.get_cuda_rng_tracker()
+    checkpointing.manual_seed(11)
+    named = checkpointing.rng_tracker
     alike = torch.rand(4)
     with named.fork():
         apart = torch.rand(4)
     further = torch.rand(4)
-    checkpointing.model_parallel_cuda_manual_seed(11)
+    checkpointing.manual_seed(11)
     assert torch.equal(alike, torch.rand(4)) and torch.equal(further, torch.rand(4)), "a fork draws from its own"
     with named.fork():
         assert torch.equal(apart, torch.rand(4))

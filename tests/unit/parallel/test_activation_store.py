@@ -66,8 +66,8 @@ HIDDEN = 4 * 10 * 32 * 4
 @pytest.mark.parametrize("buffer", [False, True])
 @pytest.mark.parametrize("name", ["Net", "Nested", "Arguments", "Shapes"])
 def test_inputs_round_trip_through_the_host(name: str, buffer: bool, copied: dict[str, int]) -> None:
-    more: dict[str, Any] = {"contiguous_checkpointing": True, "num_checkpoints": 3} if buffer else {}
-    checkpointing.configure(checkpoint_in_cpu=True, min_offload_bytes=0, **more)
+    more: dict[str, Any] = {"contiguous_memory_optimization": True, "number_checkpoints": 3} if buffer else {}
+    checkpointing.configure(cpu_checkpointing=True, min_offload_bytes=0, **more)
     assert not differences(trained(name, checkpointing.checkpoint), trained(name, plainly))
     counts = checkpointing.get_offload_counters()
     assert counts is not None and counts.offloaded_bytes == copied["out"] > 0
@@ -93,7 +93,7 @@ def test_file_store_stages_through_the_host(tmp_path: Path, copied: dict[str, in
 
 
 def test_sources_are_freed_in_the_forward(copied: dict[str, int]) -> None:
-    checkpointing.configure(checkpoint_in_cpu=True, min_offload_bytes=0)
+    checkpointing.configure(cpu_checkpointing=True, min_offload_bytes=0)
     refs = []
     x = torch.randn(10, requires_grad=True) * 1.0
     for _ in range(8):

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from windlass.verify.module_trace import LIMIT, sample_tensor
 from windlass.verify.tensor_difference import EQUAL, measure_difference, ulp_size
-from windlass.verify.tensor_sample import LIMIT, sample_tensor
 from windlass.verify.tolerance import Tolerance
 
 

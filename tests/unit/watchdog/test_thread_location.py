@@ -153,7 +153,7 @@ def test_calls_known_by_name_are_engine_methods() -> None:
 def test_pipeline_and_ring_transfers_are_waits() -> None:
     from windlass.comm.mesh_axis import single_rank_axis
     from windlass.parallel.pipeline.stage_transfers import _InFlightTransfer
-    from windlass.parallel.sequence.ring_transfer import RingTransfer
+    from windlass.parallel.sequence.ring_attention import RingTransfer
 
     failing = SimpleNamespace(wait=partial(int, "a lost peer"))  # like torch's, its `wait` has no Python frame
     ring = RingTransfer(single_rank_axis("sp"), [], 0)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from windlass.base.compute_device import keep_freed_memory
 from windlass.base.errors import ConfigError
+from windlass.base.malloc_thresholds import keep_freed_memory
 
 BASELINE_ENGINES = ("none", "none-kept", "ddp", "zro", "fsdp2", "fsdp3", "ds1", "ds2", "ds3")
 _WINDLASS_NAME = re.compile(r"windlass-([0-3])(?:-(shm|gloo|nccl))?")

@@ -1,12 +1,9 @@
-"""Program of one rank of an experiment: runs the task in a folder's work.json and writes its measurements there."""
+"""Rank of an experiment of `windlass bench`: runs a task and returns its measurements."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ from torch.nn import functional
 
 from windlass.base.compute_device import local_device, synchronize
 from windlass.base.device_memory import copy_counters
-from windlass.base.text import print_escaped
 from windlass.cli.benches.bench_engines import (
     BenchEngine,
     BenchHyperparameters,
@@ -25,31 +21,29 @@ from windlass.cli.benches.bench_engines import (
     windlass_engine_from_config,
 )
 from windlass.cli.benches.bench_models import LanguageModel, linear_stack
-from windlass.cli.benches.bench_tasks import TASK_TYPES, TrainingTask, ZeroMemoryTask
+from windlass.cli.benches.bench_tasks import BenchTask, TrainingTask, ZeroMemoryTask
 from windlass.cli.benches.memory_sampler import MemorySampler
-from windlass.cli.expected_errors import describe_expected_error
 from windlass.comm.bootstrap import init_distributed
 from windlass.comm.rank_group import world_group
 
 MEMORY_POINTS = ("model built", "engine built", "before the step", "after the step")
 
 
-def main(folder: Path) -> None:
-    """Run the task in `folder` and write `rankN.json` there. An expected error is printed as one message."""
-    told = json.loads((folder / "work.json").read_text())
-    work = TASK_TYPES[told["kind"]](**told["work"])
-    try:
-        init_distributed()
-        measured = measure_zero_memory(work) if isinstance(work, ZeroMemoryTask) else measure_training(work)
-    except Exception as error:
-        message = describe_expected_error(error)
-        if message is None:
-            raise
-        print_escaped(f"windlass: {message}", to_stderr=True)
-        sys.exit(1)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(measured))
-    world_group().barrier()
-    dist.destroy_process_group()
+class TaskWorker:
+    """Worker of a `RankPool` that runs one task. The constructor is collective.
+
+    Args:
+        meeting: URL at which the ranks find each other.
+    """
+
+    def __init__(self, task: BenchTask, rank: int, meeting: str) -> None:
+        self._task = task
+        init_distributed(init_method=meeting)
+
+    def run(self) -> dict[str, Any]:
+        """Run the task. Return this rank's measurements, as plain data."""
+        task = self._task
+        return measure_zero_memory(task) if isinstance(task, ZeroMemoryTask) else measure_training(task)
 
 
 def measure_zero_memory(work: ZeroMemoryTask) -> dict[str, Any]:
@@ -106,9 +100,9 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
     losses: dict[str, list[float]] = {label: [] for label in trainees}
     copied: dict[str, dict[str, int]] = {}
     labels = list(trainees)
-    for turn in range(work.rounds):
+    for round_index in range(work.rounds):
         # slow drift of the machine then affects all configurations alike
-        for label in labels if turn % 2 == 0 else reversed(labels):
+        for label in labels if round_index % 2 == 0 else reversed(labels):
             for step in range(work.steps + 1):
                 before = _copied_bytes(trainees[label])
                 took, loss = _timed_step(trainees[label], work, device, len(losses[label]))
@@ -125,8 +119,8 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
         "seconds": seconds,
         "losses": losses,
         "copied": copied,
-        "transport": {label: said.get("transport", "none") for label, said in reports.items()},
-        "delayed_update": {label: said.get("delayed_update") for label, said in reports.items()},
+        "transport": {label: report.get("transport", "none") for label, report in reports.items()},
+        "delayed_update": {label: report.get("delayed_update") for label, report in reports.items()},
         "work": asdict(work),
     }
 
@@ -167,7 +161,3 @@ def _timed_step(trainee: BenchEngine, work: TrainingTask, device: torch.device, 
     value = float(loss.detach())
     synchronize(device)
     return time.perf_counter() - start, value
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Tasks that the command sends to the ranks as JSON files in a temporary folder."""
+"""Tasks that `windlass bench` sends to its ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,3 @@ class TrainingTask:
 
 
 BenchTask = ZeroMemoryTask | TrainingTask
-TASK_TYPES: dict[str, type[ZeroMemoryTask] | type[TrainingTask]] = {
-    "zero_memory": ZeroMemoryTask,
-    "training": TrainingTask,
-}

@@ -6,19 +6,20 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.environment import (
+from windlass.base.errors import StorageError
+from windlass.observe.environment import (
     backend_support,
     costly_settings,
-    disk_facts,
     gpu_topology,
     hardware_facts,
     network_facts,
     version_facts,
 )
-from windlass.cli.environment.try_fact import is_unknown, try_fact
+from windlass.observe.environment.try_fact import is_unknown, try_fact
 
 FACTS_FORMAT = 1
 """Version of the JSON format. Increased when a key is removed or changes its meaning, not when keys are added."""
+_PROBE_BYTES = 128 << 20
 
 
 def collect_facts(disk: Path | None = None) -> dict[str, Any]:
@@ -46,8 +47,8 @@ def collect_facts(disk: Path | None = None) -> dict[str, Any]:
         "collectives": backend_support.collective_support(),
         "operators": backend_support.operator_support(),
         "disk": {
-            "engine": try_fact(disk_facts.disk_engine),
-            "rates": None if disk is None else try_fact(lambda: disk_facts.disk_rates(disk)),
+            "engine": try_fact(disk_engine),
+            "rates": None if disk is None else try_fact(lambda: disk_rates(disk)),
         },
         "shared_memory": try_fact(hardware_facts.shared_memory_facts),
         "limits": try_fact(hardware_facts.process_limits),
@@ -85,3 +86,34 @@ def _costly_settings(facts: dict[str, Any]) -> list[dict[str, str]]:
 
 def _fact_or_none(facts: dict[str, Any], section: str, key: str) -> int | None:
     return None if is_unknown(facts[section]) else facts[section][key]
+
+
+def disk_engine() -> str:
+    """Return the name of the I/O engine that would be used, and the reason."""
+    from windlass import storage
+
+    return storage.default_io_engine()
+
+
+def disk_rates(folder: Path) -> dict[str, Any]:
+    """Measure write and read rate of the disk of `folder` by direct I/O: 128 MiB each way, under a second on an SSD.
+
+    Raises:
+        StorageError: the folder cannot be used; the message gives the reason.
+    """
+    from windlass.storage import DiskTier, inspect_disk_path
+
+    if not folder.is_dir():  # the disk tier would create it
+        raise StorageError(f"{folder} is not a directory; give one on the disk to measure")
+    prospect = inspect_disk_path(folder)
+    with DiskTier([folder], label="windlass-env") as tier:
+        found = tier.measure_rates(_PROBE_BYTES)
+    return {
+        "folder": str(folder),
+        "file_system": prospect.filesystem,
+        "memory": prospect.is_memory,
+        "free_bytes": prospect.free_bytes,
+        "measured_bytes": _PROBE_BYTES,
+        "read_bytes_per_second": round(found.read_rate),
+        "write_bytes_per_second": round(found.write_rate),
+    }

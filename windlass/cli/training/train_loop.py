@@ -9,18 +9,52 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from windlass.base.errors import CheckpointError, LossError
 from windlass.base.log import logger
-from windlass.cli.training.held_out_evaluation import held_out_bits_per_byte
-from windlass.cli.training.loss_agreement import LossAgreement, all_reduce_losses
+from windlass.cli.training.loss_agreement import LossAgreement, all_reduce_losses, all_reduce_sum
 from windlass.cli.training.progress_display import ProgressDisplay
 from windlass.cli.training.run_metrics import MetricsLog, MetricsRow, perplexity
 from windlass.cli.training.stop_signals import StopSignals
 from windlass.cli.training.training_plan import TrainingPlan
-from windlass.data.held_out import HeldOutSet
+from windlass.data.held_out import IGNORE_INDEX, HeldOutSet
 from windlass.data.resumable_loaders import SequenceLoader
 from windlass.observe.memory_usage import device_memory, resident_bytes
+
+
+def held_out_bits_per_byte(engine: Any, held_out: HeldOutSet, micro_batch: int) -> float:
+    """Return the negative log likelihood of the held-out text in bits, divided by its bytes. Collective.
+
+    The figure is comparable between tokenizers, unlike a loss or a perplexity per token.
+    """
+    device, (readers, reader) = engine.device, engine.data_loading_ranks
+    nats = torch.zeros((), dtype=torch.float64)
+    training = engine.module.training
+    engine.eval()
+    with torch.no_grad():
+        for inputs, labels in held_out.batches(micro_batch, reader, readers):
+            logits = _evaluate_logits(engine, torch.from_numpy(inputs).to(device))
+            if logits is None:  # only the last stage of a pipeline has logits
+                continue
+            targets = torch.from_numpy(labels).to(device)
+            loss = F.cross_entropy(
+                logits.float().flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+            )
+            nats += loss.double().cpu()
+    engine.train(training)
+    together = engine.mesh.grid.size("sp", "tp")  # ranks along these axes measured the same samples
+    return held_out.bits_per_byte(all_reduce_sum([float(nats)], device)[0] / together)
+
+
+def _evaluate_logits(engine: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits `[micro, seq, vocabulary]`; None on all pipeline stages but the last."""
+    if engine.mesh.pp.size == 1:
+        logits: torch.Tensor = engine(input_ids=ids).logits
+        return logits
+    found = engine.eval_batch(iter([{"input_ids": ids}]), compute_loss=False, num_micro_batches=1)
+    return None if found is None else found[0]
+
 
 _SEED_FACTOR = 1_000_003
 _SEED_MODULUS = 2**63  # today's date as a seed, times two primes, exceeds the range of torch's seeds
@@ -102,15 +136,15 @@ class TrainLoop:
         torch.manual_seed(((self.plan.seed * _SEED_FACTOR + self.step) * _SEED_FACTOR + reader) % _SEED_MODULUS)
         if self.engine.mesh.pp.size > 1:
             loss = self.engine.train_batch(self._micro_batches())
-            verdict = all_reduce_losses([loss], self.stop_signals.stop_requested)
+            agreement = all_reduce_losses([loss], self.stop_signals.stop_requested)
         else:
-            verdict = self._train_micro_batches()
+            agreement = self._train_micro_batches()
         self.step += 1
         norm = self.engine.grad_norm()
-        reporter.report_step(verdict.loss, norm, time.monotonic() - started)
-        if not verdict.stop_requested and self.plan.eval_every and self.step % self.plan.eval_every == 0:
+        reporter.report_step(agreement.loss, norm, time.monotonic() - started)
+        if not agreement.stop_requested and self.plan.eval_every and self.step % self.plan.eval_every == 0:
             reporter.report_held_out(self._evaluate_held_out())
-        return verdict.stop_requested
+        return agreement.stop_requested
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:
@@ -125,10 +159,10 @@ class TrainLoop:
             self.engine.backward(loss)
             losses.append(loss.detach())
             if micro == accumulation - 1:
-                verdict = all_reduce_losses(losses, self.stop_signals.stop_requested)
-                self._require_finite(verdict.first_non_finite)
+                agreement = all_reduce_losses(losses, self.stop_signals.stop_requested)
+                self._require_finite(agreement.first_non_finite)
             self.engine.step()
-        return verdict
+        return agreement
 
     def _evaluate_held_out(self) -> float:
         micro = self.engine.train_micro_batch_size_per_gpu()

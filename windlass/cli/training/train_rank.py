@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import windlass
 from windlass import watchdog
+from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
+from windlass.checkpoint.safetensors_export import replace_directory
 from windlass.cli.training.loss_plot import plot_loss
 from windlass.cli.training.model_builder import build_model
-from windlass.cli.training.model_export import export_model
 from windlass.cli.training.run_failure import describe_failure, record_failure, stopped_marker_path
 from windlass.cli.training.run_metrics import read_rows
 from windlass.cli.training.stop_signals import INTERRUPTED_EXIT_CODE, StopSignals
@@ -29,6 +34,57 @@ from windlass.data.resumable_loaders import SequenceLoader
 from windlass.data.token_file import TokenFile, open_tokens
 from windlass.data.tokenizer import load_tokenizer
 from windlass.initialize import setup_distributed
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def export_model(model: Any, state: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> None:
+    """Write weights, configuration and tokenizer to `target`. The directory appears complete or not at all.
+
+    Args:
+        model: the transformers model under training. Only its class and configuration are used, because its
+            parameters may be sharded.
+        state: full tensors by the model's own names.
+
+    Raises:
+        CheckpointError: the weights do not fit the model, or they cannot be written.
+    """
+    partial = temporary_path_beside(target)
+    whole = _model_with_weights(model, state)
+    try:
+        partial.mkdir(parents=True)
+        whole.save_pretrained(partial)
+        for name in _TOKENIZER_FILES:
+            if (tokenizer_dir / name).is_file():
+                shutil.copyfile(tokenizer_dir / name, partial / name)
+        replace_directory(partial, target)
+    except Exception as error:  # safetensors raises its own exception type for a full disk
+        raise CheckpointError(
+            f"cannot write the exported model to {target}: {error}; free some space or choose another --out"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _model_with_weights(model: Any, state: Mapping[str, torch.Tensor]) -> Any:
+    with torch.device("meta"):
+        whole = type(model)(model.config)
+    missing, unexpected = whole.load_state_dict(dict(state), strict=False, assign=True)
+    whole.tie_weights()
+    tied = {name for name, tensor in whole.state_dict().items() if not tensor.is_meta}
+    missing = [name for name in missing if name not in tied]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the weights do not fit {type(model).__name__}: missing {missing[:4]}, unexpected {list(unexpected)[:4]}"
+        )
+    whole.config.use_cache = True
+    return whole
 
 
 def run_rank(plan_path: Path, failure_path: Path) -> int:
@@ -51,8 +107,8 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
 def _uses_sharded_init(config: Config) -> bool:
     """Return True if no rank will hold the full model, nor needs it for a partition by measured time."""
     axes = config.parallel
-    cut = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.partition_method != "time"
-    return cut or config.zero_optimization.stage == 3
+    is_partitioned = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.partition_method != "time"
+    return is_partitioned or config.zero_optimization.stage == 3
 
 
 def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:

@@ -75,13 +75,14 @@ def capabilities_of(group: Any, device: torch.device) -> BackendCapabilities:
     return BACKEND_CAPABILITIES.get(backend_of(group, device), _DEFAULT_CAPABILITIES)
 
 
-def warn_unless_member(group: Any, operation: str) -> bool:
-    """Return True if this rank is in `group`; otherwise warn, as torch does, and return False."""
+def warn_unless_member(group: Any, operation: str, *, stacklevel: int = 4) -> bool:
+    """Return True if this rank is in `group`; otherwise warn at the script's line, as torch does, and return False."""
     require_initialized()
     if dist.get_rank(group) >= 0:
         return True
     warnings.warn(
-        f"rank {dist.get_rank()} calls {operation} on a group that it is not in: the call does nothing", stacklevel=4
+        f"rank {dist.get_rank()} calls {operation} on a group that it is not in: the call does nothing",
+        stacklevel=stacklevel,
     )
     return False
 

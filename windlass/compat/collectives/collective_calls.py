@@ -8,7 +8,7 @@ completes the result; otherwise the call blocks until the result is there. `prof
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,7 @@ def broadcast(
     debug: Any = None,
 ) -> Any:
     """Broadcast rank `src`'s `tensor` to every rank's `tensor`."""
-    return (
-        wait_or_return(byte_collectives.broadcast(tensor, src, group), async_op)
-        if warn_unless_member(group, "broadcast")
-        else None
-    )
+    return _start("broadcast", group, async_op, lambda: byte_collectives.broadcast(tensor, src, group))
 
 
 @timed_op
@@ -70,11 +66,7 @@ def scatter(
     debug: Any = None,
 ) -> Any:
     """Scatter rank `src`'s `scatter_list`: rank i's `tensor` receives `scatter_list[i]`. Other ranks pass no list."""
-    return (
-        wait_or_return(byte_collectives.scatter(tensor, scatter_list, src, group), async_op)
-        if warn_unless_member(group, "scatter")
-        else None
-    )
+    return _start("scatter", group, async_op, lambda: byte_collectives.scatter(tensor, scatter_list, src, group))
 
 
 @timed_op
@@ -89,11 +81,7 @@ def gather(
     debug: Any = None,
 ) -> Any:
     """Gather to rank `dst`: its `gather_list[i]` receives rank i's `tensor`. Other ranks pass no list."""
-    return (
-        wait_or_return(byte_collectives.gather(tensor, gather_list, dst, group), async_op)
-        if warn_unless_member(group, "gather")
-        else None
-    )
+    return _start("gather", group, async_op, lambda: byte_collectives.gather(tensor, gather_list, dst, group))
 
 
 @timed_op
@@ -108,9 +96,7 @@ def reduce(
     debug: Any = None,
 ) -> Any:
     """Reduce every rank's `tensor` into that of rank `dst`. The other ranks' tensors are unchanged."""
-    if not warn_unless_member(group, "reduce"):
-        return None
-    return wait_or_return(reductions.reduce(tensor, dst, to_reduce_operator(op), group), async_op)
+    return _start("reduce", group, async_op, lambda: reductions.reduce(tensor, dst, to_reduce_operator(op), group))
 
 
 @timed_op
@@ -127,11 +113,7 @@ def all_reduce(
 
     `op` is windlass's or torch's `ReduceOp`. `MINLOC` and `MAXLOC` take pairs; see the docstring of `ReduceOp`.
     """
-    return (
-        wait_or_return(reductions.all_reduce(tensor, to_reduce_operator(op), group), async_op)
-        if warn_unless_member(group, "all_reduce")
-        else None
-    )
+    return _start("all_reduce", group, async_op, lambda: reductions.all_reduce(tensor, to_reduce_operator(op), group))
 
 
 @timed_op
@@ -162,10 +144,11 @@ def all_reduce_coalesced(
     debug: Any = None,
 ) -> Any:
     """All-reduce several tensors, with one work object for all."""
-    if not warn_unless_member(group, "all_reduce_coalesced"):
-        return None
-    return wait_or_return(
-        _combine_works([reductions.all_reduce(one, to_reduce_operator(op), group) for one in tensors]), async_op
+    return _start(
+        "all_reduce_coalesced",
+        group,
+        async_op,
+        lambda: _combine_works([reductions.all_reduce(one, to_reduce_operator(op), group) for one in tensors]),
     )
 
 
@@ -183,11 +166,7 @@ def all_gather(
 
     Ranks may have tensors of different sizes.
     """
-    return (
-        wait_or_return(byte_collectives.all_gather(tensor_list, tensor, group), async_op)
-        if warn_unless_member(group, "all_gather")
-        else None
-    )
+    return _start("all_gather", group, async_op, lambda: byte_collectives.all_gather(tensor_list, tensor, group))
 
 
 @timed_op
@@ -201,9 +180,12 @@ def all_gather_into_tensor(
     debug: Any = None,
 ) -> Any:
     """All-gather every rank's `tensor` `[n, ...]` into `output_tensor`, `[ranks * n, ...]` or `[ranks, n, ...]`."""
-    if not warn_unless_member(group, "all_gather_into_tensor"):
-        return None
-    return wait_or_return(byte_collectives.all_gather_into_tensor(output_tensor, tensor, group), async_op)
+    return _start(
+        "all_gather_into_tensor",
+        group,
+        async_op,
+        lambda: byte_collectives.all_gather_into_tensor(output_tensor, tensor, group),
+    )
 
 
 def allgather_fn(
@@ -224,11 +206,12 @@ def all_gather_coalesced(
     debug: Any = None,
 ) -> Any:
     """Call `all_gather_into_tensor` for several pairs of tensors, with one work object for all."""
-    if not warn_unless_member(group, "all_gather_coalesced"):
-        return None
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return wait_or_return(
-        _combine_works([byte_collectives.all_gather_into_tensor(out, own, group) for out, own in pairs]), async_op
+    return _start(
+        "all_gather_coalesced",
+        group,
+        async_op,
+        lambda: _combine_works([byte_collectives.all_gather_into_tensor(out, own, group) for out, own in pairs]),
     )
 
 
@@ -264,9 +247,12 @@ def reduce_scatter(
 
     Parts may differ in size.
     """
-    if not warn_unless_member(group, "reduce_scatter"):
-        return None
-    return wait_or_return(reductions.reduce_scatter(output, input_list, to_reduce_operator(op), group), async_op)
+    return _start(
+        "reduce_scatter",
+        group,
+        async_op,
+        lambda: reductions.reduce_scatter(output, input_list, to_reduce_operator(op), group),
+    )
 
 
 @timed_op
@@ -284,10 +270,11 @@ def reduce_scatter_tensor(
 
     The parts are equal.
     """
-    if not warn_unless_member(group, "reduce_scatter_tensor"):
-        return None
-    return wait_or_return(
-        reductions.reduce_scatter_tensor(output_tensor, tensor, to_reduce_operator(op), group), async_op
+    return _start(
+        "reduce_scatter_tensor",
+        group,
+        async_op,
+        lambda: reductions.reduce_scatter_tensor(output_tensor, tensor, to_reduce_operator(op), group),
     )
 
 
@@ -318,9 +305,9 @@ def all_to_all(
 
     Sizes may differ.
     """
-    if not warn_unless_member(group, "all_to_all"):
-        return None
-    return wait_or_return(byte_collectives.all_to_all(output_tensor_list, input_tensor_list, group), async_op)
+    return _start(
+        "all_to_all", group, async_op, lambda: byte_collectives.all_to_all(output_tensor_list, input_tensor_list, group)
+    )
 
 
 @timed_op
@@ -339,10 +326,11 @@ def all_to_all_single(
 
     Each rank gets equally many rows, or as many as the split sizes specify.
     """
-    if not warn_unless_member(group, "all_to_all_single"):
-        return None
-    return wait_or_return(
-        byte_collectives.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group), async_op
+    return _start(
+        "all_to_all_single",
+        group,
+        async_op,
+        lambda: byte_collectives.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group),
     )
 
 
@@ -397,11 +385,7 @@ def isend(
     debug: Any = None,
 ) -> Any:
     """Send like `send`, and return a work object."""
-    return (
-        wait_or_return(send_and_receive.send(tensor, dst, group, tag), True)
-        if warn_unless_member(group, "isend")
-        else None
-    )
+    return _start("isend", group, True, lambda: send_and_receive.send(tensor, dst, group, tag))
 
 
 @timed_op
@@ -415,11 +399,7 @@ def irecv(
     debug: Any = None,
 ) -> Any:
     """Receive like `recv`, and return a work object."""
-    return (
-        wait_or_return(send_and_receive.receive(tensor, src, group, tag)[0], True)
-        if warn_unless_member(group, "irecv")
-        else None
-    )
+    return _start("irecv", group, True, lambda: send_and_receive.receive(tensor, src, group, tag)[0])
 
 
 @timed_op
@@ -444,6 +424,11 @@ def barrier(
     if not warn_unless_member(group, "barrier"):
         return None
     return dist.barrier(group=group_or_world(group), async_op=async_op, device_ids=device_ids)
+
+
+def _start(name: str, group: Any, async_op: bool, call: Callable[[], CollectiveWork]) -> Any:
+    """Start a collective. Return its work object if `async_op`, else None after waiting; None outside the group."""
+    return wait_or_return(call(), async_op) if warn_unless_member(group, name, stacklevel=5) else None
 
 
 def _combine_works(works: list[CollectiveWork]) -> CollectiveWork:

@@ -2,7 +2,7 @@
 
 from windlass.compat.stand_in_entry import StandInEntry, differs, refused, works
 
-_WHOLE = "windlass.checkpoint.consolidated"
+_WHOLE = "windlass.compat.checkpoint.consolidated"
 _NAMES = (
     "get_fp32_state_dict_from_zero_checkpoint",
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -47,7 +47,7 @@ TABLE: dict[str, StandInEntry] = {
     ),
     "deepspeed.checkpoint.get_model_3d_descriptor": works(f"{_LAYOUT}:get_model_3d_descriptor"),
     "deepspeed.checkpoint.ds_to_universal": differs(
-        "windlass.checkpoint.to_windlass", "writes a windlass checkpoint, which loads on any number of ranks"
+        "windlass.compat.checkpoint.to_windlass", "writes a windlass checkpoint, which loads on any number of ranks"
     ),
     "deepspeed.launcher.runner": works("windlass.compat.deepspeed_command"),
     "deepspeed.launcher.runner.main": works("windlass.compat.deepspeed_command:run"),
@@ -62,7 +62,7 @@ TABLE: dict[str, StandInEntry] = {
         for name in _RUNNERS
     },
     "deepspeed.launcher.launch": works("windlass.compat.deepspeed_node_command"),
-    "deepspeed.env_report": works("windlass.cli.environment.ds_report"),
+    "deepspeed.env_report": works("windlass.compat.ds_report"),
     "deepspeed.utils.zero_to_fp32": works(_WHOLE),
     "deepspeed.utils.zero_to_torch": works("windlass.compat.zero_to_torch"),
     **{f"deepspeed.utils.zero_to_fp32.{name}": works(f"{_WHOLE}:{name}") for name in _NAMES},

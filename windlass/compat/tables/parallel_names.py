@@ -113,7 +113,7 @@ _ENGINE = differs(
     "windlass.engine.pipeline_engine:PipelineEngine",
     "ZeRO stages 2 and 3 and offload inside stages, too; activations between stages are sent whole",
 )
-_TOPOLOGY = "windlass.comm.topology"
+_TOPOLOGY = "windlass.compat.process_topology"
 _SCHEDULES = (
     "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction BufferOpInstruction "
     "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation "
@@ -145,8 +145,8 @@ _STAGES |= {
         f"deepspeed.runtime.pipe.topology.{name}": works(f"{_TOPOLOGY}:{name}")
         for name in ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology")
     },
-    "deepspeed.runtime.pipe.topology._prime_factors": works("windlass.comm.pipeline_grid:prime_factors"),
-    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": works("windlass.comm.pipeline_grid:PipelineParallelGrid"),
+    "deepspeed.runtime.pipe.topology._prime_factors": works("windlass.compat.pipeline_grid:prime_factors"),
+    "deepspeed.runtime.pipe.topology.PipelineParallelGrid": works("windlass.compat.pipeline_grid:PipelineParallelGrid"),
     **{
         f"deepspeed.{name}": refused(
             "the schedule DualPipeV is not built; use PipelineModule with pipeline.schedule zero-bubble or interleaved"

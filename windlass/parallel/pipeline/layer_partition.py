@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from windlass.base.compute_device import local_device
+from windlass.base.compute_device import local_device, synchronized_time
 from windlass.base.errors import ConfigError
 from windlass.base.tensor_tree import iterate_tensors, replace_tensors
 
@@ -28,7 +27,7 @@ def partition_layers(weights: Sequence[float], num_stages: int) -> list[int]:
         ConfigError: there are fewer layers than stages.
     """
     if len(weights) < num_stages or num_stages < 1:
-        raise ConfigError(f"{len(weights)} layers can't be cut into {num_stages} parts, of at least one layer each")
+        raise ConfigError(f"{len(weights)} layers can't be split into {num_stages} parts of at least one layer each")
     ends = [0.0]
     for weight in weights:
         ends.append(ends[-1] + weight)
@@ -101,8 +100,8 @@ def compute_layer_weights(
             )
         return found
     raise ConfigError(
-        f'there is no partition {partition_method!r}; write "uniform", "parameters", "type:REGEX", or one number per '
-        "layer"
+        f'partition_method {partition_method!r} does not exist; write "uniform", "parameters", "type:REGEX", or one '
+        "number per layer"
     )
 
 
@@ -126,19 +125,13 @@ def _time_layer(layer: Callable[[Any], Any], given: Any) -> float:
     device = local_device()
     copies = {id(tensor): tensor.detach() for tensor in iterate_tensors(given)}
     leaves = [copy.requires_grad_(True) for copy in copies.values() if copy.is_floating_point()]
-    start = _synchronized_time(device)
+    start = synchronized_time(device)
     made = [tensor for tensor in iterate_tensors(layer(replace_tensors(given, copies))) if tensor.requires_grad]
     if made:
         wanted = [*leaves, *(p for p in _parameters(layer) if p.requires_grad)]
         torch.autograd.grad(made, wanted, [torch.ones_like(tensor) for tensor in made], allow_unused=True)
-    return _synchronized_time(device) - start
+    return synchronized_time(device) - start
 
 
 def _parameters(layer: Any) -> list[torch.Tensor]:
     return list(layer.parameters()) if isinstance(layer, torch.nn.Module) else []
-
-
-def _synchronized_time(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

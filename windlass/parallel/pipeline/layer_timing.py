@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from torch import nn
 
+from windlass.base.compute_device import synchronized_time
 from windlass.base.errors import ConfigError
 from windlass.parallel.pipeline.forward_tracing import ForwardTrace, trace_forward, trial_mode
 
@@ -46,14 +46,14 @@ def _time_layers(model: nn.Module, trace: ForwardTrace) -> list[float]:
     marks: list[float] = []
 
     def mark(*_: Any) -> None:
-        marks.append(_synchronized_time(device))
+        marks.append(synchronized_time(device))
 
     handles = [layers[0].register_forward_pre_hook(mark), *(layer.register_forward_hook(mark) for layer in layers)]
     try:
         with trial_mode(model, []), torch.no_grad():
-            start = _synchronized_time(device)
+            start = synchronized_time(device)
             model(**_lengthen_input_ids(trace.example_kwargs))
-            end = _synchronized_time(device)
+            end = synchronized_time(device)
     finally:
         for handle in handles:
             handle.remove()
@@ -71,9 +71,3 @@ def _lengthen_input_ids(arguments: dict[str, Any]) -> dict[str, Any]:
     ):
         return arguments
     return {**arguments, "input_ids": ids[:1, :1].repeat(1, _TOKENS)}
-
-
-def _synchronized_time(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.parallel.hidden_states import get_hidden_states
+
 OutputForm = str  # "tensor": a layer returns hidden states; "tuple": it returns a tuple that begins with them
 
 
@@ -62,12 +64,6 @@ class StubLayer(StubModule):
         elif self.state.stage_output is None:
             self.state.stage_output = hidden
         return wrap_hidden_states(hidden, self.output_form)
-
-
-def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the hidden states among a layer's arguments."""
-    hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-    return hidden
 
 
 def wrap_hidden_states(hidden: torch.Tensor, output_form: OutputForm) -> Any:

@@ -1,10 +1,9 @@
 """Sequence parallelism, and long sequences on few devices.
 
 Reading order: sequence_sharding, visible_ranges, attention_tiles (arithmetic); attention_dropout, sequence_shard,
-ulysses_heads, ring_transfer, tile_kernels, ring_attention, sequence_attention (the computation);
-local_backend_attention, sequence_backend (attention backends); batch_sharding, position_ids, sequence_support,
-sequence_router_loss, apply_sequence_parallel, sequence_sharded_loader (an unmodified model); replay_context,
-tiled_function, tiled_mlp, tiled_loss, long_context (tiled computations).
+ulysses_heads, tile_kernels, ring_attention, sequence_attention (the computation); sequence_backend (attention
+backends); batch_sharding, position_ids, sequence_support, sequence_router_loss, apply_sequence_parallel,
+sequence_sharded_loader (an unmodified model); tiled_function, tiled_mlp, tiled_loss, long_context (tiled computations).
 """
 
 from windlass.parallel.sequence.apply_sequence_parallel import SequenceParallel as SequenceParallel

@@ -52,7 +52,7 @@ def apply_long_context(
             "recompute=False saves none; write recompute=True"
         )
     if not hasattr(inner, "get_output_embeddings"):
-        raise ModelError(f"{name} is no model of transformers; use install_tiled_mlp and tiled_loss on its parts")
+        raise ModelError(f"{name} is not a transformers model; use install_tiled_mlp and tiled_loss on its parts")
     mlps = [module for _, module in find_mlps(model)] if tiled_mlp else []
     if tiled_mlp and not mlps:
         raise ModelError(
@@ -80,4 +80,4 @@ def apply_long_context(
 def _gathers_sequence(module: nn.Module) -> bool:
     """Return True if a layer of the module all-gathers the sequence over tp."""
     hooks = [hook for one in module.modules() for hook in one._forward_pre_hooks.values()]
-    return any(isinstance(hook, ColumnInputHook) and hook._sequence_sharding is not None for hook in hooks)
+    return any(isinstance(hook, ColumnInputHook) and hook.sequence_sharding is not None for hook in hooks)

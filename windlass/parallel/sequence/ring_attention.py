@@ -15,10 +15,41 @@ from typing import Any
 
 import torch
 
+from windlass.base.collective_activity import WaitScope
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.point_to_point import start_exchange, wait_for_transfers
 from windlass.parallel.sequence.attention_tiles import Tile
-from windlass.parallel.sequence.ring_transfer import RingTransfer
 from windlass.parallel.sequence.tile_kernels import ScoreSpec, TileKernels
+
+
+class RingTransfer:
+    """Transfer to the rank `shift` places further along the axis, and from the rank `shift` places before.
+
+    The received tensors have the shapes of the sent ones. The sent tensors are kept until `wait` returns and must not
+    change before. This is `MeshAxis.pass_on` split into start and wait.
+    """
+
+    def __init__(self, axis: MeshAxis, tensors: Sequence[torch.Tensor], shift: int) -> None:
+        self._axis, self._send_buffers = axis, [tensor.contiguous() for tensor in tensors]
+        self._works: list[Any] = []
+        if shift % axis.size == 0:
+            self._receive_buffers = self._send_buffers
+            return
+        self._receive_buffers = [torch.empty_like(tensor) for tensor in self._send_buffers]
+        to, source = (axis.index + shift) % axis.size, (axis.index - shift) % axis.size
+        self._works = start_exchange(
+            axis.group,
+            [(to, tensor) for tensor in self._send_buffers],
+            [(source, tensor) for tensor in self._receive_buffers],
+        )
+        axis.traffic.add("pass_on", 0, sum(tensor.nbytes for tensor in self._receive_buffers))
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the received tensors, ready for later work on the current stream."""
+        with WaitScope(f"a pass along {self._axis.name}"):
+            wait_for_transfers(self._works)
+        self._works, self._send_buffers = [], []
+        return self._receive_buffers
 
 
 @dataclass(frozen=True)
@@ -88,46 +119,44 @@ class _RingAttention(torch.autograd.Function):
                 context.repeat_kv_heads(v[:, :, : context.block_tokens[step]]),
             )
             for tile in tiles:
-                parts = _tile_slice(query, tile, "q"), _tile_slice(k, tile, "k"), _tile_slice(v, tile, "k")
-                whole.add(tile, *kernels.kernel_for(tile).forward(*parts, tile, context.score_spec))
+                qkv = _tile_slice(query, tile, "q"), _tile_slice(k, tile, "k"), _tile_slice(v, tile, "k")
+                whole.add(tile, *kernels.kernel_for(tile).forward(qkv, tile, context.score_spec))
         output = whole.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, whole.lse)
-        ctx.turn, ctx.kernels = context, kernels
+        ctx.ring_context, ctx.kernels = context, kernels
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        turn, kernels = ctx.turn, ctx.kernels
+        ring_context, kernels = ctx.ring_context, ctx.kernels
         query, key, value, output, lse = ctx.saved_tensors
         to_query = _wide_zeros(query)
-        under_way: RingTransfer | None = None
+        transfer: RingTransfer | None = None
         arrived: list[torch.Tensor] = []
-        for step, (k, v, tiles, last) in enumerate(_ring_blocks(turn, key, value)):
+        for step, (k, v, tiles, last) in enumerate(_ring_blocks(ring_context, key, value)):
             to_key, to_value = _wide_zeros(k), _wide_zeros(v)
-            k_all, v_all = (turn.repeat_kv_heads(k), turn.repeat_kv_heads(v)) if tiles else (k, v)
+            k_all, v_all = (ring_context.repeat_kv_heads(k), ring_context.repeat_kv_heads(v)) if tiles else (k, v)
             for tile in tiles:
                 rows, (q0, q1), (k0, k1) = slice(*tile.samples), tile.queries, tile.keys
+                qkv = _tile_slice(query, tile, "q"), _tile_slice(k_all, tile, "k"), _tile_slice(v_all, tile, "k")
                 dq, dk, dv = kernels.kernel_for(tile).backward(
                     _tile_slice(gradient, tile, "q"),
-                    _tile_slice(query, tile, "q"),
-                    _tile_slice(k_all, tile, "k"),
-                    _tile_slice(v_all, tile, "k"),
-                    _tile_slice(output, tile, "q"),
-                    lse[rows, :, q0:q1],
+                    qkv,
+                    (_tile_slice(output, tile, "q"), lse[rows, :, q0:q1]),
                     tile,
-                    turn.score_spec,
+                    ring_context.score_spec,
                 )
                 to_query[rows, :, q0:q1] += dq
-                to_key[rows, :, k0:k1] += turn.sum_kv_gradients(dk.to(to_key.dtype), key.shape[1])
-                to_value[rows, :, k0:k1] += turn.sum_kv_gradients(dv.to(to_value.dtype), key.shape[1])
-            if under_way is not None:  # gradients of the same block, from the ranks before this one
-                before = under_way.wait()
+                to_key[rows, :, k0:k1] += ring_context.sum_kv_gradients(dk.to(to_key.dtype), key.shape[1])
+                to_value[rows, :, k0:k1] += ring_context.sum_kv_gradients(dv.to(to_value.dtype), key.shape[1])
+            if transfer is not None:  # gradients of the same block, from the ranks before this one
+                before = transfer.wait()
                 to_key, to_value = to_key.add_(before[0]), to_value.add_(before[1])
             arrived = [to_key, to_value]
-            under_way = turn.send_to_next(arrived, -step if last else 1)
-        if under_way is not None:
-            arrived = under_way.wait()
+            transfer = ring_context.send_to_next(arrived, -step if last else 1)
+        if transfer is not None:
+            arrived = transfer.wait()
         own = key.shape[2]
         return (
             None,

@@ -16,7 +16,11 @@ from windlass.attention.mask_pattern import MaskBand
 from windlass.parallel.sequence.attention_dropout import AttentionDropout
 from windlass.parallel.sequence.attention_tiles import Tile
 
-QkvGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value `[samples, heads, tokens, features]`, with as many key heads as query heads; or gradients."""
+
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""Output `[samples, heads, queries, features]` and log-sum-exp of the scores `[samples, heads, queries]`."""
 
 MAX_TILE_SIZE = 1024
 """Bound of either side of a tile for kernels that hold the scores of all its pairs in memory."""
@@ -40,7 +44,7 @@ class ScoreSpec:
 
 
 class TileKernel(Protocol):
-    """Kernel for tiles. Tensors are `[samples, heads, tokens, features]`, with as many key heads as query heads.
+    """Kernel for tiles.
 
     Attributes:
         max_tile_size: bound of either side of a tile; None: no bound.
@@ -48,24 +52,17 @@ class TileKernel(Protocol):
 
     max_tile_size: int | None
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output `[samples, heads, queries, features]` and the log-sum-exp `[samples, heads, queries]`."""
+    def forward(self, qkv: Qkv, tile: Tile, score_spec: ScoreSpec) -> Attended:
+        """Return the tile's output and log-sum-exp."""
         ...
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        score_spec: ScoreSpec,
-    ) -> QkvGradients:
-        """Return this tile's part of the gradients of query, key and value; `output` and `lse` are of all tiles."""
+    def backward(self, gradient: torch.Tensor, qkv: Qkv, attended: Attended, tile: Tile, score_spec: ScoreSpec) -> Qkv:
+        """Return this tile's part of the gradients of query, key and value.
+
+        Args:
+            gradient: of the output.
+            attended: output and log-sum-exp of all tiles.
+        """
         ...
 
 
@@ -74,28 +71,18 @@ class MatmulTileKernel:
 
     max_tile_size: int | None = MAX_TILE_SIZE
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self._scores(_upcast(query), _upcast(key), tile, score_spec)
+    def forward(self, qkv: Qkv, tile: Tile, score_spec: ScoreSpec) -> Attended:
+        query, key, value = map(_upcast, qkv)
+        scores = self._scores(query, key, tile, score_spec)
         lse = scores.logsumexp(dim=-1)
         weights = (scores - _zero_if_unseen(lse).unsqueeze(-1)).exp_()
         if score_spec.dropout is not None:
             weights *= score_spec.dropout.weight_factors(query.shape[1], tile, query.device)
-        return weights @ _upcast(value), lse
+        return weights @ value, lse
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        score_spec: ScoreSpec,
-    ) -> QkvGradients:
-        query, key, value, gradient = _upcast(query), _upcast(key), _upcast(value), _upcast(gradient)
+    def backward(self, gradient: torch.Tensor, qkv: Qkv, attended: Attended, tile: Tile, score_spec: ScoreSpec) -> Qkv:
+        query, key, value, gradient = *map(_upcast, qkv), _upcast(gradient)
+        output, lse = attended
         scores = self._scores(query, key, tile, score_spec)
         weights = (scores - _zero_if_unseen(lse).unsqueeze(-1)).exp()
         to_weights = gradient @ value.transpose(-1, -2)
@@ -133,10 +120,8 @@ class FlashTileKernel:
         # CUDA's backward takes the cumulative lengths and the dropout state of the forward
         self._saved_for_backward: tuple[Any, ...] = ()
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile, score_spec: ScoreSpec
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        causal = tile.kind == "causal"
+    def forward(self, qkv: Qkv, tile: Tile, score_spec: ScoreSpec) -> Attended:
+        (query, key, value), causal = qkv, tile.kind == "causal"
         if not self._cuda:
             cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, causal, scale=score_spec.scale
@@ -148,19 +133,9 @@ class FlashTileKernel:
         self._saved_for_backward = (found[2], found[3], found[6], found[7])
         return found[0], found[1]
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-        score_spec: ScoreSpec,
-    ) -> QkvGradients:
-        causal = tile.kind == "causal"
-        output, lse = output.contiguous(), lse.contiguous()
+    def backward(self, gradient: torch.Tensor, qkv: Qkv, attended: Attended, tile: Tile, score_spec: ScoreSpec) -> Qkv:
+        (query, key, value), causal = qkv, tile.kind == "causal"
+        output, lse = attended[0].contiguous(), attended[1].contiguous()
         if not self._cuda:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient, query, key, value, output, lse, 0.0, causal, scale=score_spec.scale

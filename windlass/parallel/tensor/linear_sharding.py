@@ -23,9 +23,54 @@ from windlass.parallel.tensor.input_hooks import ChainInputHook
 from windlass.parallel.tensor.linear_layers import LinearLayer
 from windlass.parallel.tensor.parameter_sharding import mark_partial_gradient, shard_parameter
 from windlass.parallel.tensor.rank_ranges import count_elements, count_rank_elements
-from windlass.parallel.tensor.row_parallel_linear import row_parallel_linear
 from windlass.parallel.tensor.stack_sequence_sharding import StackSequenceSharding
 from windlass.parallel.tensor.tensor_parallel_plan import ModuleShard, ShardStyle
+
+
+def row_parallel_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, axis: MeshAxis, tp_overlap_chunks: int = 1
+) -> torch.Tensor:
+    """Compute `inputs @ weight.T`, summed over the axis. The incoming gradient is complete on every rank.
+
+    Args:
+        inputs: `[..., features of this rank]`.
+        weight: `[outputs, features of this rank]`.
+        tp_overlap_chunks: split the tokens into this many chunks; the all-reduce of one overlaps the product of the
+            next (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
+    """
+    if axis.size == 1:
+        return functional.linear(inputs, weight)
+    device = inputs.device.type
+    if torch.is_autocast_enabled(device):
+        kind = torch.get_autocast_dtype(device)
+        inputs, weight = inputs.to(kind), weight.to(kind)
+    return _RowParallelLinear.apply(axis, tp_overlap_chunks, inputs, weight)  # type: ignore[no-any-return]
+
+
+class _RowParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, axis: MeshAxis, tp_overlap_chunks: int, inputs: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        out = rows.new_empty((*inputs.shape[:-1], weight.shape[0]))
+        results = out.view(-1, weight.shape[0]).tensor_split(tp_overlap_chunks)
+        travelling = []
+        for part, result in zip(rows.tensor_split(tp_overlap_chunks), results, strict=True):
+            torch.mm(part, weight.t(), out=result)
+            travelling.append(axis.start_all_reduce(result))
+        for pending in travelling:
+            pending.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        rows = gradients[0].reshape(-1, weight.shape[0])
+        to_inputs = rows.mm(weight).view(inputs.shape) if ctx.needs_input_grad[2] else None
+        to_weight = rows.t().mm(inputs.reshape(-1, inputs.shape[-1])) if ctx.needs_input_grad[3] else None
+        return None, None, to_inputs, to_weight
 
 
 def shard_column(
@@ -109,10 +154,10 @@ class ColumnInputHook:
     """
 
     def __init__(self, input_hook: ChainInputHook, sequence_sharding: StackSequenceSharding | None) -> None:
-        self._input_hook, self._sequence_sharding = input_hook, sequence_sharding
+        self._input_hook, self.sequence_sharding = input_hook, sequence_sharding
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        sizes = self._sequence_sharding.rank_sizes(args[0]) if self._sequence_sharding is not None else None
+        sizes = self.sequence_sharding.rank_sizes(args[0]) if self.sequence_sharding is not None else None
         return self._input_hook(args[0], sizes), *args[1:]
 
 
@@ -178,9 +223,9 @@ class RowParallelForward:
         )
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        entrance, axis = self._input_hook, self._input_hook.axis
-        gathered = entrance.gathered_sizes
-        entrance.end_chain()
+        hook, axis = self._input_hook, self._input_hook.axis
+        gathered = hook.gathered_sizes
+        hook.end_chain()
         if self._sizes is not None:
             inputs = scatter_to_parallel_region(inputs, axis, -1, self._sizes)
         weight: Any = self._module.weight

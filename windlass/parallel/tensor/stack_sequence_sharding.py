@@ -13,6 +13,7 @@ from torch import nn
 from windlass.base.backward_callbacks import current_backward_id
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.parallel.autograd_collectives import gather_from_parallel_region, scatter_to_parallel_region
+from windlass.parallel.hidden_states import get_hidden_states, replace_hidden_states
 from windlass.parallel.placement import compute_shard_range
 from windlass.parallel.tensor.contiguous_non_view import as_contiguous_non_view
 from windlass.parallel.tensor.input_hooks import ChainInputHook
@@ -155,21 +156,6 @@ class LocalRngEndHook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._local_rng.end()
-
-
-def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the hidden states of a transformers module's arguments: `hidden_states`, or the first argument."""
-    found: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return found
-
-
-def replace_hidden_states(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the hidden states replaced."""
-    if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": hidden}
-    return (hidden, *args[1:]), kwargs
 
 
 def map_first_output(output: Any, function: Any) -> Any:

@@ -1,0 +1,41 @@
+"""Comparison of generated tokens with a plain forward of the same model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from windlass.inference.outputs import RequestOutput
+
+
+def make_prompts(count: int, vocab: int, longest: int = 20, seed: int = 0, shared: int = 0) -> list[list[int]]:
+    """Random prompts of 1 to `longest` tokens; every second one begins with the same `shared` tokens."""
+    r = random.Random(seed)
+    prefix = [r.randrange(3, vocab) for _ in range(shared)]
+    prompts = []
+    for number in range(count):
+        prompt = [r.randrange(3, vocab) for _ in range(r.randrange(1, longest + 1))]
+        prompts.append(prefix + prompt if number % 2 else prompt)
+    return prompts
+
+
+@torch.no_grad()
+def assert_greedy(model: Any, outputs: list[RequestOutput], tolerance: float = 1e-4) -> None:
+    """Check each generated token, and its log-probability if there is one, against one plain forward per request."""
+    for output in outputs:
+        (answer,) = output.outputs
+        tokens = [*output.prompt_token_ids, *answer.token_ids]
+        kwargs = {"use_cache": False} if hasattr(model, "config") else {}
+        result = model(torch.tensor([tokens[:-1]]), **kwargs)
+        logits = getattr(result, "logits", result)[0, len(output.prompt_token_ids) - 1 :].float()
+        logprobs = logits.log_softmax(-1)
+        best = logprobs.max(-1).values
+        taken = logprobs.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        # equal but for ties within rounding
+        worst = (best - taken).max().item()
+        assert worst <= tolerance, f"{output.request_id}: token {(best - taken).argmax()} is off by {worst}"
+        if answer.logprobs is not None:
+            found = torch.tensor([e[t].logprob for e, t in zip(answer.logprobs, answer.token_ids, strict=True)])
+            torch.testing.assert_close(found, taken, atol=tolerance, rtol=0)

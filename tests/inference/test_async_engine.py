@@ -1,0 +1,127 @@
+"""The asyncio engine: streams, cancellation, draining, and a thread that dies."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from tests.causal_models import VOCABULARY, build
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.base.errors import EngineOverloadedError, RequestError
+from windlass.inference.async_engine import AsyncLLMEngine, EngineStoppedError
+from windlass.inference.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def make_engine(**options: Any) -> tuple[Any, AsyncLLMEngine]:
+    model = build("llama", max_position_embeddings=96).eval()
+    settings = {"max_tokens_per_step": 16, "max_sequences": 4, "check_at_load": False, **options}
+    return model, AsyncLLMEngine.from_model(model, **settings)
+
+
+def test_streams_are_cumulative_and_complete() -> None:
+    async def main() -> None:
+        model, engine = make_engine()
+        await engine.start()
+
+        async def one(prompt: list[int]) -> Any:
+            last, seen = None, 0
+            async for output in engine.stream(prompt, GREEDY):
+                tokens = output.outputs[0].token_ids
+                assert len(tokens) > seen or output.finished
+                seen, last = len(tokens), output
+            assert last is not None and last.finished
+            return last
+
+        outputs = await asyncio.gather(*(one(prompt) for prompt in make_prompts(12, VOCABULARY)))
+        assert_greedy(model, list(outputs))
+        assert engine.stats().kv_cache_usage == 0
+        await engine.shutdown()
+        assert not engine.is_healthy
+        with pytest.raises(EngineStoppedError):
+            await engine.add([3], GREEDY)
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_frees_its_blocks() -> None:
+    async def main() -> None:
+        _, engine = make_engine()
+        await engine.start()
+        long = GREEDY.replace(max_tokens=80)
+        stream = engine.stream([3, 4, 5], long)
+        await anext(stream)
+        await stream.aclose()
+        task = asyncio.create_task(anext(engine.stream([3, 4, 5], long)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.embed([[3]])  # behind the cancellation in the queue
+        stats = engine.stats()
+        assert stats.num_running == stats.num_waiting == 0
+        assert stats.kv_cache_usage == 0
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_errors_of_one_request_leave_the_others_alone() -> None:
+    async def main() -> None:
+        model, engine = make_engine(max_queued=1, max_sequences=1)
+        await engine.start()
+        first = engine.stream([3, 4, 5], GREEDY.replace(max_tokens=40))
+        await anext(first)
+        with pytest.raises(RequestError, match="token 99 of the prompt"):
+            await engine.add([99], GREEDY)
+        with pytest.raises(RequestError, match="prompt has 200 tokens"):
+            await engine.add([3] * 200, GREEDY)
+        second = await engine.add([3, 4], GREEDY)
+        with pytest.raises(EngineOverloadedError, match="try again"):
+            await engine.add([3, 4], GREEDY)
+        outputs = [output async for output in first][-1:] + [output async for output in engine.outputs(second)][-1:]
+        assert_greedy(model, outputs)
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_draining_finishes_running_requests() -> None:
+    async def main() -> None:
+        model, engine = make_engine()
+        await engine.start()
+        stream = engine.stream([3, 4, 5], GREEDY)
+        outputs = [await anext(stream)]
+        ending = asyncio.create_task(engine.shutdown(drain=True))
+        outputs += [output async for output in stream]
+        await ending
+        assert outputs[-1].finished
+        assert_greedy(model, outputs[-1:])
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_model_reaches_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        _, engine = make_engine()
+        await engine.start()
+        stream = engine.stream([3, 4, 5], GREEDY.replace(max_tokens=60))
+        await anext(stream)
+
+        def fail(batch: Any) -> torch.Tensor:
+            raise ValueError("the device is gone")
+
+        monkeypatch.setattr(engine._engine.runner, "run", fail)
+        with pytest.raises(EngineStoppedError, match="the device is gone"):
+            async for _ in stream:
+                pass
+        assert not engine.is_healthy
+        assert isinstance(engine.error, ValueError)
+        with pytest.raises(EngineStoppedError):
+            await engine.add([3], GREEDY)
+
+    asyncio.run(main())

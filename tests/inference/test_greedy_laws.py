@@ -1,0 +1,204 @@
+"""Law: greedy tokens are those of the plain model, whatever is batched with a request and however it is scheduled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.causal_models import CAUSAL, VOCABULARY, build
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.attention import attention
+from windlass.inference.llm import LLM
+from windlass.inference.own_cache_runner import OwnCacheModelRunner
+from windlass.inference.paged_runner import PagedModelRunner
+from windlass.inference.sampling_params import SamplingParams
+
+OWN_CACHE = {"bloom", "mpt", "falcon", "gptj", "gpt_neo", "qwen3_next"}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+
+
+def longer(name: str, **changes: Any) -> Any:
+    """A model that takes 96 tokens, where its configuration has a limit."""
+    key = {"gpt2": "n_positions", "gptj": "n_positions", "gpt_bigcode": "n_positions", "mpt": "max_seq_len"}
+    known = {} if name in ("bloom", "falcon") else {key.get(name, "max_position_embeddings"): 96}
+    return build(name, **{**known, **changes}).eval()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_families_generate_what_the_plain_model_does(name: str) -> None:
+    model = longer(name)
+    with LLM(model, max_tokens_per_step=16, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(10, VOCABULARY), GREEDY)
+        kind = OwnCacheModelRunner if name in OWN_CACHE else PagedModelRunner
+        assert isinstance(llm.engine.runner, kind)
+    assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize("policy", ["splitfuse", "prefill-first", "orca"])
+@pytest.mark.parametrize("budget", [1, 7, 64])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
+    """40 requests of mixed lengths that arrive while others run, through a cache that holds only some of them."""
+    model = longer(name)
+    prompts = make_prompts(40, VOCABULARY, 40, shared=18)
+    options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 6), "policy": policy}
+    with LLM(model, **options, kv_cache_tokens=112, max_model_len=96, check_at_load=False) as llm:
+        engine, outputs = llm.engine, {}
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, GREEDY.replace(max_tokens=4 + number % 20))
+            if number % 3 == 0:
+                outputs.update((output.request_id, output) for output in engine.step())
+        while engine.has_requests():
+            outputs.update((output.request_id, output) for output in engine.step())
+        stats = engine.stats()
+    assert len(outputs) == 40
+    assert stats.kv_cache_usage == 0, "blocks leaked"
+    assert stats.prefix_cache_hits > 0
+    if budget > 1:
+        assert stats.num_preemptions > 0
+    assert_greedy(model, list(outputs.values()))
+
+
+@pytest.mark.parametrize("changes", [{"prefix_caching": False}, {"block_size": 32}, {"swap_bytes": 1 << 20}])
+def test_options_change_no_token(changes: dict[str, Any]) -> None:
+    model = longer("llama")
+    with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, **changes) as llm:
+        outputs = llm.generate(make_prompts(16, VOCABULARY, 30, shared=18), GREEDY.replace(max_tokens=20))
+        stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert stats.kv_cache_usage == 0
+    assert_greedy(model, outputs)
+
+
+def test_preempted_blocks_come_back_from_host_and_disk(tmp_path: Any) -> None:
+    """A cost model in which computing again is slow lets blocks be moved."""
+    from windlass.inference.step_cost import StepCost
+
+    model = longer("llama")
+    for changes in ({"swap_bytes": 1 << 24}, {"swap_directory": tmp_path}):
+        with LLM(model, max_tokens_per_step=32, max_sequences=8, kv_cache_tokens=128, **changes) as llm:
+            llm.engine._preempted._cost = StepCost(100.0)
+            saved = 0
+            save = llm.engine.runner.save_blocks
+
+            def counted(blocks: Any, save: Any = save) -> Any:
+                nonlocal saved
+                saved += 1
+                return save(blocks)
+
+            llm.engine.runner.save_blocks = counted
+            outputs = llm.generate(make_prompts(16, VOCABULARY, 30), GREEDY.replace(max_tokens=20))
+        assert saved > 0
+        assert_greedy(model, outputs)
+    assert not list(tmp_path.iterdir())
+
+
+def test_greedy_tokens_are_those_of_transformers_generate() -> None:
+    model = longer("llama")
+    prompts = make_prompts(6, VOCABULARY)
+    with LLM(model, max_tokens_per_step=16, max_sequences=4) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, use_cache=True)
+        assert output.outputs[0].token_ids == wanted[0, len(prompt) :].tolist()
+        assert output.outputs[0].finish_reason == ("stop" if output.outputs[0].token_ids[-1] == 2 else "length")
+
+
+class TiedTwice(nn.Module):
+    """A model of the user, not of transformers: one layer used twice, tied weights, attention from the registry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.place = nn.Embedding(96, 16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        x = self.embed(input_ids) + self.place(position_ids)
+        for _ in range(2):
+            q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            x = x + self.out(attention(q, k, v, is_causal=True, module=self).transpose(1, 2).flatten(2))
+        return x @ self.embed.weight.T
+
+
+def test_modules_of_users_are_paged_if_they_take_positions() -> None:
+    torch.manual_seed(0)
+    model = TiedTwice().eval()
+    with LLM(model, max_tokens_per_step=16, max_sequences=4, max_model_len=40) as llm:
+        assert isinstance(llm.engine.runner, PagedModelRunner)
+        outputs = llm.generate(make_prompts(8, VOCABULARY), GREEDY)
+    assert_greedy(model, outputs)
+
+
+class NoPositions(nn.Module):
+    """A model of the user that computes positions itself, and keeps no cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.mix = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.embed(x))[0] @ self.embed.weight.T
+
+
+def test_modules_without_a_cache_are_computed_again() -> None:
+    torch.manual_seed(0)
+    model = NoPositions().eval()
+    with LLM(model, max_tokens_per_step=16, max_sequences=4, max_model_len=40) as llm:
+        assert "computed again" in llm.engine.runner.description
+        outputs = llm.generate(make_prompts(8, VOCABULARY), GREEDY)
+    assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_request_has_the_same_bits_in_any_company(name: str) -> None:
+    """Tokens and logprobs are equal alone, in a batch, and for every split of the prompt."""
+    model = longer(name)
+    prompts = make_prompts(12, VOCABULARY, 40)
+    params = GREEDY.replace(logprobs=3, max_tokens=16)
+    found = []
+    for budget, sequences in ((64, 12), (5, 5), (64, 1)):
+        with LLM(model, max_tokens_per_step=budget, max_sequences=sequences, deterministic=True) as llm:
+            outputs = llm.generate(prompts, params)
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert found[0] == found[1] == found[2]
+
+
+def test_training_on_a_served_module_is_untouched() -> None:
+    model = build("llama", max_position_embeddings=96)
+    ids = torch.tensor([make_prompts(1, VOCABULARY, 20)[0] * 2])
+    wanted = model(ids, labels=ids).loss
+    wanted.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with LLM(model, max_tokens_per_step=16, max_sequences=4) as llm:
+        llm.generate([[3, 4, 5]], GREEDY)
+        model.train()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        torch.testing.assert_close(loss, wanted)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        model.eval()
+        outputs = llm.generate([[3, 4, 5]], GREEDY)
+    assert_greedy(model, outputs)
+
+
+def test_changed_weights_are_served_after_the_prefix_cache_is_cleared() -> None:
+    model = longer("llama")
+    prompt = list(range(3, 40))
+    with LLM(model, max_tokens_per_step=64, max_sequences=4) as llm:
+        llm.generate([prompt], GREEDY)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        llm.reset_prefix_cache()
+        outputs = llm.generate([prompt], GREEDY)
+    assert_greedy(model, outputs)

@@ -1,0 +1,61 @@
+"""Tests of `deepspeed.checkpointing`: DeepSpeed's arguments and names reach windlass's options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from windlass import checkpointing
+from windlass.compat import activation_names
+from windlass.parallel import activation_checkpoint_api
+from windlass.parallel.activation_checkpoint_api import current_options
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(activation_checkpoint_api, "_options", None)
+    monkeypatch.setattr(activation_checkpoint_api, "_settings", None)
+    monkeypatch.setattr(activation_names, "_unit", None)
+    yield
+
+
+def test_configure_has_deepspeed_arguments() -> None:
+    known = "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints checkpoint_in_cpu"
+    names = list(inspect.signature(activation_names.configure).parameters)
+    assert names == [*known.split(), "synchronize", "profile", "more"]
+
+
+def test_every_argument_sets_its_option() -> None:
+    group: Any = object()
+    activation_names.configure(
+        SimpleNamespace(get_model_parallel_group=lambda: group),
+        {"activation_checkpointing": {"number_checkpoints": 3, "profile": True}},
+        contiguous_checkpointing=True,
+        num_checkpoints=5,
+        checkpoint_in_cpu=True,
+        synchronize=True,
+        profile=False,
+        min_offload_bytes=7,
+    )
+    options = current_options()
+    assert (options.contiguous_memory_optimization, options.number_checkpoints) == (True, 5)
+    assert (options.cpu_checkpointing, options.synchronize_checkpoint_boundary, options.profile) == (True, True, False)
+    assert options.group is group and options.min_offload_bytes == 7
+
+
+def test_partitioning_is_turned_on_and_off() -> None:
+    activation_names.configure(profile=True)
+    activation_names.partition_activations_in_checkpoint(True)
+    assert current_options().partition_activations and current_options().profile
+    activation_names.partition_activations_in_checkpoint(False)
+    assert not current_options().partition_activations
+
+
+def test_other_names_are_those_of_windlass() -> None:
+    assert activation_names.non_reentrant_checkpoint is checkpointing.checkpoint
+    assert activation_names.get_cuda_rng_tracker() is checkpointing.rng_tracker
+    assert activation_names.model_parallel_cuda_manual_seed is checkpointing.manual_seed

@@ -1,0 +1,240 @@
+"""Properties of the scheduler on random states, and simulations until all requests are served."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.inference.scheduler import (
+    POLICIES,
+    SchedulerLimits,
+    SequenceSnapshot,
+    ServiceLevel,
+    StepPlan,
+    schedule,
+)
+from windlass.inference.step_cost import StepCost
+
+BLOCK = 16
+COST = StepCost(0.001, 0.01, 0.001, 1e-6)
+
+
+def blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+def is_running_state(computed: int, remaining: int, drafts: int) -> SequenceSnapshot:
+    decoding = remaining == 1
+    known = computed + remaining + (drafts if decoding else 0)
+    held = blocks(computed) if decoding else blocks(computed + remaining)
+    return SequenceSnapshot(0, 0.0, known, computed, held, held, drafts if decoding else 0)
+
+
+running_states = st.builds(
+    is_running_state, st.integers(1, 200), st.one_of(st.just(1), st.integers(1, 300)), st.integers(0, 4)
+)
+waiting_states = st.builds(
+    lambda known, priority, level: SequenceSnapshot(0, 0.0, known, 0, 0, priority=priority, level=level),
+    st.integers(1, 400),
+    st.integers(-1, 1),
+    st.one_of(st.none(), st.builds(ServiceLevel, st.floats(0.1, 10), st.floats(0, 10))),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(running_states, max_size=12),
+    st.lists(waiting_states, max_size=12),
+    st.integers(0, 40),
+    st.sampled_from(POLICIES),
+    st.integers(16, 256),
+    st.one_of(st.none(), st.floats(0.001, 0.2)),
+    st.floats(0, 100),
+)
+def test_every_plan_can_be_carried_out(
+    running: list[SequenceSnapshot],
+    waiting: list[SequenceSnapshot],
+    free: int,
+    policy: str,
+    budget: int,
+    gap: float | None,
+    now: float,
+) -> None:
+    running = [replace(s, sequence_id=i, arrival=float(i)) for i, s in enumerate(running)]
+    waiting = [replace(s, sequence_id=100 + i, arrival=50.0 + i) for i, s in enumerate(waiting)]
+    total = free + sum(s.num_blocks for s in running)
+    limits = SchedulerLimits(policy, budget, 16, BLOCK, total, gap)  # type: ignore[arg-type]
+    waiting = [s for s in waiting if blocks(s.num_known + 1) <= total]
+    plan = schedule(running, waiting, free, limits, COST, now)
+    known = {s.sequence_id: s for s in [*running, *waiting]}
+    preempted, admitted = set(plan.preempted), set(plan.admitted)
+    assert preempted <= {s.sequence_id for s in running}
+    assert admitted <= {s.sequence_id for s in waiting}
+    assert not preempted & set(plan.num_tokens)
+    # tokens: at least one, at most what is known; whole prompts may exceed the budget alone
+    for sequence_id, tokens in plan.num_tokens.items():
+        assert 1 <= tokens <= known[sequence_id].remaining
+        assert sequence_id in admitted or sequence_id < 100
+    if policy == "splitfuse":
+        assert sum(plan.num_tokens.values()) <= budget
+    # blocks
+    needed = sum(blocks(known[s].num_known) for s in admitted)
+    for sequence_id, tokens in plan.num_tokens.items():
+        if sequence_id < 100:
+            s = known[sequence_id]
+            needed += max(blocks(s.num_computed + tokens) - s.num_blocks, 0)
+    assert needed <= free + sum(known[s].num_freed for s in preempted)
+    # something runs if anything can
+    if running or waiting:
+        assert plan.num_tokens or plan.preempted
+    # with room for all, no decode is left out (but under prefill-first)
+    decodes = [s for s in running if s.is_decode]
+    if policy != "prefill-first" and not preempted and len(decodes) <= budget:
+        assert all(s.sequence_id in plan.num_tokens for s in decodes)
+
+
+class Simulation:
+    """Requests of a load through the scheduler, with the block accounting of an engine and a clock of its cost."""
+
+    def __init__(self, limits: SchedulerLimits, cost: StepCost = COST) -> None:
+        self.limits, self.cost, self.now = limits, cost, 0.0
+        self.running: dict[int, SequenceSnapshot] = {}
+        self.waiting: dict[int, SequenceSnapshot] = {}
+        self.prompt: dict[int, int] = {}
+        self.answer: dict[int, int] = {}
+        self.first: dict[int, float] = {}
+        self.done: dict[int, float] = {}
+        self.gaps: list[float] = []
+        self._last: dict[int, float] = {}
+
+    def add(self, number: int, prompt: int, answer: int, **more: object) -> None:
+        self.waiting[number] = SequenceSnapshot(number, self.now, prompt, 0, 0, **more)  # type: ignore[arg-type]
+        self.prompt[number], self.answer[number] = prompt, answer
+
+    def step(self) -> StepPlan:
+        free = self.limits.num_blocks - sum(s.num_blocks for s in self.running.values())
+        plan = schedule(
+            list(self.running.values()), list(self.waiting.values()), free, self.limits, self.cost, self.now
+        )
+        for number in plan.preempted:
+            old = self.running.pop(number)
+            self.waiting[number] = replace(old, num_computed=0, num_blocks=0, num_freed=0)
+        for number in plan.admitted:
+            new = self.waiting.pop(number)
+            held = blocks(new.num_known)
+            self.running[number] = replace(new, num_blocks=held, num_freed=held)
+        cached = sum(self.running[n].num_computed for n in plan.num_tokens)
+        self.now += self.cost.step_seconds(sum(plan.num_tokens.values()), cached)
+        for number, tokens in plan.num_tokens.items():
+            s = self.running[number]
+            computed = s.num_computed + tokens
+            held = max(blocks(computed), s.num_blocks)
+            s = replace(s, num_computed=computed, num_blocks=held, num_freed=held)
+            if computed == s.num_known:
+                self.first.setdefault(number, self.now)
+                if number in self._last:
+                    self.gaps.append(self.now - self._last[number])
+                self._last[number] = self.now
+                s = replace(s, num_known=s.num_known + 1, has_answered=True)
+            self.running[number] = s
+            if s.num_known - self.prompt[number] >= self.answer[number]:
+                self.done[number] = self.now
+                del self.running[number]
+        assert sum(s.num_blocks for s in self.running.values()) <= self.limits.num_blocks
+        return plan
+
+    def run(self, most: int = 20_000) -> None:
+        for _ in range(most):
+            if not self.running and not self.waiting:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.running)} running and {len(self.waiting)} waiting requests starve")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_all_requests_are_served_with_a_small_cache(policy: str, seed: int) -> None:
+    r = random.Random(seed)
+    simulation = Simulation(SchedulerLimits(policy, 64, 8, BLOCK, 24))  # type: ignore[arg-type]
+    for number in range(60):
+        simulation.add(number, r.randrange(1, 250), r.randrange(1, 100), priority=r.randrange(3))
+        if r.random() < 0.7:
+            simulation.step()
+    simulation.run()
+    assert len(simulation.done) == 60
+
+
+def test_a_large_request_is_not_passed_forever_by_small_ones() -> None:
+    limits = SchedulerLimits("splitfuse", 64, 8, BLOCK, 24, max_wait_seconds=2.0)
+    simulation = Simulation(limits)
+    simulation.add(0, 40, 60)
+    simulation.step()
+    simulation.add(1000, 24 * BLOCK - 2, 1)  # needs the whole cache
+    number = 1
+    while 1000 not in simulation.first and number < 5000:
+        simulation.add(number, 40, 20)  # there is always a small one
+        simulation.step()
+        number += 1
+    assert simulation.first[1000] < 2.0 + 3.0  # the bound, and the running ones that have to end first
+
+
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    def first_token(long: bool, policy: str) -> float:
+        simulation = Simulation(SchedulerLimits(policy, 256, 16, BLOCK, 2000))  # type: ignore[arg-type]
+        if long:
+            simulation.add(0, 10_000, 4)
+            simulation.step()
+        arrival = simulation.now
+        simulation.add(1, 100, 4)
+        while 1 not in simulation.first:
+            simulation.step()
+        return simulation.first[1] - arrival
+
+    idle = first_token(False, "splitfuse")
+    assert first_token(True, "splitfuse") <= 3 * idle
+    assert first_token(True, "orca") <= 3 * idle + 11  # for comparison: the prompt of 10,000 tokens runs whole
+
+
+def test_steps_with_decodes_keep_the_gap() -> None:
+    cost = StepCost(0.0, 0.010, 0.001, 0.0)
+    simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05), cost)
+    for number in range(4):
+        simulation.add(number, 30, 200)
+    for _ in range(10):
+        simulation.step()
+    simulation.gaps.clear()
+    simulation.add(10, 5000, 4)
+    while 10 not in simulation.first:
+        simulation.step()
+    assert max(simulation.gaps) <= 0.0501
+    assert len(simulation.gaps) > 100
+
+
+def test_service_levels_order_admission() -> None:
+    limits = SchedulerLimits("splitfuse", 64, 1, BLOCK, 100)
+    waiting = [
+        SequenceSnapshot(1, 0.0, 60, 0, 0),
+        SequenceSnapshot(2, 0.0, 60, 0, 0, level=ServiceLevel(5.0)),
+        SequenceSnapshot(3, 0.0, 60, 0, 0, level=ServiceLevel(1.0)),
+        SequenceSnapshot(4, 0.0, 60, 0, 0, level=ServiceLevel(0.01)),  # cannot be met any more
+    ]
+    for expected in (3, 2, 1, 4):
+        plan = schedule([], waiting, 100, limits, COST, 0.5)
+        assert plan.admitted == [expected]
+        waiting = [s for s in waiting if s.sequence_id != expected]
+
+
+def test_urgent_requests_preempt_others() -> None:
+    limits = SchedulerLimits("splitfuse", 64, 4, BLOCK, 10)
+    running = [SequenceSnapshot(1, 0.0, 81, 80, 5, 5), SequenceSnapshot(2, 1.0, 65, 64, 5, 5)]
+    urgent = SequenceSnapshot(3, 2.0, 60, 0, 0, priority=-1)
+    plan = schedule(running, [urgent], 0, limits, COST, 3.0)
+    assert plan.preempted
+    after = [s for s in running if s.sequence_id not in plan.preempted]
+    if not plan.admitted:
+        plan = schedule(after, [urgent, running[1]], 5, limits, COST, 3.0)
+    assert plan.admitted[0] == 3

@@ -1,0 +1,93 @@
+"""Test that docs/wiring.md lists every dataclass of callables and every observer, with the files that call them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import windlass
+
+ROOT = Path(windlass.__file__).parent
+PAGE = (ROOT.parent / "docs" / "wiring.md").read_text("utf-8")
+SECTIONS = {found[1]: found[2] for found in re.finditer(r"(?ms)^## `(\w+)`\n(.*?)(?=^## |\Z)", PAGE)}
+
+
+def callable_fields(node: ast.ClassDef) -> list[str]:
+    """Return the fields of a frozen dataclass if it is one of callables: most of its fields are."""
+    if not any("dataclass(" in (text := ast.unparse(one)) and "frozen=True" in text for one in node.decorator_list):
+        return []
+    fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
+    calls = [one for one in fields if ast.unparse(one.annotation).startswith("Callable")]
+    if len(calls) < 2 or 4 * len(calls) < 3 * len(fields):
+        return []
+    kept = [one for one in fields if one in calls or ast.unparse(one.annotation).endswith("Callbacks")]
+    return [one.target.id for one in kept if isinstance(one.target, ast.Name)]
+
+
+def observer_methods(node: ast.ClassDef) -> list[str]:
+    """Return the methods of an observer's base class; they do nothing but have a docstring."""
+    methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+    is_base = not node.bases and node.name.endswith("Observer") and all(len(one.body) == 1 for one in methods)
+    return [one.name for one in methods] if is_base else []
+
+
+def wires() -> dict[str, list[str]]:
+    """Return the members of each dataclass of callables and of each observer in the package."""
+    classes = [
+        node
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    return {node.name: found for node in classes if (found := callable_fields(node) or observer_methods(node))}
+
+
+WIRES = wires()
+
+
+def rows(section: str) -> dict[str, str]:
+    """Return the file of the call by the member, from a section's table."""
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    column = table[0].index("called in")
+    return {row[0].strip("`"): row[column].strip("`") for row in table[2:]}
+
+
+def test_the_page_lists_the_wires_of_the_package_and_no_others() -> None:
+    assert sorted(SECTIONS) == sorted(WIRES)
+
+
+@pytest.mark.parametrize("name", sorted(WIRES))
+def test_each_member_has_a_row_whose_file_uses_it(name: str) -> None:
+    listed = rows(SECTIONS[name])
+    assert list(listed) == WIRES[name]
+    for member, file in listed.items():
+        assert f".{member}" in (ROOT / f"{file}.py").read_text("utf-8"), (member, file)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in WIRES if not name.endswith("Observer")))
+def test_a_dataclass_is_created_in_the_named_file(name: str) -> None:
+    found = re.search(r"Created in `([\w/]+)`", SECTIONS[name])
+    assert found is not None and f"{name}(" in (ROOT / f"{found[1]}.py").read_text("utf-8")
+
+
+def test_dataclasses_of_callables_are_told_from_others() -> None:
+    source = """
+@dataclass(frozen=True)
+class Wire:
+    call: Callable[[], None]
+    other: Callable[[], None] = print
+    inner: InnerCallbacks = None
+
+@dataclass(frozen=True)
+class Record:
+    read: Callable[[], None]
+    size: int
+"""
+    wire, record = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    assert callable_fields(record) == []
+    assert callable_fields(wire) == []  # two of three: under three quarters
+    del wire.body[2]
+    assert callable_fields(wire) == ["call", "other"]

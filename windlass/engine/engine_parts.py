@@ -1,0 +1,110 @@
+"""Attributes and hooks that the files of an engine's class share.
+
+[Note: files of an engine] The class of an engine is written in several files: `training_engine` has forward, backward
+and step; `query_methods` and `checkpoint_methods` are base classes; `pipeline_engine` and `windlass.compat` subclass
+it. `EngineParts` declares every private name that crosses one of these files. `tests/unit/test_engine_interfaces.py`
+holds it. Other files use an engine's public names, or are given the parts that they need, as `EngineState` is.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.checkpoint.async_save import AsyncSave
+from windlass.config import Config
+from windlass.engine.engine_observer import EngineObserver
+from windlass.engine.engine_reporter import EngineReporter
+from windlass.engine.failed_call_barrier import FailedCallBarrier
+from windlass.engine.input_consistency import InputConsistencyCheck
+from windlass.engine.sharded_optimizer import ShardedOptimizer
+from windlass.engine.training_progress import TrainingProgress
+from windlass.optim.loss_scale import LossScale
+from windlass.zero.engine_callbacks import EngineCallbacks
+from windlass.zero.sharded_model import ShardedModel
+
+
+class EngineParts:
+    """Shared attributes of an engine, and the hooks that a subclass may override.
+
+    Attributes:
+        config: the configuration as the script gave it.
+        _config: the validated configuration.
+        _sharded: the sharded model; `refresh` replaces it.
+        _optimizer: None in an engine that only evaluates.
+        _grad_norm: norm of the last step's gradient; None before the first step.
+        _loss_weight: factor of the loss of the running micro-batch, usually 1 / accumulation steps.
+        _loss_is_scaled: True if the loss of the next backward includes the loss scale.
+    """
+
+    config: Any
+    device: torch.device
+    progress: TrainingProgress
+    lr_scheduler: Any
+    training_dataloader: Any
+    saved_tags: set[str]
+    _config: Config
+    _sharded: ShardedModel
+    _optimizer: ShardedOptimizer | None
+    _scaler: LossScale
+    _async_save: AsyncSave
+    _observers: list[EngineObserver]
+    _reporter: EngineReporter
+    _failed_call_barrier: FailedCallBarrier
+    _grad_norm: float | None
+    _loss_weight: float
+    _loss_is_scaled: bool
+
+    def _require_ready(self, what: str) -> None:
+        """Raise ModelError if the engine was destroyed or its states are offloaded; `what` names the call."""
+        if self._sharded.destroyed:
+            raise ModelError(f"{what}: this engine was destroyed; use the model itself, or initialize a new engine")
+        if self._sharded.state_offloader.offloaded_kinds:
+            raise ModelError(f"{what}: states are offloaded; call engine.reload_states() first")
+
+    def _attach(self, sharded: ShardedModel) -> None:
+        """Connect the engine to a sharded model that it has built."""
+        raise NotImplementedError
+
+    def _make_callbacks(self) -> EngineCallbacks:
+        """Return the callables that the engine's sharded models call."""
+        raise NotImplementedError
+
+    def _make_input_check(self, sharded: ShardedModel) -> InputConsistencyCheck:
+        """Return the check that ranks with the same samples get the same inputs."""
+        raise NotImplementedError
+
+    def _is_syncing(self) -> bool:
+        """Return True if the running backward reduces gradients."""
+        raise NotImplementedError
+
+    def _on_backward_begin(self) -> None:
+        """Prepare for a backward that autograd has begun."""
+        raise NotImplementedError
+
+    def _on_backward_end(self) -> None:
+        """Clear what belongs to one backward."""
+        raise NotImplementedError
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return the autocast context of a forward."""
+        raise NotImplementedError
+
+    def _step_by_optimizer(self) -> None:
+        """Implement `engine.optimizer.step()`."""
+        raise NotImplementedError
+
+    def _step_lr_scheduler(self, lr_kwargs: dict[str, Any]) -> None:
+        """Step the learning-rate scheduler after an applied step, with the arguments of `step(lr_kwargs=...)`."""
+        raise NotImplementedError
+
+    def _report_external_gradients(self, names: list[str]) -> None:
+        """Report gradients of these parameters that the script set and the step drops."""
+        raise NotImplementedError
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """Return full parameters and buffers in their compute dtype on the CPU of rank 0; None on other ranks."""
+        raise NotImplementedError

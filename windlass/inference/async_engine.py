@@ -1,0 +1,287 @@
+"""Engine for asyncio programs: a thread runs the steps, and requests are streams of outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from windlass.base.errors import WindlassError
+from windlass.base.log import logger
+from windlass.inference.embeddings import embed_prompts
+from windlass.inference.engine_factory import make_engine
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.outputs import EngineStats, RequestOutput
+from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.scheduler import ServiceLevel
+
+
+class EngineStoppedError(WindlassError, RuntimeError):
+    """Request to an engine that was shut down, or whose thread died. The original error is the cause."""
+
+
+@dataclass(frozen=True)
+class _Subscriber:
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[RequestOutput | BaseException]
+
+
+class AsyncLLMEngine:
+    """Requests from an event loop to an `LLMEngine` in a thread of its own.
+
+    torch releases the interpreter lock while it computes, so the event loop answers clients during a step.
+
+    Args:
+        engine: used by the thread alone from `start` on.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._subscribers: dict[str, _Subscriber] = {}  # of the engine's thread alone
+        self._unread: dict[str, _Subscriber] = {}  # of the event loop's thread alone
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._drains = False
+        self._ended = False
+        self.error: BaseException | None = None
+
+    @classmethod
+    def from_model(
+        cls,
+        model: str | Path | nn.Module,
+        *,
+        tokenizer: Any = None,
+        dtype: Any = "auto",
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> AsyncLLMEngine:
+        """Load a model and build its engine; the arguments are those of `LLM`."""
+        engine = make_engine(
+            model,
+            EngineOptions.from_arguments(**options),
+            tokenizer=tokenizer,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls(engine)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of transformers, or None."""
+        return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        return self._engine.max_model_len
+
+    @property
+    def lora_names(self) -> list[str]:
+        """Names of the loaded adapters."""
+        return self._engine.lora_names
+
+    @property
+    def is_healthy(self) -> bool:
+        """True while the thread runs."""
+        return self._is_alive()
+
+    def _is_alive(self) -> bool:
+        return self.error is None and self._thread is not None and self._thread.is_alive()
+
+    async def start(self) -> None:
+        """Start the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="windlass-engine", daemon=True)
+            self._thread.start()
+
+    async def shutdown(self, drain: bool = False) -> None:
+        """Stop the thread; running requests are finished first if `drain`, else cancelled. New ones are refused."""
+        self._stopping, self._drains = True, drain
+        self._calls.put(None)
+        thread = self._thread
+        if thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, thread.join)
+
+    async def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        lora_name: str | None = None,
+        priority: int = 0,
+        sla: ServiceLevel | None = None,
+    ) -> str:
+        """Queue a request, whose outputs `outputs` yields; return its id.
+
+        Raises:
+            RequestError: the request cannot be served.
+            EngineOverloadedError: the queue is full.
+            EngineStoppedError: the engine has stopped.
+        """
+        request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+        loop = asyncio.get_running_loop()
+        subscriber = _Subscriber(loop, asyncio.Queue())
+
+        def add() -> None:
+            self._engine.add_request(
+                request_id, prompt, params, lora_name=lora_name, priority=priority, level=sla, streams=True
+            )
+            self._subscribers[request_id] = subscriber
+
+        try:
+            await self._call(add)
+        except asyncio.CancelledError:
+            self.cancel(request_id)
+            raise
+        self._unread[request_id] = subscriber
+        return request_id
+
+    async def outputs(self, request_id: str) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of a request; each has all tokens so far. Closing the iterator cancels the request.
+
+        Raises:
+            EngineStoppedError: the engine's thread died.
+        """
+        subscriber = self._unread.pop(request_id)
+        finished = False
+        try:
+            while not finished:
+                output = await subscriber.outputs.get()
+                while not subscriber.outputs.empty():  # a slow client skips to the newest state
+                    if isinstance(output, BaseException) or output.finished:
+                        break
+                    output = subscriber.outputs.get_nowait()
+                if isinstance(output, BaseException):
+                    finished = True
+                    raise EngineStoppedError(f"the inference engine has stopped: {output}") from output
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self.cancel(request_id)
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        lora_name: str | None = None,
+        priority: int = 0,
+        sla: ServiceLevel | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Queue a request and yield its outputs; see `add` and `outputs`."""
+        added = await self.add(prompt, params, request_id=request_id, lora_name=lora_name, priority=priority, sla=sla)
+        async with contextlib.aclosing(self.outputs(added)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                yield output
+
+    def cancel(self, request_id: str) -> None:
+        """End a request and free its blocks before the next step; unknown ids are ignored."""
+
+        def cancel() -> None:
+            self._subscribers.pop(request_id, None)
+            self._engine.cancel(request_id)
+
+        self._unread.pop(request_id, None)
+        self._calls.put(cancel)
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges."""
+        return self._engine.stats()
+
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the embedding of each prompt: the normalized hidden state of its last token.
+
+        Raises:
+            RequestError: the model cannot embed, or a prompt is too long.
+        """
+        found: list[list[float]] = await self._call(lambda: embed_prompts(self._engine, prompts))
+        return found
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        """Run a function in the engine's thread and return its result."""
+        if self._stopping or not self.is_healthy:
+            raise EngineStoppedError("the inference engine has stopped and takes no requests") from self.error
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                if self._ended:
+                    raise EngineStoppedError("the inference engine has stopped and takes no requests") from self.error
+                done.set_result(function())
+            except Exception as error:  # goes to the caller
+                done.set_exception(error)
+
+        self._calls.put(run)
+        waiting = asyncio.ensure_future(asyncio.wrap_future(done))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=1))[0]:
+                if not self._is_alive() and not done.running():  # the thread ended between the check and the call
+                    run()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    def _run(self) -> None:
+        try:
+            while not (self._stopping and not (self._drains and self._engine.has_requests())):
+                self._run_calls(wait=not self._engine.has_requests() and not self._stopping)
+                if self._engine.has_requests():
+                    self._deliver(self._engine.step())
+            self._run_calls(wait=False)
+            stopped: BaseException = EngineStoppedError("it was shut down")
+        except BaseException as error:
+            logger.exception("the inference engine has stopped by an error")
+            self.error = stopped = error
+        self._ended = True
+        for subscriber in self._subscribers.values():
+            self._send(subscriber, stopped)
+        self._subscribers.clear()
+        self._run_calls(wait=False)  # callers that came too late
+
+    def _run_calls(self, *, wait: bool) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get(block=wait)
+                wait = False
+                if call is not None:
+                    call()
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Subscriber, RequestOutput]]] = {}
+        for output in outputs:
+            subscriber = self._subscribers.get(output.request_id)
+            if subscriber is None:
+                continue
+            if output.finished:
+                del self._subscribers[output.request_id]
+            by_loop.setdefault(subscriber.loop, []).append((subscriber, output))
+        for loop, items in by_loop.items():
+            # one wake-up for all outputs of a step
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(_put_all, items)
+
+    def _send(self, subscriber: _Subscriber, error: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):
+            subscriber.loop.call_soon_threadsafe(subscriber.outputs.put_nowait, error)
+
+
+def _put_all(items: Sequence[tuple[_Subscriber, RequestOutput]]) -> None:
+    for subscriber, output in items:
+        subscriber.outputs.put_nowait(output)

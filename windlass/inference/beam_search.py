@@ -1,0 +1,93 @@
+"""Beam search over an engine: each step extends all beams by one token, and shares their prefixes in the KV cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.outputs import TokenLogprobs
+from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam.
+
+    Attributes:
+        tokens: prompt and answer.
+        logprobs: of the answer's tokens.
+        cum_logprob: their sum.
+        finish_reason: None while the beam grows.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """Beams of one prompt, the best one first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def search_beams(engine: LLMEngine, prompt: str | Sequence[int], params: BeamSearchParams) -> BeamSearchOutput:
+    """Return the `beam_width` likeliest answers that the search finds.
+
+    Each step keeps the `beam_width` best of `2 * beam_width` continuations of each beam; beams that end are set aside,
+    and compete at the end by their log-probability divided by `length ** length_penalty`.
+
+    Raises:
+        RequestError: the prompt cannot be served.
+    """
+    _, ids = engine.encode(prompt)
+    width, length = params.beam_width, len(ids)
+    beams, ended = [BeamSearchSequence(list(ids))], []
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
+    temperature = params.temperature or 1.0
+    room = min(params.max_tokens, engine.max_model_len - length)
+    for _ in range(room):
+        candidates = []
+        for beam, entry in zip(beams, _next_logprobs(engine, [beam.tokens for beam in beams], sampling), strict=True):
+            for token, found in entry.items():
+                total = beam.cum_logprob + found.logprob / temperature
+                grown = BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, entry], total)
+                if token in engine.eos_ids and not params.ignore_eos:
+                    grown.finish_reason = "stop"
+                    ended.append(grown)
+                else:
+                    candidates.append(grown)
+        beams = sorted(candidates, key=lambda beam: -beam.cum_logprob)[:width]
+        if not beams:
+            break
+    for beam in beams:
+        beam.finish_reason = "length"
+
+    def score(beam: BeamSearchSequence) -> float:
+        # the end-of-sequence token does not count
+        tokens = len(beam.tokens) - length - (beam.finish_reason == "stop")
+        return beam.cum_logprob / math.pow(max(tokens, 1), params.length_penalty)
+
+    best = sorted([*ended, *beams], key=lambda beam: -score(beam))[:width]
+    if engine.tokenizer is not None:
+        for beam in best:
+            beam.text = str(engine.tokenizer.decode(beam.tokens, skip_special_tokens=True))
+    return BeamSearchOutput(best)
+
+
+def _next_logprobs(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> list[TokenLogprobs]:
+    for number, tokens in enumerate(prompts):
+        engine.add_request(f"beam-{number}", tokens, sampling)
+    found: dict[str, TokenLogprobs] = {}
+    while len(found) < len(prompts):
+        for output in engine.step():
+            if output.outputs[0].logprobs:
+                found[output.request_id] = output.outputs[0].logprobs[0]
+    return [found[f"beam-{number}"] for number in range(len(prompts))]

@@ -1,0 +1,155 @@
+"""Allocation of KV cache blocks: reference counts, copy-on-write, and the prefix cache.
+
+[Note: KV blocks] A block holds keys and values of `block_size` consecutive tokens of one sequence, for all layers. A
+full block never changes again, so sequences with the same prefix share it. Its key is a hash of all tokens up to its
+end. A block that no sequence holds keeps its content, and its key, until it is allocated for something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+BlockKey = bytes
+
+
+class OutOfBlocksError(RuntimeError):
+    """Allocation of more blocks than are free. The scheduler prevents it."""
+
+
+def hash_block(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
+    """Return the key of a full block.
+
+    The hash is cryptographic, since requests of one user must not read blocks of another by a collision.
+
+    Args:
+        parent: key of the block before it; for the first block anything else that the values depend on, such as the
+            name of the adapter.
+        token_ids: `[block_size]`.
+    """
+    return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent[:64], digest_size=16).digest()
+
+
+class BlockManager:
+    """Reference-counted blocks with a prefix cache, evicted in the order of their last release.
+
+    Args:
+        num_blocks: blocks of the KV cache.
+        block_size: tokens of a block.
+        prefix_caching: keep the content of released blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the first is allocated next
+        self._key_of: dict[int, BlockKey] = {}
+        self._block_of: dict[BlockKey, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that no sequence holds, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Number of blocks whose content can be shared."""
+        return len(self._key_of)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def references(self, block: int) -> int:
+        """Return the number of sequences that hold the block."""
+        return self._references[block]
+
+    def count_cached(self, keys: Iterable[BlockKey]) -> tuple[int, int]:
+        """Return the length of the longest cached prefix in blocks, and how many of these blocks are in use."""
+        cached = used = 0
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            cached += 1
+            used += self._references[block] > 0
+        return cached, used
+
+    def acquire_cached(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Return the blocks of the longest cached prefix, held once more."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            self._hold(block)
+            blocks.append(block)
+        return blocks
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks of undefined content. Cached blocks are evicted after all others, the oldest first.
+
+        Raises:
+            OutOfBlocksError: fewer are free; nothing is allocated.
+        """
+        if count > len(self._free):
+            raise OutOfBlocksError(f"{count} KV blocks are needed and {len(self._free)} of {self.num_blocks} are free")
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def fork(self, blocks: Sequence[int]) -> list[int]:
+        """Return the same blocks, held once more."""
+        for block in blocks:
+            self._hold(block)
+        return list(blocks)
+
+    def make_writable(self, block: int) -> int:
+        """Return the block itself if one sequence holds it, else a new one in its place, into which the caller copies.
+
+        Raises:
+            OutOfBlocksError: a new block is needed and none is free.
+        """
+        if self._references[block] == 1:
+            return block
+        (new,) = self.allocate(1)
+        self._references[block] -= 1
+        return new
+
+    def register(self, block: int, key: BlockKey) -> None:
+        """Add a full block to the prefix cache. If another block has the same content already, nothing changes."""
+        if self.prefix_caching and key not in self._block_of and block not in self._key_of:
+            self._key_of[block], self._block_of[key] = key, block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give blocks back. The last ones are evicted first, so that long prefixes lose their ends."""
+        for block in reversed(blocks):
+            count = self._references[block] - 1
+            if count < 0:
+                raise RuntimeError(f"KV block {block} was released more often than held; report this as a bug")
+            self._references[block] = count
+            if count == 0:
+                self._free[block] = None
+                if block not in self._key_of:
+                    self._free.move_to_end(block, last=False)
+
+    def clear_cache(self) -> None:
+        """Forget the content of all blocks, e.g. after the weights have changed."""
+        self._key_of.clear()
+        self._block_of.clear()
+
+    def _hold(self, block: int) -> None:
+        if self._references[block] == 0:
+            del self._free[block]
+        self._references[block] += 1
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]

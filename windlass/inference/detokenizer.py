@@ -1,0 +1,72 @@
+"""Text of generated tokens, as they arrive, and stop texts in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_CONTEXT = 6  # tokens before the first generated one, which decide e.g. about a leading space
+
+
+class Detokenizer:
+    """Incremental decoding of one sequence.
+
+    A token can be a part of a character, and how a token is written can depend on the one before it. So text is the
+    difference between the decoded tail with and without the newest tokens, and is kept back while it ends in an
+    incomplete character.
+
+    Args:
+        tokenizer: of transformers.
+        prompt: tokens before the generated ones.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._ids = list(prompt[-_CONTEXT:])
+        self._prefix, self._read = 0, len(self._ids)
+        self.text = ""
+
+    def append(self, token: int) -> str:
+        """Add a token; return the new text, empty while a character is incomplete."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._prefix : self._read])
+        whole = self._decode(self._ids[self._prefix :])
+        if len(whole) <= len(before) or whole.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        return self._take(whole[len(before) :])
+
+    def finish(self) -> str:
+        """Return what was kept back: the replacement character for an incomplete one."""
+        before = self._decode(self._ids[self._prefix : self._read])
+        return self._take(self._decode(self._ids[self._prefix :])[len(before) :])
+
+    def _take(self, new: str) -> str:
+        self._prefix, self._read = self._read, len(self._ids)
+        self.text += new
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+
+
+def find_stop(text: str, new_length: int, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return the position and the text of the earliest stop text that ends in the last `new_length` characters."""
+    found: tuple[int, str] | None = None
+    for stop in stops:
+        place = text.find(stop, max(len(text) - new_length - len(stop) + 1, 0))
+        if place >= 0 and (found is None or place < found[0]):
+            found = place, stop
+    return found
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the end of `text` that may become a stop text."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest

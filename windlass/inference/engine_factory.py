@@ -1,0 +1,102 @@
+"""Assembly of an engine from a model, its tokenizer and options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.compute_device import local_device
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.log import logger
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.model_forward import find_device
+from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
+from windlass.inference.runner_factory import make_runner, measure_step_cost
+from windlass.inference.speculation import DraftProposer, NgramProposer
+
+
+def make_engine(
+    model: str | Path | nn.Module,
+    options: EngineOptions,
+    *,
+    tokenizer: Any = None,
+    device: torch.device | str | None = None,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    skip_tokenizer: bool = False,
+) -> LLMEngine:
+    """Load a model, or take a module as it is, and build its engine.
+
+    Args:
+        tokenizer: of transformers, or its directory; None: that of the model's directory.
+        device: of a model that is loaded; None: this rank's own.
+        skip_tokenizer: load none; prompts are token ids then.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be loaded or served.
+        ConfigError: options contradict each other or the model.
+    """
+    if isinstance(model, nn.Module):
+        module = model
+        if module.training:
+            module.eval()
+    else:
+        module = load_model(model, dtype=dtype, device=device or local_device(), trust_remote_code=trust_remote_code)
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = load_tokenizer_of(tokenizer, trust_remote_code=trust_remote_code)
+    elif tokenizer is None and not skip_tokenizer and not isinstance(model, nn.Module):
+        tokenizer = load_tokenizer_of(model, trust_remote_code=trust_remote_code)
+    window = find_max_length(module)
+    if options.max_model_len is not None and options.max_model_len > window:
+        raise ConfigError(
+            f"max_model_len is {options.max_model_len}, and the model attends to {window} tokens; write at most that"
+        )
+    longest = options.max_model_len or window
+    runner = make_runner(module, options, window, owned=not isinstance(model, nn.Module))
+    capacity = runner.num_blocks * runner.block_size
+    if capacity < longest:
+        if options.max_model_len is not None:
+            runner.close()
+            raise ConfigError(
+                f"the KV cache holds {capacity} tokens, fewer than max_model_len ({longest}); raise kv_cache_tokens or "
+                "lower max_model_len"
+            )
+        logger.info("the KV cache holds %d tokens, so requests may have as many, not %d", capacity, longest)
+        longest = capacity
+    cost = (
+        measure_step_cost(runner, find_device(module), options.max_tokens_per_step) if options.check_at_load else None
+    )
+    logger.info("%s: %s", type(module).__name__, runner.description)
+    return LLMEngine(
+        runner,
+        options,
+        tokenizer=tokenizer,
+        eos_ids=find_eos_ids(module, tokenizer),
+        max_model_len=longest,
+        cost=cost,
+        proposer=_make_proposer(options, runner.vocab_size),
+        lora_names=options.lora or (),
+    )
+
+
+def _make_proposer(options: EngineOptions, vocab_size: int) -> DraftProposer | None:
+    speculative = options.speculative
+    if speculative is None:
+        return None
+    if speculative.method == "ngram":
+        return NgramProposer(speculative)
+    from windlass.inference.draft_model import DraftModelProposer
+
+    draft = speculative.model
+    module = draft if isinstance(draft, nn.Module) else load_model(draft)
+    proposer = DraftModelProposer(module, options)
+    if proposer.vocab_size != vocab_size:
+        raise ModelError(
+            f"the draft model has a vocabulary of {proposer.vocab_size} tokens and the model one of {vocab_size}; use "
+            "a draft model of the same tokenizer"
+        )
+    return proposer

@@ -1,0 +1,179 @@
+"""Options of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from windlass.base.errors import ConfigError
+from windlass.inference.scheduler import POLICIES, Policy
+
+KvDtype = Literal["auto", "fp32", "bf16", "int8"]
+
+_KV_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+}
+
+_VLLM_NAMES = {
+    "max_num_batched_tokens": "max_tokens_per_step",
+    "max_num_seqs": "max_sequences",
+    "enable_prefix_caching": "prefix_caching",
+    "kv_cache_dtype": "kv_dtype",
+    "tensor_parallel_size": "tp",
+}
+"""vLLM's names of options that have another name here; both are accepted."""
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """Speculative decoding.
+
+    Attributes:
+        method: `ngram` proposes what followed the last tokens earlier in the sequence (prompt lookup); `draft` lets a
+            smaller model of the same vocabulary propose its likeliest tokens.
+        num_tokens: drafts for each sequence and step.
+        max_ngram, min_ngram: lengths of the looked-up end of the sequence, the longest first.
+        model: directory of the draft model, or a module.
+    """
+
+    method: Literal["ngram", "draft"] = "ngram"
+    num_tokens: int = 4
+    max_ngram: int = 4
+    min_ngram: int = 1
+    model: Any = None
+
+    def __post_init__(self) -> None:
+        if self.method not in ("ngram", "draft"):
+            raise ConfigError(f'speculative.method is {self.method!r}; write "ngram" or "draft"')
+        if (self.model is None) == (self.method == "draft"):
+            raise ConfigError('speculative.model is needed with the method "draft", and with it alone')
+        _check_positive("speculative.num_tokens", self.num_tokens)
+        _check_positive("speculative.min_ngram", self.min_ngram)
+        if self.max_ngram < self.min_ngram:
+            raise ConfigError(f"speculative.max_ngram is {self.max_ngram}; write at least min_ngram ({self.min_ngram})")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of an engine. vLLM's names of the same options are accepted by `from_arguments`.
+
+    Attributes:
+        max_tokens_per_step: tokens of a forward.
+        max_sequences: sequences that run at the same time.
+        max_model_len: tokens of a sequence, prompt and answer; None: what the model's configuration and the KV cache
+            allow.
+        kv_cache_tokens: tokens that the KV cache holds; None: as many as a part of the free memory allows, at most
+            those of `max_sequences` sequences of the maximum length.
+        block_size: tokens of a KV block.
+        kv_dtype: of the KV cache; `auto`: that of the model.
+        prefix_caching: share the keys and values of equal prefixes.
+        policy: see `SchedulerLimits`.
+        max_gap_ms: predicted time between two tokens of a running answer, in the limits of which prompts are computed.
+        max_wait_seconds: a request that waits longer for its first token goes before all others.
+        max_queued: waiting requests, beyond which new ones are refused; None: no limit.
+        swap_bytes: host memory for the blocks of preempted sequences; others are computed again.
+        swap_directory: directory for the blocks that do not fit into `swap_bytes`.
+        speculative: speculative decoding.
+        lora: directories of LoRA adapters of peft, by name.
+        seed: of requests without a seed; None: another one each time.
+        deterministic: tokens and log-probabilities of a request have the same bits whatever else is in the batch and
+            however its prompt is split. None: where it costs nothing, which is where weights are packed. True packs a
+            copy of the weights of a live module too. Experts in stacked matrices are not covered.
+        weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, ...; None: as they are.
+        check_at_load: compare some greedy tokens with those of the plain model.
+        tp: ranks along the tensor-parallel axis.
+        gpu_memory_utilization: part of a CUDA device's memory for weights and KV cache.
+    """
+
+    max_tokens_per_step: int = 512
+    max_sequences: int = 64
+    max_model_len: int | None = None
+    kv_cache_tokens: int | None = None
+    block_size: int = 16
+    kv_dtype: KvDtype = "auto"
+    prefix_caching: bool = True
+    policy: Policy = "splitfuse"
+    max_gap_ms: float | None = None
+    max_wait_seconds: float = 30.0
+    max_queued: int | None = None
+    swap_bytes: int = 0
+    swap_directory: str | Path | None = None
+    speculative: SpeculativeOptions | None = None
+    lora: Mapping[str, str | Path] | None = None
+    seed: int | None = None
+    deterministic: bool | None = None
+    weights: str | None = None
+    check_at_load: bool = True
+    tp: int = 1
+    gpu_memory_utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens_per_step", "max_sequences", "block_size", "tp"):
+            _check_positive(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_tokens", "max_queued"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy is {self.policy!r}; write one of {', '.join(POLICIES)}")
+        if self.kv_dtype not in _KV_DTYPES:
+            raise ConfigError(f"kv_dtype is {self.kv_dtype!r}; write one of {', '.join(_KV_DTYPES)}")
+        if self.block_size % 16:
+            raise ConfigError(f"block_size is {self.block_size}; write a multiple of 16")
+        if self.max_gap_ms is not None and not 0 < self.max_gap_ms < 1e9:
+            raise ConfigError(f"max_gap_ms is {self.max_gap_ms}; write a positive number of milliseconds")
+        if not 0 < self.max_wait_seconds < 1e9:
+            raise ConfigError(f"max_wait_seconds is {self.max_wait_seconds}; write a positive number")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; write a number up to 1")
+        if self.swap_bytes < 0:
+            raise ConfigError(f"swap_bytes is {self.swap_bytes}; write 0 or more")
+        if self.max_sequences > self.max_tokens_per_step:
+            raise ConfigError(
+                f"max_sequences is {self.max_sequences}, more than max_tokens_per_step ({self.max_tokens_per_step}), "
+                "so that not every sequence could get its token in a step; raise the one or lower the other"
+            )
+
+    @classmethod
+    def from_arguments(cls, **arguments: Any) -> EngineOptions:
+        """Return options from keyword arguments, by their own or by vLLM's names.
+
+        Raises:
+            ConfigError: a name is not known, or a value is out of range.
+        """
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in arguments.items():
+            own = _VLLM_NAMES.get(name, name)
+            if own not in known:
+                raise ConfigError(f"an inference engine has no option {name!r}; it has {', '.join(sorted(known))}")
+            if own in values:
+                raise ConfigError(f"the options {own!r} and {name!r} are the same; give one of them")
+            values[own] = value
+        speculative = values.get("speculative")
+        if isinstance(speculative, Mapping):
+            try:
+                values["speculative"] = SpeculativeOptions(**speculative)
+            except TypeError as error:
+                raise ConfigError(f"speculative: {error}") from error
+        return cls(**values)
+
+    @property
+    def kv_torch_dtype(self) -> torch.dtype | None:
+        """Dtype of the KV cache; None: that of the model."""
+        return _KV_DTYPES[self.kv_dtype]
+
+    def replace(self, **changes: Any) -> EngineOptions:
+        """Return a copy with other values."""
+        return replace(self, **changes)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; write a positive integer")

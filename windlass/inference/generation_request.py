@@ -1,0 +1,159 @@
+"""State of requests and of their sequences inside an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from windlass.inference.block_manager import BlockKey, hash_block
+from windlass.inference.detokenizer import Detokenizer
+from windlass.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
+from windlass.inference.sampler import SequenceSampler
+from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.scheduler import SequenceSnapshot, ServiceLevel
+from windlass.inference.step_batch import SavedBlocks
+from windlass.inference.structured_output import OutputConstraint
+
+
+@dataclass(eq=False)
+class GenerationSequence:
+    """One answer while it grows.
+
+    Attributes:
+        token_ids: prompt and answer, without drafts.
+        generated: the answer's tokens.
+        num_computed: tokens whose keys and values are in the cache.
+        blocks: KV blocks in order.
+        block_keys: hashes of the full blocks, as far as they were needed.
+        num_registered: blocks that are in the prefix cache.
+        drafts: proposed tokens after the last one.
+        saved: content of its blocks while it is preempted.
+    """
+
+    sequence_id: int
+    request: GenerationRequest
+    index: int
+    token_ids: list[int]
+    output: CompletionOutput
+    sampler: SequenceSampler
+    detokenizer: Detokenizer | None = None
+    constraint: OutputConstraint | None = None
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    block_keys: list[BlockKey] = field(default_factory=list)
+    num_registered: int = 0
+    drafts: list[int] = field(default_factory=list)
+    saved: SavedBlocks | None = None
+    has_sampled: bool = False
+
+    @property
+    def generated(self) -> list[int]:
+        return self.output.token_ids
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids) + len(self.drafts)
+
+    def keys_until(self, num_blocks: int, block_size: int) -> list[BlockKey]:
+        """Return the keys of the first `num_blocks` blocks, which must be full of known tokens."""
+        keys = self.block_keys
+        while len(keys) < num_blocks:
+            start = len(keys) * block_size
+            parent = keys[-1] if keys else self.request.cache_salt
+            keys.append(hash_block(parent, self.token_ids[start : start + block_size]))
+        return keys[:num_blocks]
+
+    def snapshot(
+        self, *, num_computed: int, num_blocks: int, num_freed: int, copies_block: bool, now_candidates: int
+    ) -> SequenceSnapshot:
+        """Return the facts for the scheduler."""
+        request = self.request
+        return SequenceSnapshot(
+            self.sequence_id,
+            request.metrics.arrival_time,
+            self.num_known,
+            num_computed,
+            num_blocks,
+            num_freed,
+            len(self.drafts),
+            copies_block,
+            request.priority,
+            request.level,
+            now_candidates,
+            self.has_sampled,
+        )
+
+
+@dataclass(eq=False)
+class GenerationRequest:
+    """A request and its answers.
+
+    Attributes:
+        cache_salt: what the keys and values of a prompt depend on beside its tokens.
+        sequences: the first one alone until the prompt is computed; then all candidates.
+        streams: its state is reported at every token, not at its end alone.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    metrics: RequestMetrics
+    priority: int = 0
+    level: ServiceLevel | None = None
+    lora_name: str | None = None
+    streams: bool = False
+    sequences: list[GenerationSequence] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+
+    @property
+    def cache_salt(self) -> bytes:
+        return b"" if self.lora_name is None else self.lora_name.encode()
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.output.finished() for sequence in self.sequences)
+
+    def to_output(self) -> RequestOutput:
+        """Return a copy of the present state; of `best_of` candidates the best `n` once all have finished."""
+        finished = self.finished
+        outputs = [_copy_output(sequence.output, self.params) for sequence in self.sequences]
+        if finished and len(outputs) > self.params.n:
+            outputs = _best(outputs, self.params.n)
+        if self.params.best_of is not None and self.params.logprobs is None:
+            for output in outputs:
+                output.logprobs, output.cumulative_logprob = None, None
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_ids,
+            self.prompt_logprobs,
+            outputs,
+            finished,
+            self.metrics,
+            self.lora_name,
+            self.error,
+        )
+
+
+def _copy_output(output: CompletionOutput, params: SamplingParams) -> CompletionOutput:
+    return CompletionOutput(
+        output.index,
+        output.text,
+        list(output.token_ids),
+        output.cumulative_logprob,
+        None if output.logprobs is None else list(output.logprobs),
+        output.finish_reason,
+        output.stop_reason,
+    )
+
+
+def _best(outputs: Sequence[CompletionOutput], count: int) -> list[CompletionOutput]:
+    """Return the outputs with the highest mean log-probability, numbered anew."""
+    ranked = sorted(outputs, key=lambda o: -(o.cumulative_logprob or 0.0) / max(len(o.token_ids), 1))[:count]
+    ranked.sort(key=lambda o: -(o.cumulative_logprob or 0.0) / max(len(o.token_ids), 1))
+    for index, output in enumerate(ranked):
+        output.index = index
+    return ranked

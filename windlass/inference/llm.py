@@ -1,0 +1,224 @@
+"""Offline inference: prompts in, answers out, with the interface of vLLM's `LLM`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import RequestError
+from windlass.inference.beam_search import BeamSearchOutput, search_beams
+from windlass.inference.engine_factory import make_engine
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.outputs import EngineStats, RequestOutput
+from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dict with `prompt` or `prompt_token_ids`."""
+
+
+class LLM:
+    """Model with an inference engine.
+
+    Args:
+        model: directory of a causal language model, a name on the hub, or a module, which is served as it is.
+        tokenizer: of transformers, or its directory; None: that of the model's directory.
+        device: of a model that is loaded; None: this rank's own.
+        dtype: of the weights: `auto`, `fp32`, `bf16`, ... or a torch dtype.
+        trust_remote_code: run Python files that come with the model.
+        skip_tokenizer_init: load no tokenizer; prompts are token ids then.
+        options: see `EngineOptions`.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be loaded or served.
+        ConfigError: an option is not known, or out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        *,
+        tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        dtype: str | torch.dtype = "auto",
+        trust_remote_code: bool = False,
+        skip_tokenizer_init: bool = False,
+        **options: Any,
+    ) -> None:
+        self._engine = make_engine(
+            model,
+            EngineOptions.from_arguments(**options),
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            skip_tokenizer=skip_tokenizer_init,
+        )
+        self._numbers = itertools.count()
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of transformers, or None."""
+        return self._engine.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers, or None."""
+        return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        return self._engine.max_model_len
+
+    @property
+    def engine(self) -> Any:
+        """The engine, for requests one by one."""
+        return self._engine
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return `SamplingParams()`."""
+        return SamplingParams()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: str | Sequence[str | None] | None = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate answers to all prompts, batched continuously.
+
+        Args:
+            prompts: one or several; see `Prompt`.
+            sampling_params: one for all, or one for each; None: `SamplingParams()`.
+            lora_request: name of the adapter of all prompts, or of each.
+            priority: of each prompt; lower values run first.
+            use_tqdm: show the progress.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or a parameter cannot be served; nothing was generated.
+        """
+        listed = _as_list(prompts)
+        params = _spread("sampling_params", sampling_params, len(listed)) or [SamplingParams()] * len(listed)
+        adapters = _spread("lora_request", lora_request, len(listed)) or [None] * len(listed)
+        priorities = list(priority) if priority is not None else [0] * len(listed)
+        if len(priorities) != len(listed):
+            raise RequestError(f"{len(listed)} prompts got {len(priorities)} priorities; give one for each")
+        ids = [f"generate-{next(self._numbers)}" for _ in listed]
+        try:
+            for request_id, prompt, one, adapter, rank in zip(ids, listed, params, adapters, priorities, strict=True):
+                self._engine.add_request(request_id, _prompt_of(prompt), one, lora_name=adapter, priority=rank)
+            finished = self._run(len(ids), show_progress=use_tqdm)
+        except BaseException:
+            for request_id in ids:
+                self._engine.cancel(request_id)
+            raise
+        return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation, or of several, by the tokenizer's chat template.
+
+        Raises:
+            RequestError: there is no tokenizer, or it has no chat template.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError("the tokenizer has no chat template; use generate with a text")
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = self.tokenizer.apply_chat_template(
+                list(conversation), tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
+            )
+            prompts.append(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return self.generate(prompts, sampling_params, **arguments)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Search the likeliest answers to each prompt by beams.
+
+        Returns:
+            One output for each prompt, whose sequences are sorted from the best one.
+        """
+        return [search_beams(self._engine, _prompt_of(prompt), params) for prompt in _as_list(prompts)]
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges of the engine."""
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, after the weights have changed."""
+        self._engine.clear_prefix_cache()
+
+    def close(self) -> None:
+        """Free the KV cache, and leave a live module as it was."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, count: int, *, show_progress: bool) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        progress: Any = None
+        if show_progress:
+            from rich.progress import Progress
+
+            progress = Progress(transient=True)
+            progress.start()
+            task = progress.add_task("generating", total=count)
+        try:
+            while self._engine.has_requests():
+                for output in self._engine.step():
+                    finished[output.request_id] = output
+                    if progress is not None:
+                        progress.advance(task)
+        finally:
+            if progress is not None:
+                progress.stop()
+        return finished
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    single = isinstance(prompts, (str, Mapping)) or (
+        isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    )
+    return [prompts] if single else list(prompts)
+
+
+def _prompt_of(prompt: Prompt) -> str | Sequence[int]:
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for name in ("prompt_token_ids", "prompt"):
+        if prompt.get(name) is not None:
+            found: str | Sequence[int] = prompt[name]
+            return found
+    raise RequestError(f"a prompt has the keys {sorted(prompt)}; give prompt or prompt_token_ids", parameter="prompt")
+
+
+def _spread(name: str, given: Any, count: int) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, (str, SamplingParams)):
+        return [given] * count
+    found = list(given)
+    if len(found) != count:
+        raise RequestError(f"{count} prompts got {len(found)} {name}; give one for all, or one for each")
+    return found

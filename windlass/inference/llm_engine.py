@@ -1,0 +1,693 @@
+"""Engine of continuous batching: requests in, one step at a time, outputs out."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from windlass.base.errors import EngineOverloadedError, RequestError
+from windlass.base.log import logger
+from windlass.inference.block_manager import BlockManager
+from windlass.inference.detokenizer import Detokenizer, find_stop, held_back
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.generation_request import GenerationRequest, GenerationSequence
+from windlass.inference.outputs import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+from windlass.inference.preempted_blocks import PreemptedBlocks
+from windlass.inference.sampler import SampledToken, SequenceSampler, sample, take_logprobs
+from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, ServiceLevel, schedule
+from windlass.inference.speculation import DraftProposer
+from windlass.inference.step_batch import ModelRunner, StepBatch
+from windlass.inference.step_cost import StepCost
+from windlass.inference.structured_output import StructuredOutputCompiler
+
+
+class LLMEngine:
+    """Scheduler, KV blocks, model and sampler of one model.
+
+    Not thread-safe: one thread adds requests and runs steps. `windlass.inference.async_engine` wraps it for servers.
+
+    Args:
+        runner: the model.
+        tokenizer: of transformers; None: prompts are token ids and outputs have no text.
+        eos_ids: tokens that end an answer.
+        max_model_len: tokens of a sequence.
+        cost: predicts the time of a step.
+        proposer: source of drafts.
+        clock: time in seconds.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        options: EngineOptions,
+        *,
+        tokenizer: Any = None,
+        eos_ids: Iterable[int] = (),
+        max_model_len: int,
+        cost: StepCost | None = None,
+        proposer: DraftProposer | None = None,
+        lora_names: Iterable[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.options, self.tokenizer = runner, options, tokenizer
+        self.eos_ids, self.max_model_len = frozenset(eos_ids), max_model_len
+        self.lora_names = list(lora_names)
+        self.cost = cost or StepCost()
+        self._proposer = proposer if runner.computes_drafts else None
+        self._clock = clock
+        self._blocks = BlockManager(
+            runner.num_blocks, runner.block_size, prefix_caching=options.prefix_caching and runner.block_nbytes > 0
+        )
+        self._limits = SchedulerLimits(
+            options.policy,
+            options.max_tokens_per_step,
+            options.max_sequences,
+            runner.block_size,
+            runner.num_blocks,
+            None if options.max_gap_ms is None else options.max_gap_ms / 1e3,
+            options.max_wait_seconds,
+        )
+        self._requests: dict[str, GenerationRequest] = {}
+        self._running: dict[int, GenerationSequence] = {}
+        self._waiting: dict[int, GenerationSequence] = {}
+        self._numbers = itertools.count()
+        self._seeds = random.Random(options.seed)
+        self._compiler = StructuredOutputCompiler(tokenizer, runner.vocab_size)
+        self._preempted = PreemptedBlocks(runner, options, self.cost)
+        self._stats = EngineStats(kv_blocks=runner.num_blocks)
+        self._finished_counts: dict[str, int] = {}
+        self._changed: dict[str, GenerationRequest] = {}
+
+    # requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        level: ServiceLevel | None = None,
+        lora_name: str | None = None,
+        arrival: float | None = None,
+        streams: bool = False,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            prompt: text, or token ids.
+            priority: lower values run first.
+            level: service level that the request declares.
+            lora_name: name of the adapter.
+            arrival: time of the engine's clock; None: now.
+            streams: `step` reports the request at every token, not at its end alone.
+
+        Raises:
+            RequestError: the request cannot be served. Others go on.
+            EngineOverloadedError: the queue is full.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"a request {request_id!r} is running already; use another id", parameter="request_id")
+        limit = self.options.max_queued
+        if limit is not None and len(self._waiting) >= limit:
+            raise EngineOverloadedError(f"{limit} requests are waiting, which is the limit; try again later")
+        text, ids = self.encode(prompt)
+        self._check_prompt(ids, params)
+        if lora_name is not None and lora_name not in self.lora_names:
+            raise RequestError(
+                f"there is no adapter {lora_name!r}; loaded are {', '.join(self.lora_names) or 'none'}",
+                parameter="lora_name",
+            )
+        room = self.max_model_len - len(ids)
+        now = self._clock() if arrival is None else arrival
+        request = GenerationRequest(
+            request_id,
+            text,
+            ids,
+            params,
+            room if params.max_tokens is None else min(params.max_tokens, room),
+            RequestMetrics(now),
+            priority,
+            level,
+            lora_name,
+            streams,
+        )
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        sequence = self._make_sequence(request)
+        request.sequences.append(sequence)
+        self._requests[request_id] = request
+        self._waiting[sequence.sequence_id] = sequence
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with the finish reason `abort` and free its blocks; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, "abort")
+            self._forget(request)
+
+    def has_requests(self) -> bool:
+        """Return True if a request is unfinished."""
+        return bool(self._running or self._waiting)
+
+    def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        """Return text and token ids of a prompt.
+
+        Raises:
+            RequestError: the prompt is neither, or a text without a tokenizer.
+        """
+        if not isinstance(prompt, str):
+            ids = [int(token) for token in prompt]
+            wrong = next((token for token in ids if not 0 <= token < self.runner.vocab_size), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"token {wrong} of the prompt is not in the vocabulary of {self.runner.vocab_size} tokens",
+                    parameter="prompt",
+                )
+            return None, ids
+        if self.tokenizer is None:
+            raise RequestError("the engine has no tokenizer; give the prompt as token ids", parameter="prompt")
+        return prompt, list(self.tokenizer(prompt).input_ids)
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges."""
+        used = self._blocks.num_blocks - self._blocks.num_free
+        return replace(
+            self._stats,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_cache_usage=used / max(self._blocks.num_blocks, 1),
+            finished=dict(self._finished_counts),
+        )
+
+    def clear_prefix_cache(self) -> None:
+        """Forget cached prefixes, after the weights have changed."""
+        self._blocks.clear_cache()
+
+    def close(self) -> None:
+        """Cancel all requests and free the KV cache."""
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+        self._preempted.close()
+        self.runner.close()
+
+    # steps
+
+    def step(self) -> list[RequestOutput]:
+        """Run one forward; return the requests that have finished, and those that stream and have new tokens."""
+        if self.has_requests():
+            began = self._clock()
+            batch, sequences, rows = self._prepare(began)
+            if sequences:
+                logits = self.runner.run(batch)
+                self._take_logits(sequences, rows, logits)
+                self._propose_drafts()
+                self._count_step(batch.num_tokens, self._clock() - began)
+        outputs = []
+        for request in self._changed.values():
+            if request.finished:
+                self._forget(request)
+            if request.finished or request.streams:
+                outputs.append(request.to_output())
+        self._changed = {}
+        return outputs
+
+    def _prepare(self, now: float) -> tuple[Any, list[tuple[GenerationSequence, int]], list[list[int]]]:
+        """Schedule a step and give its sequences blocks; return the batch, the sequences with their numbers of tokens,
+        and the rows of the logits of each."""
+        plan = schedule(
+            [self._snapshot_running(sequence) for sequence in self._running.values()],
+            [self._snapshot_waiting(sequence) for sequence in self._waiting.values()],
+            self._blocks.num_free,
+            self._limits,
+            self.cost,
+            now,
+        )
+        for sequence_id in plan.preempted:
+            self._preempt(self._running[sequence_id])
+        chosen: list[tuple[GenerationSequence, int]] = []
+        copies: list[tuple[int, int]] = []
+        for sequence_id, count in plan.num_tokens.items():
+            running = self._running.get(sequence_id)
+            if running is not None:
+                dropped = max(count - 1, 0)
+                if running.drafts and count < running.num_known - running.num_computed:
+                    running.drafts = running.drafts[:dropped]
+                self._grow(running, running.num_computed + count, copies)
+                chosen.append((running, count))
+        for sequence_id in plan.admitted:
+            sequence = self._waiting[sequence_id]
+            if self._admit(sequence, now) and sequence_id in plan.num_tokens:
+                left = sequence.num_known - sequence.num_computed
+                chosen.append((sequence, min(plan.num_tokens[sequence_id], left)))
+        if not chosen:
+            if not plan.preempted and not plan.admitted:
+                raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
+            return None, [], []
+        if copies:
+            self.runner.copy_blocks(copies)
+        batch, rows = self._make_batch(chosen)
+        return batch, chosen, rows
+
+    def _snapshot_running(self, sequence: GenerationSequence) -> SequenceSnapshot:
+        references = self._blocks.references
+        last = sequence.num_computed // self._blocks.block_size
+        return sequence.snapshot(
+            num_computed=sequence.num_computed,
+            num_blocks=len(sequence.blocks),
+            num_freed=sum(references(block) == 1 for block in sequence.blocks),
+            copies_block=last < len(sequence.blocks) and references(sequence.blocks[last]) > 1,
+            now_candidates=self._candidates(sequence),
+        )
+
+    def _snapshot_waiting(self, sequence: GenerationSequence) -> SequenceSnapshot:
+        computed, used = sequence.num_computed, 0
+        if sequence.saved is None:
+            cached, used = self._blocks.count_cached(self._cacheable_keys(sequence))
+            computed = cached * self._blocks.block_size
+        return sequence.snapshot(
+            num_computed=computed,
+            num_blocks=used,
+            num_freed=0,
+            copies_block=False,
+            now_candidates=self._candidates(sequence),
+        )
+
+    def _candidates(self, sequence: GenerationSequence) -> int:
+        return 1 if sequence.has_sampled else sequence.request.params.num_candidates
+
+    def _cacheable_keys(self, sequence: GenerationSequence) -> list[bytes]:
+        """Return the keys of the blocks that may be taken from the prefix cache: one token at least is computed."""
+        if not self._blocks.prefix_caching or sequence.request.params.prompt_logprobs is not None:
+            return []
+        size = self._blocks.block_size
+        return sequence.keys_until((len(sequence.token_ids) - 1) // size, size)
+
+    def _admit(self, sequence: GenerationSequence, now: float) -> bool:
+        """Give a waiting sequence blocks for all its known tokens; return False if they are not free any more."""
+        if sequence.saved is not None:
+            needed = self._blocks.blocks_for(sequence.num_known)
+            if needed > self._blocks.num_free:
+                return False
+            sequence.blocks = self._blocks.allocate(needed)
+            self._preempted.restore(sequence)
+        else:
+            keys = self._cacheable_keys(sequence)
+            cached, used = self._blocks.count_cached(keys)
+            if self._blocks.blocks_for(sequence.num_known) - used > self._blocks.num_free:
+                return False
+            sequence.blocks = self._blocks.acquire_cached(keys)
+            sequence.num_registered = cached
+            sequence.num_computed = cached * self._blocks.block_size
+            sequence.blocks += self._blocks.allocate(self._blocks.blocks_for(sequence.num_known) - cached)
+            self._count_lookup(sequence, len(keys))
+        metrics = sequence.request.metrics
+        if metrics.scheduled_time is None:
+            metrics.scheduled_time = now
+        del self._waiting[sequence.sequence_id]
+        self._running[sequence.sequence_id] = sequence
+        return True
+
+    def _grow(self, sequence: GenerationSequence, tokens: int, copies: list[tuple[int, int]]) -> None:
+        """Give a running sequence blocks for `tokens` tokens, and a copy of its last block if that is shared."""
+        place = sequence.num_computed // self._blocks.block_size
+        if place < len(sequence.blocks):
+            block = sequence.blocks[place]
+            writable = self._blocks.make_writable(block)
+            if writable != block:
+                sequence.blocks[place] = writable
+                copies.append((block, writable))
+        missing = self._blocks.blocks_for(tokens) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self._blocks.allocate(missing)
+
+    def _preempt(self, sequence: GenerationSequence) -> None:
+        request = sequence.request
+        request.metrics.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        sequence.drafts = []
+        self._preempted.save(sequence)
+        self._free(sequence)
+        del self._running[sequence.sequence_id]
+        self._waiting[sequence.sequence_id] = sequence
+
+    def _free(self, sequence: GenerationSequence) -> None:
+        self._blocks.release(sequence.blocks)
+        self.runner.release(sequence.sequence_id)
+        sequence.blocks, sequence.num_registered = [], 0
+        if sequence.saved is None:
+            sequence.num_computed = 0
+
+    def _make_batch(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> tuple[StepBatch, list[list[int]]]:
+        size = self._blocks.block_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, lengths = [0], []
+        logit_rows: list[int] = []
+        rows_of: list[list[int]] = []
+        for sequence, count in chosen:
+            first, stop = sequence.num_computed, sequence.num_computed + count
+            tokens = sequence.token_ids
+            new = tokens[first:stop]
+            if sequence.drafts and stop > len(tokens):
+                new = new + sequence.drafts[: stop - len(tokens)]
+            rows = self._logit_positions(sequence, first, stop)
+            rows_of.append(list(range(len(logit_rows), len(logit_rows) + len(rows))))
+            logit_rows += [len(ids) + position - first for position in rows]
+            ids += new
+            positions += range(first, stop)
+            blocks = sequence.blocks
+            slots += [blocks[place // size] * size + place % size for place in range(first, stop)]
+            starts.append(len(ids))
+            lengths.append(stop)
+        widest = max(len(sequence.blocks) for sequence, _ in chosen)
+        table = torch.zeros(len(chosen), widest, dtype=torch.int32)
+        for row, (sequence, _) in enumerate(chosen):
+            table[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+        batch = StepBatch(
+            torch.tensor(ids),
+            torch.tensor(positions),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            table,
+            torch.tensor(slots),
+            torch.tensor(logit_rows, dtype=torch.long),
+            [sequence.sequence_id for sequence, _ in chosen],
+            [sequence.request.lora_name for sequence, _ in chosen],
+        )
+        return batch, rows_of
+
+    def _logit_positions(self, sequence: GenerationSequence, first: int, stop: int) -> range:
+        """Return the positions in `[first, stop)` whose logits are needed."""
+        known = len(sequence.token_ids)
+        if self._wants_prompt_logprobs(sequence):
+            return range(first, stop)
+        return range(max(known - 1, first), stop)
+
+    def _wants_prompt_logprobs(self, sequence: GenerationSequence) -> bool:
+        logprobs = sequence.request.prompt_logprobs
+        return logprobs is not None and not sequence.has_sampled and len(logprobs) < len(sequence.request.prompt_ids)
+
+    # results
+
+    def _take_logits(
+        self, chosen: Sequence[tuple[GenerationSequence, int]], rows_of: Sequence[list[int]], logits: torch.Tensor
+    ) -> None:
+        """Advance the sequences of a step by the tokens that were computed, and draw tokens of those that are due."""
+        pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, first position
+        for (sequence, count), rows in zip(chosen, rows_of, strict=True):
+            first = sequence.num_computed
+            sequence.num_computed += count
+            if self._wants_prompt_logprobs(sequence):
+                self._take_prompt_logprobs(sequence, first, logits[rows])
+            due = sequence.num_computed - len(sequence.token_ids) + 1  # rows from the last known token on
+            if due > 0:
+                pending.append((sequence, rows[-due:], sequence.num_computed - due + 1))
+            else:
+                self._register_blocks(sequence)
+        self._draw(pending, logits)
+
+    def _draw(self, pending: list[tuple[GenerationSequence, list[int], int]], logits: torch.Tensor) -> None:
+        """Draw tokens depth by depth: the second row of a sequence counts if its first draft was accepted, etc."""
+        live = []
+        for sequence, rows, computed in pending:
+            for candidate in self._candidates_of(sequence):
+                drafts = candidate.drafts
+                self._stats.draft_tokens += len(drafts)
+                candidate.drafts = []
+                live.append((candidate, rows, computed, drafts))
+        depth = 0
+        while live:
+            # all rows at depth 0 without repetition are the logits themselves
+            index = [rows[depth] for _, rows, _, _ in live]
+            chosen = logits if index == list(range(logits.shape[0])) else logits[index]
+            tokens = sample(chosen, [sequence.sampler for sequence, *_ in live])
+            following = []
+            for (sequence, rows, computed, drafts), token in zip(live, tokens, strict=True):
+                sequence.num_computed = computed + depth
+                ended = self._append(sequence, token)
+                accepted = depth < len(drafts) and drafts[depth] == token.token
+                if accepted:
+                    self._stats.accepted_draft_tokens += 1
+                if accepted and not ended and depth + 1 < len(rows):
+                    following.append((sequence, rows, computed, drafts))
+                elif not ended:
+                    self._register_blocks(sequence)
+            live, depth = following, depth + 1
+
+    def _candidates_of(self, sequence: GenerationSequence) -> list[GenerationSequence]:
+        """Return the sequence itself, or all candidates of its request if its prompt was just computed."""
+        request = sequence.request
+        count = request.params.num_candidates
+        if sequence.has_sampled or count == 1:
+            return [sequence]
+        self._register_blocks(sequence)
+        others = []
+        for index in range(1, count):
+            other = self._make_sequence(request, index)
+            other.num_computed, other.num_registered = sequence.num_computed, sequence.num_registered
+            other.blocks, other.block_keys = self._blocks.fork(sequence.blocks), list(sequence.block_keys)
+            self._running[other.sequence_id] = other
+            request.sequences.append(other)
+            others.append(other)
+        self.runner.fork(sequence.sequence_id, [other.sequence_id for other in others])
+        return [sequence, *others]
+
+    def _append(self, sequence: GenerationSequence, sampled: SampledToken) -> bool:
+        """Add a drawn token; return True if it ended the sequence."""
+        request, output, token = sequence.request, sequence.output, sampled.token
+        now = self._clock()
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        request.metrics.last_token_time = now
+        self._changed[request.request_id] = request
+        self._stats.generation_tokens += 1
+        sequence.has_sampled = True
+        sequence.token_ids.append(token)
+        output.token_ids.append(token)
+        sequence.sampler.count(token)
+        if sampled.logprobs is not None:
+            assert output.logprobs is not None and output.cumulative_logprob is not None
+            output.cumulative_logprob += sampled.logprobs[token].logprob
+            output.logprobs.append(self._with_text(sampled.logprobs))
+        if sequence.constraint is not None and token not in self.eos_ids:
+            try:
+                sequence.constraint.accept(token)
+            except RequestError as error:
+                self._end(request, "error", str(error))
+                return True
+        reason = self._finish_reason(sequence, token)
+        if reason is not None:
+            self._finish(sequence, reason)
+        return reason is not None
+
+    def _finish_reason(self, sequence: GenerationSequence, token: int) -> FinishReason | None:
+        """Add the token's text, and return the reason if the sequence ends here."""
+        request, output = sequence.request, sequence.output
+        params, length = request.params, len(output.token_ids)
+        is_eos = token in self.eos_ids and not params.ignore_eos
+        is_stop = token in (params.stop_token_ids or ())
+        if length >= params.min_tokens and (is_eos or is_stop):
+            if is_stop:
+                output.stop_reason = token
+            return "stop"
+        if sequence.detokenizer is not None and self._add_text(sequence, sequence.detokenizer.append(token)):
+            return "stop"
+        if length >= request.max_tokens:
+            return "length"
+        if sequence.constraint is not None and sequence.constraint.is_complete():
+            return "stop"
+        return None
+
+    def _add_text(self, sequence: GenerationSequence, new: str) -> bool:
+        """Update the answer's text; return True if it has reached a stop text."""
+        assert sequence.detokenizer is not None
+        params, output, text = sequence.request.params, sequence.output, sequence.detokenizer.text
+        stops = params.stops if len(output.token_ids) >= params.min_tokens else ()
+        found = find_stop(text, len(new), stops) if new else None
+        if found is None:
+            # an end that may become a stop text is not shown yet
+            output.text = text[: len(text) - held_back(text, params.stops)]
+            return False
+        place, stop = found
+        output.text = text[: place + len(stop)] if params.include_stop_str_in_output else text[:place]
+        output.stop_reason = stop
+        return True
+
+    def _finish(self, sequence: GenerationSequence, reason: FinishReason) -> None:
+        output = sequence.output
+        if sequence.detokenizer is not None and not isinstance(output.stop_reason, str):
+            new = sequence.detokenizer.finish()  # bytes of an incomplete character
+            if self._add_text(sequence, new):
+                reason = "stop"
+            else:
+                output.text = sequence.detokenizer.text
+        output.finish_reason = reason
+        self._register_blocks(sequence)
+        self._preempted.drop(sequence)
+        self._free(sequence)
+        if self._proposer is not None:
+            self._proposer.release(sequence.sequence_id)
+        self._running.pop(sequence.sequence_id, None)
+        self._waiting.pop(sequence.sequence_id, None)
+        self._changed[sequence.request.request_id] = sequence.request
+
+    def _end(self, request: GenerationRequest, reason: FinishReason, error: str | None = None) -> None:
+        request.error = error
+        for sequence in request.sequences:
+            if not sequence.output.finished():
+                self._finish(sequence, reason)
+
+    def _forget(self, request: GenerationRequest) -> None:
+        if self._requests.pop(request.request_id, None) is None:
+            return
+        request.metrics.finished_time = self._clock()
+        for sequence in request.sequences:
+            reason = sequence.output.finish_reason or "abort"
+            self._finished_counts[reason] = self._finished_counts.get(reason, 0) + 1
+
+    def _register_blocks(self, sequence: GenerationSequence) -> None:
+        """Add the blocks that became full of accepted tokens to the prefix cache."""
+        if not self._blocks.prefix_caching:
+            return
+        size = self._blocks.block_size
+        full = min(sequence.num_computed, len(sequence.token_ids)) // size
+        if full > sequence.num_registered:
+            keys = sequence.keys_until(full, size)
+            for place in range(sequence.num_registered, full):
+                self._blocks.register(sequence.blocks[place], keys[place])
+            sequence.num_registered = full
+
+    def _propose_drafts(self) -> None:
+        options = self.options.speculative
+        if self._proposer is None or options is None:
+            return
+        ready = [s for s in self._running.values() if s.has_sampled and len(s.token_ids) - s.num_computed == 1]
+        ready = [s for s in ready if s.constraint is None or not s.constraint.is_complete()]
+        if not ready:
+            return
+        found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
+        for sequence, drafts in zip(ready, found, strict=True):
+            room = sequence.request.max_tokens - len(sequence.generated) - 1
+            sequence.drafts = drafts[: max(room, 0)]
+
+    # parts of requests
+
+    def _make_sequence(self, request: GenerationRequest, index: int = 0) -> GenerationSequence:
+        params = request.params
+        wants_logprobs = params.logprobs is not None or params.best_of is not None
+        output = CompletionOutput(
+            index,
+            "",
+            [],
+            0.0 if wants_logprobs else None,
+            [] if wants_logprobs else None,
+        )
+        constraint = None
+        if params.structured_outputs is not None:
+            first = request.sequences[0].constraint if request.sequences else None
+            constraint = first.copy() if first is not None else self._compiler.compile(params.structured_outputs)
+        if index == 0:
+            seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        else:
+            seed = request.sequences[0].sampler.seed
+        sampler = SequenceSampler(
+            params if params.logprobs is not None or not wants_logprobs else params.replace(logprobs=0),
+            request.prompt_ids,
+            output.token_ids,
+            seed,
+            index,
+            self.eos_ids | frozenset(params.stop_token_ids or ()),
+            self._encode_bad_words(params),
+            None if constraint is None else constraint.allowed,
+        )
+        detokenizer = None
+        if self.tokenizer is not None and params.detokenize:
+            detokenizer = Detokenizer(
+                self.tokenizer, request.prompt_ids, skip_special_tokens=params.skip_special_tokens
+            )
+        return GenerationSequence(
+            next(self._numbers), request, index, list(request.prompt_ids), output, sampler, detokenizer, constraint
+        )
+
+    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each bad word, at the begin of a text and behind a space."""
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise RequestError("bad_words needs a tokenizer", parameter="bad_words")
+        found = set()
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                found.add(tuple(self.tokenizer(text, add_special_tokens=False).input_ids))
+        return tuple(sorted(word for word in found if word))
+
+    def _check_prompt(self, ids: Sequence[int], params: SamplingParams) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token", parameter="prompt")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; the model takes {self.max_model_len} together with the answer",
+                parameter="prompt",
+            )
+        if params.num_candidates > self.options.max_sequences:
+            raise RequestError(
+                f"{params.num_candidates} answers are asked for, and the engine runs {self.options.max_sequences} "
+                "sequences at a time",
+                parameter="n",
+            )
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            wrong = next((token for token in getattr(params, name) or () if token >= self.runner.vocab_size), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"{name} has the token {wrong}, beyond a vocabulary of {self.runner.vocab_size}", parameter=name
+                )
+
+    def _take_prompt_logprobs(self, sequence: GenerationSequence, first: int, logits: torch.Tensor) -> None:
+        request = sequence.request
+        assert request.prompt_logprobs is not None
+        skipped = len(request.prompt_logprobs) - 1 - first  # positions that were reported before a preemption
+        logits = logits[max(skipped, 0) :]
+        start = len(request.prompt_logprobs)
+        tokens = request.prompt_ids[start : start + logits.shape[0]]
+        if tokens:
+            counts = [request.params.prompt_logprobs or 0] * len(tokens)
+            found = take_logprobs(logits[: len(tokens)], tokens, counts)
+            request.prompt_logprobs += [self._with_text(entry) for entry in found]
+
+    def _with_text(self, entry: TokenLogprobs) -> TokenLogprobs:
+        if self.tokenizer is None:
+            return entry
+        return {
+            token: Logprob(found.logprob, found.rank, str(self.tokenizer.decode([token])))
+            for token, found in entry.items()
+        }
+
+    def _count_lookup(self, sequence: GenerationSequence, blocks: int) -> None:
+        size = self._blocks.block_size
+        if not sequence.has_sampled and sequence.request.metrics.num_preemptions == 0:
+            sequence.request.metrics.num_cached_tokens = sequence.num_computed
+        self._stats.prefix_cache_queries += blocks * size
+        self._stats.prefix_cache_hits += sequence.num_computed
+
+    def _count_step(self, tokens: int, seconds: float) -> None:
+        self._stats.steps += 1
+        self._stats.step_tokens += tokens
+        self._stats.step_seconds += seconds
+        logger.debug("step of %d tokens in %.1f ms", tokens, seconds * 1e3)

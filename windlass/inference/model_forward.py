@@ -1,0 +1,97 @@
+"""Call of a causal language model on token ids, whatever arguments its forward takes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+
+
+class CausalForward:
+    """Forward of a model from flat tokens to logits.
+
+    Args:
+        model: a causal language model of transformers, or a module whose forward takes `input_ids` (or one positional
+            argument) and `position_ids`, and returns logits or an object with `logits`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self.accepts = set(parameters)
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            self.accepts |= _passed_through(model)
+        self._ids_by_name = "input_ids" in self.accepts
+
+    @property
+    def takes_positions(self) -> bool:
+        """True if positions can be given, so that sequences can lie behind one another in one row."""
+        return "position_ids" in self.accepts
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits of `rows`, float32 `[rows, vocabulary]`.
+
+        Args:
+            token_ids, positions: int64 `[tokens]`; positions are left out if None.
+            rows: int64, tokens whose logits are returned.
+        """
+        arguments: dict[str, Any] = {}
+        if positions is not None:
+            arguments["position_ids"] = positions[None]
+        if "attention_mask" in self.accepts and positions is not None:
+            # an explicit mask keeps transformers from looking for packed documents in the positions
+            arguments["attention_mask"] = torch.ones(1, len(token_ids), dtype=torch.long, device=token_ids.device)
+        for name, value in (("use_cache", False), ("return_dict", True), ("output_router_logits", False)):
+            if name in self.accepts:
+                arguments[name] = value
+        selects = "logits_to_keep" in self.accepts
+        if selects:
+            arguments["logits_to_keep"] = rows
+        ids = token_ids[None]
+        result = self.model(input_ids=ids, **arguments) if self._ids_by_name else self.model(ids, **arguments)
+        logits = get_logits(result)
+        logits = logits[0] if logits.dim() == 3 else logits
+        if not selects or logits.shape[0] != len(rows):
+            if logits.shape[0] != len(token_ids):
+                raise ModelError(
+                    f"{type(self.model).__name__} returned logits of shape {tuple(logits.shape)} for "
+                    f"{len(token_ids)} tokens; its forward must return [samples, tokens, vocabulary]"
+                )
+            logits = logits[rows]
+        return logits.float()
+
+
+def find_device(model: nn.Module) -> torch.device:
+    """Return the device of the model's weights; packed weights have left a parameter on the meta device."""
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    return torch.device("cpu")
+
+
+def get_logits(result: Any) -> torch.Tensor:
+    """Return the logits of a model's output: the output itself, its `logits`, or its first element.
+
+    Raises:
+        ModelError: there are none.
+    """
+    for candidate in (
+        result,
+        getattr(result, "logits", None),
+        result[0] if isinstance(result, (tuple, list)) else None,
+    ):
+        if isinstance(candidate, torch.Tensor):
+            return candidate
+    raise ModelError(f"the model returned {type(result).__name__} without logits; it is no causal language model")
+
+
+def _passed_through(model: nn.Module) -> set[str]:
+    """Return arguments that a forward with `**kwargs` hands to the decoder inside it."""
+    inner = getattr(model, "get_decoder", lambda: None)()
+    if inner is None or inner is model:
+        inner = getattr(model, getattr(model, "base_model_prefix", "") or "_", None)
+    return set(inspect.signature(inner.forward).parameters) if isinstance(inner, nn.Module) else set()

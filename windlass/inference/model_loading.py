@@ -1,0 +1,130 @@
+"""Loading of a model and its tokenizer for inference, and its facts: end tokens, length, dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+
+_DTYPES = {
+    "auto": None,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+_DEFAULT_LENGTH = 4096  # of models that state no maximum
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """Return the dtype of a name; None for `auto`.
+
+    Raises:
+        ConfigError: the name is not known.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; write one of {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Load a causal language model of transformers, in eval mode.
+
+    Args:
+        path: directory with `config.json` and safetensors files, or a name on the hub.
+        dtype: of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened to
+            float32, since there is no fast arithmetic for them.
+
+    Raises:
+        ModelError: there is no model, it is damaged, it needs its own code, it is an encoder-decoder, or transformers
+            is missing.
+    """
+    transformers = _import_transformers()
+    config = _load(transformers.AutoConfig, path, trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{path} is an encoder-decoder ({config.model_type}); windlass serves causal language models, which have "
+            "a decoder alone"
+        )
+    wanted = parse_dtype(dtype)
+    model = _load(
+        transformers.AutoModelForCausalLM, path, trust_remote_code, dtype=wanted or "auto", use_safetensors=None
+    )
+    if torch.device(device).type == "cpu" and any(p.dtype == torch.float16 for p in model.parameters()):
+        model = model.float()
+    found: nn.Module = model.to(device).eval()
+    return found
+
+
+def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a model's directory.
+
+    Raises:
+        ModelError: there is none.
+    """
+    return _load(_import_transformers().AutoTokenizer, path, trust_remote_code)
+
+
+def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer, of the generation settings, else of the configuration, and the
+    tokenizer's."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is None or (found and source is getattr(model, "config", None)):
+            continue
+        found |= set(value) if isinstance(value, (list, tuple)) else {int(value)}
+    return frozenset(int(token) for token in found)
+
+
+def find_max_length(model: Any) -> int:
+    """Return the number of tokens that the model can attend to."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return _DEFAULT_LENGTH
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("inference of a model's directory needs transformers: pip install 'windlass[hf]'") from error
+    return transformers
+
+
+def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: Any) -> Any:
+    directory = Path(path)
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        raise ModelError(f"{path} is no model: it has no config.json; give a directory that save_pretrained wrote")
+    if not directory.is_dir() and (directory.is_absolute() or str(path).startswith(".")):
+        raise ModelError(f"{path} is not a directory; give one with config.json and safetensors files")
+    try:
+        return source.from_pretrained(path, trust_remote_code=trust_remote_code, **arguments)
+    except Exception as error:  # safetensors, tokenizers and the hub raise their own exception types
+        if needs_remote_code(error):
+            raise ModelError(remote_code_refusal(path)) from error
+        reason = str(error).strip().split("\n")[0]
+        what = "tokenizer" if source.__name__ == "AutoTokenizer" else "model"
+        raise ModelError(f"cannot load the {what} of {path}: {reason}") from error

@@ -1,0 +1,127 @@
+"""Results of requests, with the names of vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""Reason for the end of a sequence: a stop text or token or end of sequence; its length; cancellation; an error."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of one token at one position.
+
+    Attributes:
+        rank: 1 for the likeliest token of the vocabulary.
+        decoded_token: text of the token; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Log-probabilities of one position, by token id; the drawn token is the first."""
+
+
+@dataclass
+class CompletionOutput:
+    """One answer.
+
+    Attributes:
+        token_ids: generated tokens, without those after a stop text; a stop token or end-of-sequence token included.
+        cumulative_logprob: sum of the tokens' log-probabilities; None if the request asked for no logprobs.
+        logprobs: one entry for each token; None if the request asked for none.
+        finish_reason: None while the answer grows.
+        stop_reason: the stop text or stop token; None if the end-of-sequence token ended the answer.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Return True if the answer is complete."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """Times of a request in seconds of `time.monotonic`, and counts.
+
+    Attributes:
+        arrival_time: the engine got the request.
+        scheduled_time: its first tokens entered a step.
+        first_token_time, last_token_time: of its first and its latest generated token.
+        num_cached_tokens: tokens of the prompt whose keys and values were in the prefix cache.
+        num_preemptions: times that its blocks were taken away.
+    """
+
+    arrival_time: float
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """State of a request, with all tokens generated so far.
+
+    Attributes:
+        prompt: text of the prompt; None if it was given as tokens.
+        prompt_logprobs: one entry for each token of the prompt, the first None; None if the request asked for none.
+        outputs: the answers, `n` of them once the request has finished.
+        error: message of the error that ended the request.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    lora_name: str | None = None
+    error: str | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were in the prefix cache."""
+        return self.metrics.num_cached_tokens
+
+
+@dataclass
+class EngineStats:
+    """Counters and gauges of an engine; counters only grow.
+
+    Attributes:
+        kv_cache_usage: share of the KV blocks that running requests hold, 0 to 1.
+        prefix_cache_queries, prefix_cache_hits: tokens of prompts looked up, and found.
+        steps: forwards that were run; `step_tokens`: tokens in them.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    kv_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    step_seconds: float = 0.0
+    finished: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,163 @@
+"""Runner of models that keep their own cache: one sequence at a time, by the model's own generation methods."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.inference.model_forward import CausalForward, find_device, get_logits
+from windlass.inference.packed_modules import PackedModules
+from windlass.inference.step_batch import SavedBlocks, StepBatch
+
+
+@dataclass
+class OwnCacheState:
+    """State of one sequence.
+
+    Attributes:
+        token_ids: tokens given so far.
+        num_computed: how many of them the cache has.
+        model_kwargs: arguments of the next forward, the model's cache among them.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class OwnCacheModelRunner:
+    """Runs any causal language model, each sequence in a forward of its own.
+
+    A model of transformers keeps its cache (keys and values, or a recurrent state) as in its own `generate`. Any other
+    module computes all tokens again in each step. Chunks of a prompt are collected and computed when logits are due,
+    since recurrent layers cannot continue with several tokens.
+
+    Args:
+        block_size, num_blocks: for the accounting of tokens alone.
+        packed: packed weights, which are used inside of `run`.
+    """
+
+    computes_drafts = False
+    block_nbytes = 0
+
+    def __init__(
+        self, model: nn.Module, *, block_size: int, num_blocks: int, packed: PackedModules | None = None
+    ) -> None:
+        self._packed = packed
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.model: Any = model
+        self._forward = CausalForward(model)
+        self._keeps_cache = _has_generation_cache(model)
+        self._states: dict[int, OwnCacheState] = {}
+        self.device = find_device(model)
+        kept = "the model's own cache" if self._keeps_cache else "all tokens computed again in each step"
+        self.description = f"{kept}, one sequence at a time"
+        ids = torch.zeros(2, dtype=torch.long, device=self.device)
+        with torch.inference_mode():
+            self.vocab_size = self._recompute(ids, ids[:1]).shape[-1]
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
+        starts = batch.query_start.tolist()
+        rows, tokens = batch.logit_rows.tolist(), batch.token_ids.tolist()
+        positions = batch.positions.tolist()
+        found: dict[int, torch.Tensor] = {}
+        active = nullcontext() if self._packed is None else self._packed.active()
+        with torch.inference_mode(), active:
+            for number, sequence_id in enumerate(batch.sequence_ids):
+                start, stop = starts[number], starts[number + 1]
+                state = self._states.setdefault(sequence_id, OwnCacheState())
+                if len(state.token_ids) != positions[start]:
+                    raise ModelError(
+                        f"sequence {sequence_id} continues at token {positions[start]}, but its cache ends at "
+                        f"{len(state.token_ids)}; report this as a bug"
+                    )
+                state.token_ids += tokens[start:stop]
+                wanted = [row for row in rows if start <= row < stop]
+                if wanted:
+                    offset = positions[start] - start
+                    logits = self._advance(state, [row + offset for row in wanted])
+                    found.update(zip(wanted, logits, strict=True))
+        return torch.stack([found[row] for row in rows])
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Do nothing: blocks have no content."""
+
+    def save_blocks(self, blocks: Sequence[int]) -> SavedBlocks:
+        """Raise: a preempted sequence is computed again."""
+        raise ModelError("a model with its own cache has no blocks to save")
+
+    def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
+        """Raise: there are no saved blocks."""
+        raise ModelError("a model with its own cache has no blocks to restore")
+
+    def release(self, sequence_id: int) -> None:
+        """Free the cache of a sequence."""
+        self._states.pop(sequence_id, None)
+
+    def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
+        """Copy the cache of a sequence for others."""
+        for new_id in new_ids:
+            self._states[new_id] = copy.deepcopy(self._states[sequence_id])
+
+    def close(self) -> None:
+        """Free all caches."""
+        self._states.clear()
+
+    def _advance(self, state: OwnCacheState, wanted: list[int]) -> list[torch.Tensor]:
+        """Compute all pending tokens; return the logits at the positions `wanted`."""
+        ids = torch.tensor(state.token_ids, device=self.device)
+        if not self._keeps_cache:
+            return list(self._recompute(ids, torch.tensor(wanted, device=self.device)))
+        found: dict[int, torch.Tensor] = {}
+        while state.num_computed < len(ids):
+            # the whole prompt at once, then one token at a time
+            stop = len(ids) if state.num_computed == 0 else state.num_computed + 1
+            logits = self._forward_with_cache(state, ids[:stop], only_last=wanted == [stop - 1])
+            first = stop - logits.shape[0]
+            found.update({place: logits[place - first] for place in wanted if first <= place < stop})
+            state.num_computed = stop
+        return [found[place].float() for place in wanted]
+
+    def _forward_with_cache(self, state: OwnCacheState, ids: torch.Tensor, *, only_last: bool) -> torch.Tensor:
+        kwargs = state.model_kwargs
+        if state.num_computed == 0:
+            kwargs["use_cache"] = True
+            kwargs["attention_mask"] = torch.ones(1, len(ids), dtype=torch.long, device=self.device)
+            if self.model._supports_default_dynamic_cache():
+                from transformers import DynamicCache
+
+                kwargs["past_key_values"] = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            inputs = self.model.prepare_inputs_for_generation(ids[None], is_first_iteration=True, **kwargs)
+        else:
+            inputs = self.model.prepare_inputs_for_generation(ids[None], next_sequence_length=1, **kwargs)
+        if only_last and "logits_to_keep" in self._forward.accepts:
+            inputs["logits_to_keep"] = 1
+        inputs["return_dict"] = True
+        outputs = self.model(**inputs)
+        state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
+        return get_logits(outputs)[0]
+
+    def _recompute(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._forward(ids, None, rows)
+
+
+def _has_generation_cache(model: Any) -> bool:
+    """Return True if the model has the generation methods of a recent transformers, and uses a cache."""
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    if prepare is None or not hasattr(model, "_update_model_kwargs_for_generation"):
+        return False
+    if not hasattr(model, "_supports_default_dynamic_cache"):
+        return False
+    from transformers import GenerationMixin
+
+    # older releases count cache positions in another way, and recompute here
+    return "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters

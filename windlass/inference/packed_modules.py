@@ -1,0 +1,210 @@
+"""Linear layers of a served model, replaced by products of packed weights while the engine runs it.
+
+[Note: joined products] Query, key and value projections have the same input, as have gate and up. A probe records which
+layers get the same tensor one after the other; their weights are packed as one matrix, the first layer of the group
+computes the product for all, and the others return their part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.log import logger
+from windlass.inference.step_recording import get_recorder
+from windlass.kernels.inference_path import get_inference_path
+from windlass.kernels.packed_gemm import PackedPanels, pack_weight, packed_linear
+
+_LEAST_FEATURES = 16  # smaller layers gain nothing
+
+
+@dataclass(eq=False)
+class LinearGroup:
+    """Layers with one packed weight.
+
+    Attributes:
+        modules: in the order of their calls.
+        bias: joined, or None.
+    """
+
+    modules: list[nn.Module]
+    panels: PackedPanels
+    bias: torch.Tensor | None
+    sizes: list[int]
+    _input: torch.Tensor | None = None
+    _outputs: tuple[torch.Tensor, ...] = ()
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute all outputs, and return that of the first layer."""
+        out = self._multiply(x)
+        if len(self.sizes) == 1:
+            return out
+        self._input, self._outputs = x, out.split(self.sizes, dim=-1)
+        return self._outputs[0]
+
+    def later(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of another layer; compute anew if it got another input after all."""
+        outputs = self._outputs
+        if self._input is not x:
+            outputs = self._multiply(x).split(self.sizes, dim=-1)
+        elif place == len(self.sizes) - 1:
+            self._input, self._outputs = None, ()  # memory of the step
+        return outputs[place]
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        recorder = get_recorder()
+        if recorder is None:
+            return packed_linear(x, self.panels, self.bias)
+        x = x.contiguous()
+        with recorder.paused():
+            out = packed_linear(x, self.panels, self.bias)
+        recorder.add_native("linear", (self.panels, self.bias), [x], out)
+        return out
+
+    def forwards(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        """Return the replacement of each layer's forward."""
+        rest = [_bind_later(self, place) for place in range(1, len(self.sizes))]
+        return [self.first, *rest]
+
+
+def _bind_later(group: LinearGroup, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def later(x: torch.Tensor) -> torch.Tensor:
+        return group.later(place, x)
+
+    return later
+
+
+class PackedModules:
+    """Packed weights of all linear layers of a model.
+
+    Args:
+        model: on the CPU, in float32 or bfloat16.
+        probe: runs a forward, so that layers with the same input are found.
+        weight_format: registered name; None: the dtype of the weights.
+        frees_weights: each weight is freed as soon as it is packed, if no other layer uses it, and the layers stay
+            replaced. Otherwise the model is as it was outside of `active`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        probe: Callable[[], Any],
+        *,
+        weight_format: str | None = None,
+        frees_weights: bool = False,
+    ) -> None:
+        self.groups: list[LinearGroup] = []
+        self._forwards: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = []
+        self._permanent = frees_weights
+        for modules in _find_groups(model, probe):
+            group = _pack_group(modules, weight_format)
+            self.groups.append(group)
+            self._forwards += zip(modules, group.forwards(), strict=True)
+            if frees_weights:
+                for module in modules:
+                    weight = module.get_parameter("weight").detach()
+                    module.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        if frees_weights:
+            self._replace()
+        logger.debug("%d linear layers in %d packed products", len(self._forwards), len(self.groups))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packed weights."""
+        return sum(group.panels.nbytes for group in self.groups)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Replace the forward of the layers inside the `with` block."""
+        if self._permanent:
+            yield
+            return
+        self._replace()
+        try:
+            yield
+        finally:
+            for module, _ in self._forwards:
+                del module.__dict__["forward"]
+
+    def _replace(self) -> None:
+        for module, forward in self._forwards:
+            module.__dict__["forward"] = forward
+
+
+def _pack_group(modules: list[nn.Module], weight_format: str | None) -> LinearGroup:
+    weights = [_matrix(module) for module in modules]
+    name = weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32")
+    sizes = [len(weight) for weight in weights]
+    biases = [getattr(module, "bias", None) for module in modules]
+    bias = None
+    if any(b is not None for b in biases):
+        parts = [torch.zeros(size) if b is None else b.detach().float() for b, size in zip(biases, sizes, strict=True)]
+        bias = torch.cat(parts)
+    panels = pack_weight(weights[0] if len(weights) == 1 else torch.cat(weights), name)
+    return LinearGroup(modules, panels, bias, sizes)
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Return True if native products exist here for the weights of the model."""
+    device = next(model.parameters()).device
+    return device.type == "cpu" and get_inference_path().module is not None
+
+
+def _is_packable(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or "forward" in module.__dict__:
+        return False
+    kind = type(module)
+    known = kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+    return known and weight.dtype in (torch.float32, torch.bfloat16) and min(weight.shape) >= _LEAST_FEATURES
+
+
+def _matrix(module: nn.Module) -> torch.Tensor:
+    """Return the weight `[out_features, in_features]`."""
+    weight = module.get_parameter("weight").detach()
+    return weight if type(module) is nn.Linear else weight.t().contiguous()
+
+
+def _find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Module]]:
+    """Return layers that got the very same tensor one after the other, each group in the order of its calls.
+
+    Layers that run more than once in a forward stay alone.
+    """
+    calls: list[tuple[nn.Module, torch.Tensor]] = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs[0])))
+        for module in model.modules()
+        if _is_packable(module)
+    ]
+    try:
+        probe()
+    finally:
+        for handle in handles:
+            handle.remove()
+    times: dict[nn.Module, int] = {}
+    for module, _ in calls:
+        times[module] = times.get(module, 0) + 1
+    groups: list[list[nn.Module]] = []
+    previous: torch.Tensor | None = None
+    for module, x in calls:
+        once = times[module] == 1
+        like = groups and _matrix_kind(groups[-1][-1]) == _matrix_kind(module)
+        if once and x is previous and like and times[groups[-1][-1]] == 1:
+            groups[-1].append(module)
+        elif not any(module in group for group in groups):
+            groups.append([module])
+        previous = x
+    found = {module for group in groups for module in group}
+    # experts that no token of the probe reached
+    groups += [[module] for module in model.modules() if _is_packable(module) and module not in found]
+    return groups
+
+
+def _matrix_kind(module: nn.Module) -> tuple[int, torch.dtype]:
+    weight = _matrix(module)
+    return weight.shape[1], weight.dtype

@@ -1,0 +1,203 @@
+"""Runner of models whose attention goes through the registry: flat batches over a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.attention import install_attention, use_backend
+from windlass.base.errors import ModelError
+from windlass.inference.model_forward import CausalForward, find_device
+from windlass.inference.packed_modules import PackedModules
+from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
+from windlass.inference.step_batch import SavedBlocks, StepBatch
+from windlass.inference.step_program import StepProgram
+from windlass.inference.step_recording import NotRecordableError
+from windlass.kernels.paged_attention import PagedKVCache, make_kv_cache
+
+_PROBE_TOKENS = 4
+
+PAGEABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Values of `config.layer_types` whose only state are keys and values."""
+
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+class PagedModelRunner:
+    """Runs a model with the backend `"paged"`.
+
+    The module itself is not changed beyond the choice of its attention function: outside of `run` it computes as
+    before, so the module of a training engine can be served between steps.
+
+    Args:
+        model: in eval mode, on one device.
+        block_size: tokens of a block.
+        num_blocks: of the KV cache; given by a function of the bytes of one block.
+        kv_dtype: of the cache; None: that of the keys.
+        packed: packed weights, which are used inside of `run`.
+
+    Raises:
+        ModelError: the model cannot be run with a paged cache. The message has the reason.
+    """
+
+    computes_drafts = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        block_size: int,
+        num_blocks: Callable[[int], int],
+        kv_dtype: torch.dtype | None = None,
+        packed: PackedModules | None = None,
+    ) -> None:
+        check_pageable(model)
+        self._forward = CausalForward(model)
+        if not self._forward.takes_positions:
+            raise ModelError(
+                f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be computed in one row"
+            )
+        self.model, self.kv_dtype, self._packed = model, kv_dtype, packed
+        self.block_size, self.num_blocks = block_size, 1
+        self._restore = _install(model)
+        self.device = find_device(model)
+        probe = PagedAttention(self._make_cache)
+        self.vocab_size = self._probe(probe)
+        if not probe.shapes:
+            self._restore()
+            raise ModelError(f"{type(model).__name__} has no layer that computes attention through the registry")
+        self._backend = PagedAttention(self._make_cache)
+        self.block_nbytes = sum(cache.block_nbytes for cache in probe.caches.values())
+        self.num_blocks = num_blocks(self.block_nbytes)
+        for layer, shape in probe.shapes.items():
+            self._backend.caches[layer] = self._make_cache(layer, shape)
+        self.description = f"paged KV cache of {self.num_blocks} blocks of {block_size} tokens"
+        self.program: StepProgram | None = None
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
+        if self.program is not None and self.program.takes(batch):
+            return self.program.run(batch)
+        return self._run_modules(batch)
+
+    def compile(self, max_tokens: int, max_blocks: int) -> str | None:
+        """Record the forward and replay it from now on, without the modules.
+
+        Args:
+            max_tokens: of a step.
+            max_blocks: KV blocks of a sequence.
+
+        Returns:
+            The reason if the forward cannot be recorded.
+        """
+        try:
+            self.program = StepProgram(self._run_modules, self._backend, max_tokens=max_tokens, max_blocks=max_blocks)
+        except NotRecordableError as error:
+            return str(error)
+        return None
+
+    def _run_modules(self, batch: StepBatch) -> torch.Tensor:
+        self._backend.begin(batch)
+        active = nullcontext() if self._packed is None else self._packed.active()
+        with torch.no_grad(), use_backend(self._backend), active:
+            return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, given as pairs of source and destination."""
+        sources, destinations = (torch.tensor(side, device=self.device) for side in zip(*pairs, strict=True))
+        for tensor in self._cache_tensors():
+            tensor[destinations] = tensor[sources]
+
+    def save_blocks(self, blocks: Sequence[int]) -> SavedBlocks:
+        """Return copies of blocks in host memory."""
+        index = torch.tensor(blocks, device=self.device)
+        return [tensor[index].cpu() for tensor in self._cache_tensors()]
+
+    def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
+        """Write saved blocks back, perhaps into others."""
+        index = torch.tensor(blocks, device=self.device)
+        for tensor, content in zip(self._cache_tensors(), saved, strict=True):
+            tensor[index] = content.to(tensor.device)
+
+    def release(self, sequence_id: int) -> None:
+        """Do nothing: a sequence has blocks alone."""
+
+    def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
+        """Do nothing: the block tables say it."""
+
+    def close(self) -> None:
+        """Free the KV cache, and give the model back its attention function."""
+        self.program = None
+        self._backend.caches.clear()
+        self._restore()
+
+    def _cache_tensors(self) -> list[torch.Tensor]:
+        return [tensor for cache in self._backend.caches.values() for tensor in cache.tensors]
+
+    def _make_cache(self, layer: LayerKey, shape: LayerShape) -> PagedKVCache:
+        dtype = self.kv_dtype or (torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float32)
+        return make_kv_cache(self.num_blocks, self.block_size, shape.kv_heads, shape.key_dim, shape.value_dim, dtype)
+
+    def _probe(self, backend: PagedAttention) -> int:
+        """Run a few tokens in a cache of one block to record the layers; return the size of the vocabulary."""
+        count = min(_PROBE_TOKENS, self.block_size)
+        places = torch.arange(count, device=self.device)
+        batch = StepBatch(
+            token_ids=places * 0,
+            positions=places,
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            context_lengths=torch.tensor([count], dtype=torch.int32),
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            slots=places,
+            logit_rows=places[-1:],
+            sequence_ids=[0],
+        )
+        backend.begin(batch)
+        try:
+            with torch.inference_mode(), use_backend(backend):
+                return self._forward(batch.token_ids, batch.positions, batch.logit_rows).shape[-1]
+        except Exception:
+            self._restore()
+            raise
+
+
+def check_pageable(model: Any) -> None:
+    """Raise a ModelError if the state of a sequence is more than the keys and values of its tokens."""
+    config = getattr(model, "config", None)
+    name = type(model).__name__
+    if config is None:
+        return
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    others = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - PAGEABLE_LAYERS)
+    if others:
+        raise ModelError(f"{name} has layers of the types {others}, whose state is not keys and values of tokens")
+    if getattr(model, "_is_stateful", False):
+        raise ModelError(f"{name} keeps a recurrent state, not keys and values of tokens")
+    for rope in _rope_settings(config):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            raise ModelError(f"{name} rotates by frequencies that depend on the longest sequence of a batch ({kind})")
+
+
+def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(config, name, None)
+        if isinstance(settings, dict):
+            nested = [value for value in settings.values() if isinstance(value, dict)]
+            found += [settings, *nested]
+    return found
+
+
+def _install(model: Any) -> Callable[[], None]:
+    """Route the attention of a transformers model through windlass; return the function that undoes it."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        return lambda: None  # its own code calls windlass.attention, or the probe finds no layer
+    before = config._attn_implementation
+    install_attention(model)
+    return lambda: model.set_attn_implementation(before)

@@ -1,0 +1,91 @@
+"""Blocks of preempted sequences: moved to host memory or disk, or dropped and computed again."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from windlass.base.errors import StorageError
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.step_batch import ModelRunner
+from windlass.inference.step_cost import StepCost
+
+if TYPE_CHECKING:
+    from windlass.inference.generation_request import GenerationSequence
+
+
+class PreemptedBlocks:
+    """Store of the blocks of preempted sequences.
+
+    Blocks are moved where that takes less time, by measured rates, than computing their tokens again: first to host
+    memory, then to files.
+    """
+
+    def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost) -> None:
+        self._runner, self._cost = runner, cost
+        self._host_left = options.swap_bytes if runner.block_nbytes else 0
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        if options.swap_directory is not None and runner.block_nbytes:
+            try:
+                Path(options.swap_directory).mkdir(parents=True, exist_ok=True)
+                self._directory = tempfile.TemporaryDirectory(prefix="windlass-kv-", dir=options.swap_directory)
+            except OSError as error:
+                raise StorageError(f"swap_directory {options.swap_directory} cannot be used: {error}") from error
+        self._files: dict[int, Path] = {}
+        self._held: dict[int, int] = {}
+        self._rates = {"host": 4e9, "disk": 5e8}  # bytes a second, before the first measurement
+
+    def save(self, sequence: GenerationSequence) -> None:
+        """Save the blocks of a sequence that is about to lose them, or leave its `saved` None."""
+        blocks = sequence.blocks[: -(-sequence.num_computed // self._runner.block_size)]
+        nbytes = len(blocks) * self._runner.block_nbytes
+        again = self._cost.prefill_seconds(sequence.num_computed)
+        if not blocks or not nbytes:
+            return
+        if nbytes <= self._host_left and 2 * nbytes / self._rates["host"] <= again:
+            began = time.perf_counter()
+            sequence.saved = self._runner.save_blocks(blocks)
+            self._measure("host", nbytes, began)
+            self._host_left -= nbytes
+            self._held[sequence.sequence_id] = nbytes
+        elif self._directory is not None and 2 * nbytes / self._rates["disk"] <= again:
+            began = time.perf_counter()
+            path = Path(self._directory.name) / str(sequence.sequence_id)
+            try:
+                torch.save(self._runner.save_blocks(blocks), path)
+            except (OSError, RuntimeError):  # a full disk: the tokens are computed again
+                path.unlink(missing_ok=True)
+                return
+            self._measure("disk", nbytes, began)
+            self._files[sequence.sequence_id] = path
+            sequence.saved = []
+
+    def restore(self, sequence: GenerationSequence) -> None:
+        """Write saved blocks into the first blocks of the sequence."""
+        saved = sequence.saved
+        assert saved is not None
+        path = self._files.get(sequence.sequence_id)
+        if path is not None:
+            saved = torch.load(path, weights_only=True)
+        self._runner.restore_blocks(sequence.blocks[: saved[0].shape[0]], saved)
+        self.drop(sequence)
+
+    def drop(self, sequence: GenerationSequence) -> None:
+        """Forget what is saved of a sequence."""
+        self._host_left += self._held.pop(sequence.sequence_id, 0)
+        path = self._files.pop(sequence.sequence_id, None)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        sequence.saved = None
+
+    def close(self) -> None:
+        """Remove all files."""
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def _measure(self, tier: str, nbytes: int, began: float) -> None:
+        self._rates[tier] = nbytes / max(time.perf_counter() - began, 1e-9)

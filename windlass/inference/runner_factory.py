@@ -1,0 +1,230 @@
+"""Choice of the runner of a model, and the check of its first tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ConfigError, ModelError
+from windlass.base.log import logger
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.model_forward import CausalForward, find_device
+from windlass.inference.own_cache_runner import OwnCacheModelRunner
+from windlass.inference.packed_modules import PackedModules, can_pack
+from windlass.inference.paged_runner import PagedModelRunner
+from windlass.inference.step_batch import ModelRunner, StepBatch
+from windlass.inference.step_cost import StepCost
+from windlass.storage.staging_memory import available_memory
+
+_CHECKED_TOKENS = 8
+_CHECKED_PROMPTS = (11, 5)  # tokens of each
+_OWN_CACHE_TOKENS = 1 << 16
+_CACHE_SHARE = 0.4  # of the free host memory
+
+
+def make_runner(model: nn.Module, options: EngineOptions, max_model_len: int, *, owned: bool = False) -> ModelRunner:
+    """Return the fastest runner that computes what the model computes.
+
+    Args:
+        owned: the engine is the only user of the model, so its weights may be packed and freed.
+
+    Raises:
+        ModelError: the model is an encoder-decoder, or the KV cache would be too small for one sequence.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder; windlass serves causal language models, which have a "
+            "decoder alone"
+        )
+    longest = options.max_model_len or max_model_len
+    plain = PlainLogits(model, longest) if options.check_at_load else None
+    packed = _pack(model, options, owned=owned)
+    try:
+        runner: ModelRunner = PagedModelRunner(
+            model,
+            block_size=options.block_size,
+            num_blocks=_block_counter(options, longest, model),
+            kv_dtype=options.kv_torch_dtype,
+            packed=packed,
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # code of any model runs here; its own cache is tried next
+        reason = str(error).split("\n")[0]
+    else:
+        if packed is not None and owned and isinstance(runner, PagedModelRunner):
+            _compile(runner, plain, options, longest)
+        problem = None if plain is None else plain.find_difference(runner, options)
+        if problem is None:
+            return runner
+        runner.close()
+        reason = problem
+    tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
+    own = OwnCacheModelRunner(
+        model, block_size=options.block_size, num_blocks=-(-tokens // options.block_size), packed=packed
+    )
+    logger.warning(
+        "%s runs with %s, because a paged KV cache cannot be used: %s", type(model).__name__, own.description, reason
+    )
+    return own
+
+
+def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: EngineOptions, longest: int) -> None:
+    """Let the runner replay a recorded step, if its logits are those of the model."""
+    problem = runner.compile(options.max_tokens_per_step, -(-longest // options.block_size))
+    if problem is None and plain is not None:
+        problem = plain.find_difference(runner, options)
+        if problem is not None:
+            runner.program = None
+    if problem is not None:
+        logger.info("%s: steps run its modules, because %s", type(runner.model).__name__, problem)
+
+
+class PlainLogits:
+    """Logits of the plain model for two short random sequences, beside which a runner is checked.
+
+    Args:
+        max_length: tokens that the model can attend to; below those of the check, nothing is checked.
+    """
+
+    def __init__(self, model: nn.Module, max_length: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._device = find_device(model)
+        forward = CausalForward(model)
+        self._wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
+        self._sequences: list[list[int]] = []
+        self._logits: list[torch.Tensor] = []
+        if max(_CHECKED_PROMPTS) + _CHECKED_TOKENS > max_length:
+            return
+        one = torch.zeros(1, dtype=torch.long, device=self._device)
+        with torch.inference_mode():
+            vocabulary = forward(one, None, one).shape[-1]
+            for prompt in _CHECKED_PROMPTS:
+                ids = torch.randint(vocabulary, (prompt + _CHECKED_TOKENS - 1,), generator=generator)
+                rows = torch.arange(prompt - 1, len(ids))
+                self._sequences.append(ids.tolist())
+                self._logits.append(forward(ids.to(self._device), None, rows.to(self._device)))
+
+    def find_difference(self, runner: ModelRunner, options: EngineOptions) -> str | None:
+        """Run the sequences together, first their prompts and then token by token, and compare the logits.
+
+        Returns:
+            The difference, if it is larger than rounding explains; else None. The KV cache is written, so call it
+            before other sequences exist.
+        """
+        size = runner.block_size
+        needed = -(-(max(_CHECKED_PROMPTS) + _CHECKED_TOKENS) // size)
+        if not self._sequences or runner.num_blocks < needed * len(self._sequences):
+            return None  # no room
+        tables = [list(range(row * needed, (row + 1) * needed)) for row in range(len(self._sequences))]
+        computed = [0] * len(self._sequences)
+        found: list[list[torch.Tensor]] = [[] for _ in self._sequences]
+        for step in range(_CHECKED_TOKENS):
+            known = [tokens[: prompt + step] for tokens, prompt in zip(self._sequences, _CHECKED_PROMPTS, strict=True)]
+            for row, logits in enumerate(runner.run(_flat_batch(known, computed, tables, size, self._device))):
+                found[row].append(logits.clone())
+            computed = [len(tokens) for tokens in known]
+        for logits, plain in zip(found, self._logits, strict=True):
+            difference = (torch.stack(logits) - plain).abs().max().item()
+            allowed = self._tolerance(options) * max(plain.std().item(), 1e-6)
+            if not difference <= allowed:
+                return f"its first logits differ from the plain model's by {difference:.3g} (allowed {allowed:.3g})"
+        return None
+
+    def _tolerance(self, options: EngineOptions) -> float:
+        """Return the difference of logits that rounding explains, in standard deviations of the logits."""
+        narrow = options.kv_torch_dtype not in (None, torch.float32) or options.weights not in (None, "fp32")
+        if not self._wide or narrow:
+            return 1.0 if options.weights not in (None, "fp32", "bf16") else 0.25
+        return 2e-3
+
+
+def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedModules | None:
+    """Return packed weights of the model if they are asked for, or are free of cost."""
+    wanted = owned if options.deterministic is None else options.deterministic
+    if options.weights is not None and not owned:
+        raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
+    if not (wanted or options.weights) or not can_pack(model):
+        if options.deterministic:
+            raise ConfigError("deterministic needs the native kernels and a model on the CPU in float32 or bfloat16")
+        return None
+    forward = CausalForward(model)
+
+    def probe() -> None:
+        ids = torch.zeros(2, dtype=torch.long)
+        with torch.inference_mode():
+            forward(ids, None, ids[:1])
+
+    return PackedModules(model, probe, weight_format=options.weights, frees_weights=owned)
+
+
+def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int) -> StepCost:
+    """Measure a step of one token and one of many tokens of a single sequence."""
+    many = min(max_tokens, 64, runner.num_blocks * runner.block_size)
+
+    def seconds(count: int) -> float:
+        table = [list(range(-(-count // runner.block_size)))]
+        batch = _flat_batch([[0] * count], [0], table, runner.block_size, device)
+        times = []
+        for _ in range(2):
+            began = time.perf_counter()
+            runner.run(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+            runner.release(0)
+        return min(times)
+
+    one, all_of_them = seconds(1), seconds(many)
+    return StepCost(0.0, one, max(all_of_them / many, 1e-9), one / 1e5)
+
+
+def _flat_batch(
+    sequences: list[list[int]], computed: list[int], tables: list[list[int]], size: int, device: torch.device
+) -> StepBatch:
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    for tokens, first, blocks in zip(sequences, computed, tables, strict=True):
+        ids += tokens[first:]
+        positions += range(first, len(tokens))
+        slots += [blocks[place // size] * size + place % size for place in range(first, len(tokens))]
+        starts.append(len(ids))
+    return StepBatch(
+        torch.tensor(ids, device=device),
+        torch.tensor(positions, device=device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int32, device=device),
+        torch.tensor(tables, dtype=torch.int32, device=device),
+        torch.tensor(slots, device=device),
+        torch.tensor(starts[1:], device=device) - 1,
+        list(range(len(sequences))),
+        [None] * len(sequences),
+    )
+
+
+def _block_counter(options: EngineOptions, longest: int, model: nn.Module) -> Callable[[int], int]:
+    def count(block_nbytes: int) -> int:
+        if options.kv_cache_tokens is not None:
+            return -(-options.kv_cache_tokens // options.block_size)
+        device = find_device(model)
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            memory = free - (1 - options.gpu_memory_utilization) * total
+        else:
+            memory = available_memory(ranks=1) * _CACHE_SHARE
+        enough = -(-longest // options.block_size) * options.max_sequences
+        blocks = min(int(memory // max(block_nbytes, 1)), enough)
+        if blocks < 1:
+            raise ConfigError(
+                f"{memory / 1e9:.2f} GB are free for the KV cache, and a block takes {block_nbytes / 1e9:.2f} GB; free "
+                "memory or set kv_cache_tokens"
+            )
+        return blocks
+
+    return count

@@ -1,0 +1,213 @@
+"""Choice of the next token from logits, by the parameters of each sequence.
+
+The steps and their order are those of vLLM: masks and biases, penalties, temperature, min-p, top-k, top-p, then the
+draw. Log-probabilities are those of the unchanged logits.
+
+[Note: one draw a token] A sequence has its own stream of uniform numbers, of which each generated token takes one, and
+the token is the inverse of the cumulative distribution at it. So its tokens depend on its seed and its logits alone:
+not on the batch, and not on drafts, of which a draft is accepted exactly if it is the token that was drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from windlass.inference.outputs import Logprob, TokenLogprobs
+from windlass.inference.sampling_params import SamplingParams
+
+_LOWEST = -torch.inf
+
+
+@dataclass(eq=False)
+class SequenceSampler:
+    """Sampling state of one sequence.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        generated: tokens so far; the list of the sequence itself.
+        stop_ids: tokens that end the sequence; not drawn before `min_tokens`.
+        allowed: returns the mask of the tokens that a structured output allows next, bool `[vocabulary]`; or None.
+    """
+
+    params: SamplingParams
+    prompt: Sequence[int]
+    generated: list[int]
+    seed: int
+    index: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed: Callable[[], torch.Tensor] | None = None
+    _random: random.Random = field(init=False)
+    _counts: dict[int, int] = field(default_factory=dict, init=False)
+    _prompt_ids: torch.Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(f"{self.seed}/{self.index}")
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if the logits are changed before the draw."""
+        params = self.params
+        return bool(
+            self.allowed is not None
+            or self.bad_words
+            or params.logit_bias
+            or params.allowed_token_ids
+            or len(self.generated) < params.min_tokens
+            or params.repetition_penalty != 1
+            or params.presence_penalty
+            or params.frequency_penalty
+        )
+
+    def draw(self) -> float:
+        """Return the next uniform number in [0, 1)."""
+        return self._random.random()
+
+    def count(self, token: int) -> None:
+        """Count a generated token for the penalties."""
+        self._counts[token] = self._counts.get(token, 0) + 1
+
+    def change_logits(self, logits: torch.Tensor) -> None:
+        """Apply masks, biases and penalties to `logits` `[vocabulary]` in place."""
+        params, size = self.params, logits.shape[0]
+        if params.allowed_token_ids is not None:
+            _keep(logits, [token for token in params.allowed_token_ids if token < size])
+        if self.allowed is not None:
+            mask = self.allowed().to(logits.device)
+            logits[: len(mask)].masked_fill_(~mask[:size], _LOWEST)
+            logits[len(mask) :] = _LOWEST
+        for word in self.bad_words:
+            if len(word) == 1 or tuple(self.generated[1 - len(word) :]) == word[:-1]:
+                logits[word[-1]] = _LOWEST
+        if len(self.generated) < params.min_tokens and self.stop_ids:
+            logits[[token for token in self.stop_ids if token < size]] = _LOWEST
+        for token, bias in (params.logit_bias or {}).items():
+            if token < size:
+                logits[token] += bias
+        self._penalize(logits)
+
+    def _penalize(self, logits: torch.Tensor) -> None:
+        params = self.params
+        if params.repetition_penalty != 1:
+            if self._prompt_ids is None:
+                self._prompt_ids = torch.tensor(sorted(set(self.prompt)), dtype=torch.long, device=logits.device)
+            seen = torch.cat([self._prompt_ids, self._generated_ids(logits)]).unique()
+            score = logits[seen]
+            penalty = params.repetition_penalty
+            logits[seen] = torch.where(score > 0, score / penalty, score * penalty)
+        if (params.presence_penalty or params.frequency_penalty) and self._counts:
+            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
+            logits[self._generated_ids(logits)] -= counts * params.frequency_penalty + params.presence_penalty
+
+    def _generated_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(list(self._counts), dtype=torch.long, device=logits.device)
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """Token of a sequence, with the log-probabilities that it asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[SampledToken]:
+    """Choose one token for each row.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`; not changed.
+        samplers: one for each row. Each draws at most one number; none counts the token.
+    """
+    changed = [row for row, sampler in enumerate(samplers) if sampler.changes_logits]
+    scores = logits
+    if changed:
+        scores = logits.clone()
+        for row in changed:
+            samplers[row].change_logits(scores[row])
+    tokens = scores.argmax(dim=-1)
+    drawing = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy]
+    if drawing:
+        everything = len(drawing) == len(samplers)
+        chosen = scores if everything else scores[drawing]
+        tokens[drawing] = _draw(chosen, [samplers[row] for row in drawing])
+    ids = tokens.tolist()
+    logprobs: list[TokenLogprobs | None] = [None] * len(samplers)
+    reporting = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
+    if reporting:
+        counts = [samplers[row].params.logprobs or 0 for row in reporting]
+        found = take_logprobs(logits[reporting], [ids[row] for row in reporting], counts)
+        for row, entry in zip(reporting, found, strict=True):
+            logprobs[row] = entry
+    return [SampledToken(token, entry) for token, entry in zip(ids, logprobs, strict=True)]
+
+
+def take_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Return the log-probability of one token for each row, and those of the likeliest tokens.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`.
+        tokens: one for each row; the first entry of its result.
+        counts: number of likeliest tokens for each row.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    most = min(max(counts), logits.shape[-1])
+    values, ids = logprobs.topk(most, dim=-1) if most else (own[:, :0], own[:, :0].long())
+    results = []
+    rows = zip(tokens, own[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), counts, strict=True)
+    for token, value, rank, top_values, top_ids, count in rows:
+        entry = {token: Logprob(value, rank)}
+        for place, (other, other_value) in enumerate(zip(top_ids[:count], top_values[:count], strict=True)):
+            entry.setdefault(other, Logprob(other_value, place + 1))
+        results.append(entry)
+    return results
+
+
+def _draw(scores: torch.Tensor, samplers: Sequence[SequenceSampler]) -> torch.Tensor:
+    """Draw a token for each row of `scores` `[rows, vocabulary]` by temperature, min-p, top-k and top-p."""
+    device = scores.device
+    params = [sampler.params for sampler in samplers]
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+    scores = scores / column([p.temperature for p in params])
+    if any(p.min_p for p in params):
+        probabilities = scores.softmax(dim=-1)
+        lowest = probabilities.amax(dim=-1, keepdim=True) * column([p.min_p for p in params])
+        scores = scores.masked_fill(probabilities < lowest, _LOWEST)
+    for row, p in enumerate(params):
+        if 0 < p.top_k < scores.shape[-1]:
+            least = scores[row].topk(p.top_k).values[-1]
+            scores[row] = scores[row].masked_fill(scores[row] < least, _LOWEST)
+    probabilities = scores.softmax(dim=-1)
+    nuclei = [row for row, p in enumerate(params) if p.top_p < 1]
+    if nuclei:
+        kept = _nucleus(probabilities[nuclei], column([params[row].top_p for row in nuclei]))
+        probabilities[nuclei] = probabilities[nuclei] * kept
+    cumulative = probabilities.double().cumsum(dim=-1)
+    uniform = torch.tensor([sampler.draw() for sampler in samplers], dtype=torch.float64, device=device)[:, None]
+    # right=True skips tokens of probability 0; the last token with a probability is never exceeded
+    places = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(dim=-1)
+    return torch.minimum(places, last)
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return True for the likeliest tokens whose probabilities together first reach `top_p`, the likeliest always."""
+    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = before < top_p
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter(1, ids, kept)
+
+
+def _keep(logits: torch.Tensor, ids: Sequence[int]) -> None:
+    kept = logits[list(ids)].clone()
+    logits.fill_(_LOWEST)
+    logits[list(ids)] = kept

@@ -1,0 +1,231 @@
+"""Sampling parameters of a request, with the names, defaults and meanings of vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from windlass.base.errors import RequestError
+
+MAX_CANDIDATES = 128
+"""Largest `n`, `best_of` and beam width: each is a sequence with a KV cache of its own."""
+
+MAX_LOGPROBS = 64
+"""Largest number of alternatives that a request can ask logprobs of."""
+
+_MAX_STOPS = 64
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """Constraint of the generated text. Exactly one field is set.
+
+    Attributes:
+        json: a JSON Schema, as a dict or as text.
+        json_object: any JSON object.
+        regex: a regular expression that the whole text matches.
+        choice: the texts of which one is generated.
+        grammar: a context-free grammar in Lark's syntax.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs sets {', '.join(given) or 'nothing'}; set exactly one of json, json_object, "
+                "regex, choice and grammar",
+                parameter="structured_outputs",
+            )
+        if self.choice is not None:
+            choice = [self.choice] if isinstance(self.choice, str) else list(self.choice)
+            if not choice or not all(isinstance(text, str) and text for text in choice):
+                raise RequestError("structured_outputs.choice needs non-empty texts", parameter="structured_outputs")
+            object.__setattr__(self, "choice", tuple(choice))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one request. Immutable; `replace` returns a changed copy.
+
+    Attributes:
+        n: number of answers that are returned.
+        best_of: number of answers that are generated, of which the `n` with the highest mean log-probability are
+            returned; at least `n`. None: `n`.
+        presence_penalty: subtracted from the logit of each token that the answer has already; -2 to 2.
+        frequency_penalty: subtracted from a token's logit once for each time that the answer has it; -2 to 2.
+        repetition_penalty: logits of tokens in prompt or answer are divided by it if positive and multiplied if
+            negative (Keskar et al. 2019, CTRL); above 0, 1 changes nothing.
+        temperature: divides the logits; 0 takes the token with the highest logit (greedy).
+        top_p: the draw is among the likeliest tokens whose probabilities together reach it; above 0 and at most 1.
+        top_k: the draw is among this many likeliest tokens; 0 or -1: all.
+        min_p: tokens less likely than `min_p` times the likeliest one are not drawn; 0 to 1.
+        seed: of the draws of this request; None: a random one. The tokens of a seeded request do not depend on other
+            requests.
+        stop: texts that end the answer; the text is cut before them.
+        stop_token_ids: tokens that end the answer.
+        include_stop_str_in_output: keep the stop text in the answer.
+        ignore_eos: go on after the end-of-sequence token.
+        max_tokens: maximum number of generated tokens; None: as many as the context window allows.
+        min_tokens: no end-of-sequence token and no stop token is drawn before so many tokens.
+        logprobs: number of likeliest tokens whose log-probabilities are returned at each position, beside that of the
+            drawn token. None: no logprobs; 0: of the drawn token alone. They are taken before penalties, temperature
+            and masks.
+        prompt_logprobs: the same for the tokens of the prompt.
+        logit_bias: added to the logits of these token ids.
+        allowed_token_ids: only these are drawn.
+        bad_words: texts that are not generated.
+        detokenize: False leaves `text` empty.
+        skip_special_tokens: leave special tokens out of `text`.
+        structured_outputs: constraint of the text.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_numbers()
+        self._check_lists()
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if no token is drawn at random."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of sequences that are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop texts as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """Return a copy with other values.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        return replace(self, **changes)
+
+    def _check_counts(self) -> None:
+        _check_integer("n", self.n, 1, MAX_CANDIDATES)
+        _check_integer("best_of", self.best_of, self.n, MAX_CANDIDATES)
+        _check_integer("top_k", self.top_k, -1, None)
+        _check_integer("seed", self.seed, None, None)
+        _check_integer("max_tokens", self.max_tokens, 1, None)
+        _check_integer("min_tokens", self.min_tokens, 0, None)
+        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); write a smaller number",
+                parameter="min_tokens",
+            )
+        if self.is_greedy and self.num_candidates > 1:
+            raise RequestError(
+                f"{self.num_candidates} answers of greedy sampling would be equal; set n and best_of to 1, or a "
+                "temperature above 0",
+                parameter="n",
+            )
+
+    def _check_numbers(self) -> None:
+        _check_number("temperature", self.temperature, 0, math.inf)
+        _check_number("top_p", self.top_p, 0, 1, above=True)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
+
+    def _check_lists(self) -> None:
+        stops = self.stops
+        if not all(isinstance(text, str) and text for text in stops) or len(stops) > _MAX_STOPS:
+            raise RequestError(f"stop needs at most {_MAX_STOPS} non-empty texts", parameter="stop")
+        if stops and not self.detokenize:
+            raise RequestError("stop texts need detokenize=True; use stop_token_ids", parameter="stop")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _check_integer(name, token, 0, None)
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise RequestError("allowed_token_ids is empty, so no token could be drawn", parameter="allowed_token_ids")
+        for token, bias in (self.logit_bias or {}).items():
+            _check_integer("logit_bias", token, 0, None)
+            _check_number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
+        if not all(isinstance(word, str) and word for word in self.bad_words or ()):
+            raise RequestError("bad_words needs non-empty texts", parameter="bad_words")
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Parameters of a beam search.
+
+    Attributes:
+        beam_width: number of beams, and of answers.
+        max_tokens: maximum number of generated tokens.
+        ignore_eos: go on after the end-of-sequence token.
+        temperature: divides the logits; 0 and 1 leave them as they are.
+        length_penalty: a beam's log-probability is divided by its length to this power.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_integer("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        _check_integer("max_tokens", self.max_tokens, 1, None)
+        _check_number("temperature", self.temperature, 0, math.inf)
+        _check_number("length_penalty", self.length_penalty, -math.inf, math.inf)
+
+
+def _check_integer(name: str, value: Any, lowest: int | None, highest: int | None) -> None:
+    if value is None:
+        return
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if not integer or (lowest is not None and value < lowest) or (highest is not None and value > highest):
+        bounds = "" if lowest is None else f" of at least {lowest}"
+        bounds += "" if highest is None else f" and at most {highest}"
+        raise RequestError(f"{name} is {value!r}; write an integer{bounds}", parameter=name)
+
+
+def _check_number(name: str, value: Any, lowest: float, highest: float, *, above: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # the bounds themselves are infinite if none is set, and an infinite value is refused
+    if not number or not math.isfinite(value) or not lowest <= value <= highest or (above and value == lowest):
+        bounds = f"above {lowest}" if above else f"of at least {lowest}"
+        bounds += "" if highest == math.inf else f" and at most {highest}"
+        raise RequestError(f"{name} is {value!r}; write a finite number {bounds}", parameter=name.split("[")[0])

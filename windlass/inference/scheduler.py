@@ -1,0 +1,311 @@
+"""Scheduling of a step: which sequences run, and with how many tokens each.
+
+[Note: one rule] There are no phases. Each sequence has known tokens (its prompt, what it generated, drafts) and
+computed tokens, whose keys and values are in the KV cache. A step lets computed tokens catch up with known ones:
+sequences that lack one token (decode) get it first, and the rest of the step's tokens is shared among prompts. That is
+Dynamic SplitFuse (Holmes et al. 2024, DeepSpeed-FastGen); the policies of vLLM's first engine (prefill-first) and of
+Orca (Yu et al. 2022) are settings of the same function.
+
+`schedule` is a pure function of snapshots, so that its properties can be tested without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from windlass.inference.step_cost import StepCost
+
+Policy = Literal["splitfuse", "prefill-first", "orca"]
+POLICIES: tuple[Policy, ...] = ("splitfuse", "prefill-first", "orca")
+
+_MIN_CHUNK = 64  # tokens of a prompt in one step, below which more steps cost more than sharing gains
+_LEAST_PROGRESS = 16  # tokens of prompts in each step, however slow decodes are
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """Service level that a request declares.
+
+    Attributes:
+        first_token_seconds: from arrival to the first token.
+        tokens_per_second: rate of the tokens after it.
+    """
+
+    first_token_seconds: float
+    tokens_per_second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSnapshot:
+    """Facts about a sequence that the scheduler needs.
+
+    Attributes:
+        sequence_id: unique among running and waiting sequences.
+        arrival: time in seconds.
+        num_known: tokens of prompt and answer, drafts included.
+        num_drafts: drafts among them, which may be dropped.
+        num_computed: tokens with keys and values in the cache; of a waiting sequence, those that it finds there.
+        num_blocks: blocks that it holds; of a waiting sequence, cached blocks that others hold already.
+        num_freed: blocks that become free if it is preempted, i.e. those that no other sequence holds.
+        copies_block: its last block is shared and has to be copied before the next token.
+        priority: lower values run first.
+        level: service level, if one is declared.
+        num_candidates: running sequences that it will become (`n` answers share a prompt).
+        has_answered: its first token was generated.
+    """
+
+    sequence_id: int
+    arrival: float
+    num_known: int
+    num_computed: int
+    num_blocks: int
+    num_freed: int = 0
+    num_drafts: int = 0
+    copies_block: bool = False
+    priority: int = 0
+    level: ServiceLevel | None = None
+    num_candidates: int = 1
+    has_answered: bool = False
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known and not computed."""
+        return self.num_known - self.num_computed
+
+    @property
+    def is_decode(self) -> bool:
+        """True if one token is missing beside drafts."""
+        return self.num_known - self.num_computed == 1 + self.num_drafts
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Settings of the scheduler.
+
+    Attributes:
+        policy: `splitfuse` runs decodes and parts of prompts together; `prefill-first` runs whole prompts alone before
+            any decode; `orca` runs decodes and whole prompts together.
+        max_tokens_per_step: tokens of a forward. Whole prompts of the other two policies may exceed it.
+        max_sequences: sequences that run at the same time.
+        block_size, num_blocks: of the KV cache.
+        max_gap_seconds: predicted time of a step that has decodes, in the limits of which prompts get tokens. None:
+            tokens alone count.
+        max_wait_seconds: a request that waits longer for its first token goes before all others.
+    """
+
+    policy: Policy = "splitfuse"
+    max_tokens_per_step: int = 512
+    max_sequences: int = 64
+    block_size: int = 16
+    num_blocks: int = 1024
+    max_gap_seconds: float | None = None
+    max_wait_seconds: float = 30.0
+
+
+@dataclass
+class StepPlan:
+    """Result of `schedule`.
+
+    Attributes:
+        num_tokens: tokens of each sequence that runs in the step, in the order of the batch.
+        admitted: waiting sequences that start; each gets blocks for all its known tokens.
+        preempted: running sequences that lose their blocks.
+    """
+
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    admitted: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+
+
+def schedule(
+    running: Sequence[SequenceSnapshot],
+    waiting: Sequence[SequenceSnapshot],
+    free_blocks: int,
+    limits: SchedulerLimits,
+    cost: StepCost,
+    now: float,
+) -> StepPlan:
+    """Plan one step.
+
+    Args:
+        running: sequences that hold blocks for all their known tokens but the last and the drafts.
+        waiting: sequences that were not admitted yet, or were preempted.
+        free_blocks: blocks that no sequence holds.
+        cost: predicts the time of a step.
+        now: time in seconds, of the clock of `arrival`.
+
+    Returns:
+        A plan that needs no more blocks than are free after its preemptions. It is empty only if nothing can run.
+    """
+    planner = _Planner(running, waiting, free_blocks, limits, cost, now)
+    if limits.policy == "prefill-first":
+        planner.admit(planner.whole_prompt_fits)
+        planner.run_whole_prompts()
+        if not planner.plan.num_tokens:
+            planner.run_decodes()
+    elif limits.policy == "orca":
+        planner.run_decodes()
+        planner.admit(planner.whole_prompt_fits)
+        planner.run_whole_prompts()
+    else:
+        planner.run_decodes()
+        planner.admit(lambda _: True)
+        planner.share_among_prompts()
+    return planner.plan
+
+
+class _Planner:
+    def __init__(
+        self,
+        running: Sequence[SequenceSnapshot],
+        waiting: Sequence[SequenceSnapshot],
+        free_blocks: int,
+        limits: SchedulerLimits,
+        cost: StepCost,
+        now: float,
+    ) -> None:
+        self.plan = StepPlan()
+        self._limits, self._cost, self._now, self._free = limits, cost, now, free_blocks
+        self._running = sorted(running, key=_seniority)
+        self._waiting = sorted(waiting, key=self._urgency)
+        self._admitted: set[int] = set()
+        self._used_tokens = 0
+        self._cached_tokens = 0  # keys that the decodes of the step read
+
+    def run_decodes(self) -> None:
+        """Give each decoding sequence its token and drafts, the senior first; preempt the junior if blocks run out."""
+        decodes = [sequence for sequence in self._running if sequence.is_decode]
+        decodes = decodes[: self._limits.max_tokens_per_step]
+        spare = self._limits.max_tokens_per_step - len(decodes)  # for drafts
+        preempted: set[int] = set()
+        for sequence in decodes:
+            if sequence.sequence_id in preempted:
+                break  # so were all its juniors
+            drafts = min(sequence.num_drafts, spare)
+            if self._blocks_for(sequence, 1 + drafts) > self._free:
+                drafts = 0
+            while self._blocks_for(sequence, 1) > self._free and sequence.sequence_id not in preempted:
+                preempted.add(self._running[-1].sequence_id)
+                self._preempt(self._running[-1])
+            if sequence.sequence_id in preempted:
+                break
+            self._free -= self._blocks_for(sequence, 1 + drafts)
+            spare -= drafts
+            self._cached_tokens += sequence.num_computed
+            self._run(sequence, 1 + drafts)
+
+    def admit(self, fits: Callable[[SequenceSnapshot], bool]) -> None:
+        """Admit waiting sequences in the order of their urgency, as far as blocks and places allow."""
+        if self.plan.preempted:
+            return  # the preempted sequences would be admitted at once
+        places = self._limits.max_sequences - sum(sequence.num_candidates for sequence in self._running)
+        for sequence in self._waiting:
+            needed = -(-sequence.num_known // self._limits.block_size) - sequence.num_blocks
+            while self._running and (self._lacks_blocks(needed) or places < sequence.num_candidates):
+                junior = self._running[-1]
+                if junior.priority <= sequence.priority or junior.sequence_id in self._admitted:
+                    break
+                self._preempt(junior)
+                places += junior.num_candidates
+            if places < sequence.num_candidates and self._running:
+                break
+            if self._lacks_blocks(needed) or not fits(sequence):
+                if self._is_overdue(sequence):
+                    break  # smaller requests must not pass it any longer
+                continue
+            self._free -= needed
+            places -= sequence.num_candidates
+            self._admitted.add(sequence.sequence_id)
+            self.plan.admitted.append(sequence.sequence_id)
+            self._running.append(sequence)
+
+    def _lacks_blocks(self, needed: int) -> bool:
+        # a block for each running sequence, so that admission does not cause a preemption in the next step
+        reserve = min(len(self._running), max(self._limits.num_blocks - needed, 0))
+        return needed + reserve > self._free
+
+    def whole_prompt_fits(self, sequence: SequenceSnapshot) -> bool:
+        """Return True if all tokens of the prompt fit in the step, or if it is the first one, which may exceed it."""
+        prompts = self._prompts()
+        tokens = self._used_tokens + sum(other.remaining for other in prompts) + sequence.remaining
+        return not prompts or tokens <= self._limits.max_tokens_per_step
+
+    def run_whole_prompts(self) -> None:
+        """Run all admitted prompts whole."""
+        for sequence in self._prompts():
+            self._run(sequence, sequence.remaining)
+
+    def share_among_prompts(self) -> None:
+        """Share the rest of the step's tokens among prompts by max-min fairness.
+
+        Prompts shorter than their share leave the rest of it to the others. If shares would become smaller than
+        `_MIN_CHUNK`, the overdue prompts go first, then those with the fewest tokens left.
+        """
+        prompts = self._prompts()
+        left = self._prompt_budget()
+        if left <= 0:
+            return
+        prompts.sort(key=lambda sequence: (*self._urgency(sequence)[:3], sequence.remaining, sequence.arrival))
+        prompts = prompts[: max(left // _MIN_CHUNK, 1)]
+        smallest_first = sorted(prompts, key=lambda sequence: sequence.remaining)
+        for number, prompt in enumerate(smallest_first):
+            granted = min(prompt.remaining, left // (len(prompts) - number))
+            left -= granted
+            if granted:
+                self._run(prompt, granted)
+
+    def _prompts(self) -> list[SequenceSnapshot]:
+        """Return running sequences that are no decodes, and those that were admitted in this step."""
+        return [s for s in self._running if not s.is_decode or s.sequence_id in self._admitted]
+
+    def _prompt_budget(self) -> int:
+        limits = self._limits
+        left = limits.max_tokens_per_step - self._used_tokens
+        gap = limits.max_gap_seconds
+        rates = [s.level.tokens_per_second for s in self._running if s.level is not None and s.is_decode]
+        for rate in rates:
+            if rate > 0:
+                gap = 1 / rate if gap is None else min(gap, 1 / rate)
+        if gap is None or not self._used_tokens or left <= 0:
+            return left
+        within = self._cost.tokens_within(gap, self._cached_tokens) - self._used_tokens
+        # prompts always advance, or decodes of a slow machine would starve them
+        return min(left, max(within, min(_LEAST_PROGRESS, limits.max_tokens_per_step // 8), 1))
+
+    def _run(self, sequence: SequenceSnapshot, tokens: int) -> None:
+        self.plan.num_tokens[sequence.sequence_id] = tokens
+        self._used_tokens += tokens
+
+    def _preempt(self, sequence: SequenceSnapshot) -> None:
+        self._running = [other for other in self._running if other is not sequence]
+        self._free += sequence.num_freed
+        self.plan.preempted.append(sequence.sequence_id)
+        self._used_tokens -= self.plan.num_tokens.pop(sequence.sequence_id, 0)
+
+    def _blocks_for(self, sequence: SequenceSnapshot, tokens: int) -> int:
+        total = -(-(sequence.num_computed + tokens) // self._limits.block_size)
+        return max(total - sequence.num_blocks, 0) + sequence.copies_block
+
+    def _is_overdue(self, sequence: SequenceSnapshot) -> bool:
+        return not sequence.has_answered and self._now - sequence.arrival > self._limits.max_wait_seconds
+
+    def _urgency(self, sequence: SequenceSnapshot) -> tuple[int, int, int, float, float]:
+        """Return a sort key: overdue requests by arrival; then by priority; then those that can still meet their
+        service level, by deadline; then the others by arrival."""
+        if self._is_overdue(sequence):
+            return 0, 0, 0, sequence.arrival, 0.0
+        level = sequence.level
+        wait = self._limits.max_wait_seconds if level is None else level.first_token_seconds
+        deadline = sequence.arrival + wait
+        late = (
+            level is not None
+            and not sequence.has_answered
+            and (self._now + self._cost.prefill_seconds(sequence.remaining) > deadline)
+        )
+        return 1, sequence.priority, int(late), sequence.arrival if late else deadline, sequence.arrival
+
+
+def _seniority(sequence: SequenceSnapshot) -> tuple[int, float, int]:
+    return sequence.priority, sequence.arrival, sequence.sequence_id

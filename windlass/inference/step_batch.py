@@ -1,0 +1,99 @@
+"""Tokens of one step as flat tensors, and the interface of the code that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass
+class StepBatch:
+    """Input of a forward. Sequences follow one another in one row, without padding.
+
+    Attributes:
+        token_ids, positions: int64 `[tokens]`; the position of a token is its index in its sequence.
+        query_start: int32 `[sequences + 1]`; sequence `s` has the tokens `[query_start[s], query_start[s + 1])`.
+        context_lengths: int32 `[sequences]`; computed tokens after the step.
+        block_table: int32 `[sequences, max_blocks]`, rows padded with 0.
+        slots: int64 `[tokens]`; place of each token in the KV cache, `block * block_size + offset`.
+        logit_rows: int64 `[rows]`; tokens whose logits are needed.
+        sequence_ids: of each sequence.
+        adapters: name of each sequence's LoRA adapter, or None.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start: torch.Tensor
+    context_lengths: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    logit_rows: torch.Tensor
+    sequence_ids: list[int]
+    adapters: list[str | None] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+
+SavedBlocks = list[torch.Tensor]
+"""Content of some blocks, for each tensor of the KV cache."""
+
+
+class ModelRunner(Protocol):
+    """Forward of a model over batches of sequences.
+
+    Attributes:
+        model: the module.
+        description: how the model is run, for the log.
+        vocab_size: of the logits.
+        block_size: tokens of a KV block.
+        num_blocks: blocks of the KV cache.
+        block_nbytes: bytes of a block, all layers together; 0 if the model keeps its own cache.
+        computes_drafts: several new tokens of one sequence can be computed in a step after its prompt.
+    """
+
+    model: nn.Module
+    description: str
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    block_nbytes: int
+    computes_drafts: bool
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, given as pairs of source and destination."""
+        ...
+
+    def save_blocks(self, blocks: Sequence[int]) -> SavedBlocks:
+        """Return copies of blocks in host memory."""
+        ...
+
+    def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
+        """Write saved blocks back, perhaps into others."""
+        ...
+
+    def release(self, sequence_id: int) -> None:
+        """Free what the runner holds for a sequence; nothing if its cache is paged."""
+        ...
+
+    def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
+        """Let new sequences continue from the computed tokens of another one."""
+        ...
+
+    def close(self) -> None:
+        """Free the KV cache, and leave the model as it was."""
+        ...
+
+
+def last_rows(batch: StepBatch) -> torch.Tensor:
+    """Return the index of the last token of each sequence, int64 `[sequences]`."""
+    return batch.query_start[1:].long() - 1

@@ -1,0 +1,108 @@
+"""Structured output: the tokens that a JSON Schema, a regular expression, a choice or a grammar allows next."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from windlass.base.errors import RequestError
+from windlass.inference.sampling_params import StructuredOutputsParams
+
+
+class StructuredOutputCompiler:
+    """Compiles constraints for one tokenizer, with the library llguidance.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: of the logits; tokens beyond the tokenizer's are never allowed.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._llguidance: Any = None
+        self._vocabulary: Any = None
+
+    def compile(self, params: StructuredOutputsParams) -> OutputConstraint:
+        """Return the constraint of one answer.
+
+        Raises:
+            RequestError: llguidance is missing, the tokenizer cannot be used, or the constraint cannot be compiled.
+        """
+        if self._vocabulary is None:
+            self._load()
+        library = self._llguidance.LLMatcher
+        try:
+            grammar = _make_grammar(library, params)
+            problem = library.validate_grammar(grammar, self._vocabulary)
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise RequestError(
+                f"structured_outputs cannot be compiled: {str(problem).strip()[:500]}", parameter="structured_outputs"
+            )
+        return OutputConstraint(library(self._vocabulary, grammar), self._vocab_size)
+
+    def _load(self) -> None:
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError as error:
+            raise RequestError(
+                "structured_outputs needs llguidance: pip install 'windlass[serve]'", parameter="structured_outputs"
+            ) from error
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs needs a tokenizer", parameter="structured_outputs")
+        try:
+            self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RequestError(
+                f"structured_outputs cannot use the tokenizer {type(self._tokenizer).__name__}: {error}",
+                parameter="structured_outputs",
+            ) from error
+        self._llguidance = llguidance
+
+
+class OutputConstraint:
+    """State of a constraint in one answer."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def allowed(self) -> torch.Tensor:
+        """Return the tokens that are allowed next, bool `[vocab_size]`."""
+        words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+        flat = bits.flatten().bool()[: self._vocab_size]
+        return torch.nn.functional.pad(flat, (0, self._vocab_size - len(flat)))
+
+    def accept(self, token: int) -> None:
+        """Advance by a generated token.
+
+        Raises:
+            RequestError: the token is not allowed.
+        """
+        if not self._matcher.is_stopped() and not self._matcher.consume_token(token):
+            raise RequestError(f"token {token} violates structured_outputs: {self._matcher.get_error()}")
+
+    def is_complete(self) -> bool:
+        """Return True if nothing but the end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def copy(self) -> OutputConstraint:
+        """Return an independent copy, for another answer to the same prompt."""
+        return OutputConstraint(self._matcher.deep_copy(), self._vocab_size)
+
+
+def _make_grammar(library: Any, params: StructuredOutputsParams) -> str:
+    if params.json_object:
+        return str(library.grammar_from_json_schema(json.dumps({"type": "object"})))
+    if params.json is not None:
+        schema = params.json if isinstance(params.json, str) else json.dumps(dict(params.json))
+        return str(library.grammar_from_json_schema(schema))
+    if params.regex is not None:
+        return str(library.grammar_from_regex(params.regex))
+    if params.choice is not None:
+        return str(library.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice)))
+    return str(library.grammar_from_lark(str(params.grammar)))

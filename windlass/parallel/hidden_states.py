@@ -1,0 +1,22 @@
+"""Hidden states among the arguments of a transformers module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def get_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the hidden states of a transformers module's arguments: `hidden_states`, or the first argument."""
+    found: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return found
+
+
+def replace_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with the hidden states replaced."""
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": hidden}
+    return (hidden, *args[1:]), kwargs
