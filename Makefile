@@ -3,15 +3,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# What is never imported need not be compiled to bytecode: that saves a good part of the installation's time.
+# Modules that are never imported need no bytecode, which saves much of the installation time.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
-# `make HASHED=1` installs exactly what requirements.lock names, and pip checks the hash of every file. CI does so. Without it a
-# local build of torch, which has another hash than the public one, can be used.
+# `make HASHED=1` installs exactly the files in requirements.lock, and pip checks the hash of each. CI does so. Without
+# it a local build of torch, whose hash differs from the public one, can be used.
 LOCKED := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
 INPUTS := pyproject.toml constraints.txt requirements.lock CMakeLists.txt $(wildcard windlass/kernels/native/*)
 
-# Where the environment tells Python to keep no bytecode (images often do), each of the many processes below would compile
-# all that it imports: torch takes three times as long then.
+# If the environment disables bytecode (container images often do), each of the many processes below would compile all
+# modules that it imports: importing torch then takes three times as long.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -19,24 +19,24 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo    train a small Llama on real text over two ranks; about five minutes with the installation"
-	@echo "make test    every test that needs no GPU and no rival, without the long products"
+	@echo "make test    every test that needs no GPU and no rival library, without the full products"
 	@echo "make near    the tests that changed files can reach (BASE=commit to compare with; default: where the branch left main)"
-	@echo "make check   style, types, import contract, unit tests: what a commit has to pass"
+	@echo "make check   style, types, import contract, unit tests: required before a commit"
 	@echo "make parity  the full products of the laws (long)"
 	@echo "make fuzz    damaged and forged files for every reader, for an hour (WINDLASS_FUZZ_SECONDS=36000 for ten)"
 	@echo "make clients-newest  tests of transformers, accelerate, peft, trl and lightning, of their newest versions"
 	@echo "make clients-matrix  the same with transformers 4.57, 5.0, 5.8 and the newest (long); clients-5.8.1: one of them"
-	@echo "make clients-quick   one test of the oldest and the newest: what CI adds"
-	@echo "make lock    requirements.lock anew, from pyproject.toml and constraints.txt (needs uv)"
+	@echo "make clients-quick   one test with the oldest and the newest version, for CI"
+	@echo "make lock    rebuild requirements.lock from pyproject.toml and constraints.txt (needs uv)"
 	@echo "make bench   speed and memory beside plain PyTorch (long)"
-	@echo "make chaos   kills ranks and launchers while they train and save, 50 times (some minutes)"
-	@echo "make bench-infinity  half a billion parameters under a third of the memory that their states take (some minutes)"
+	@echo "make chaos   kill ranks and launchers while they train and save, 50 times (some minutes)"
+	@echo "make bench-infinity  train half a billion parameters with a third of the memory of their states (some minutes)"
 
 demo: $(VENV)/.demo
 	$(BIN)/windlass train --config examples/demo.json --model tiny --data stdlib --nproc 2 --steps 900 --prompt "def " --out runs/demo --overwrite
 
-# Two at a time, each with a pool of ranks of its own: ranks wait for one another. Who has nothing left takes half of
-# what the other has left. (tests/parity has nothing that is quick.)
+# Two processes, each with its own pool of ranks, because ranks wait for one another. An idle process takes half of the
+# other's remaining tests. (tests/parity has only slow tests.)
 test: $(VENV)/.test
 	$(BIN)/python -m pytest --ignore=tests/parity -n 2 --dist worksteal --durations=20
 
@@ -58,20 +58,21 @@ parity: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow; slow=$$?; \
 	$(MAKE) clients-matrix && exit $$slow
 
-# `make test` does the same for some seconds. A case that is found is kept, and its seed is told.
+# `make test` does the same for some seconds. A failing case is stored, and its seed is printed.
 fuzz: export WINDLASS_FUZZ_SECONDS ?= 3600
 fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest tests/fuzz -m "" -s
 
-# The pins are what is tested at every change. Each environment below lies over .venv and has of its own what another version of
-# transformers needs, which takes seconds to install. The newest versions are what a user gets who installs clients today.
+# The pinned versions are tested at every change. Each environment below extends .venv by the packages that another
+# version of transformers needs, which install in seconds. The newest versions are those that a user who installs the
+# clients today gets.
 clients-newest clients-4.57.6 clients-5.0.0 clients-5.8.1: clients-%: .venv-clients/%/.test
 	.venv-clients/$*/bin/python -m pip list --format=freeze | grep -iE '^(transformers|accelerate|peft|trl|lightning)=='
 	.venv-clients/$*/bin/python -m pytest tests/compat -n 2 --dist worksteal
 
 clients-matrix: clients-4.57.6 clients-5.0.0 clients-5.8.1 clients-newest
 
-# The oldest and the newest, on the few tests of which each starts one run: for CI.
+# The oldest and the newest version, on a few tests that each start one run: for CI.
 clients-quick: .venv-clients/4.57.6/.test .venv-clients/newest/.test
 	for version in 4.57.6 newest; do .venv-clients/$$version/bin/python -m pytest -q -m slow tests/compat/test_installed_versions.py || exit 1; done
 
@@ -95,7 +96,8 @@ chaos: $(VENV)/.test
 clean:
 	rm -rf $(VENV) .venv-clients
 
-# torch first and by its exact version: what needs torch then finds it, and no other build is fetched.
+# torch is installed first and in its exact version, so that packages that need torch find it and no other build is
+# downloaded.
 $(VENV)/.torch: $(INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "windlass needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Time and memory of a checkpoint: windlass, blocking and not, beside torch.save,
+"""Time and memory of a checkpoint: windlass, blocking and async, compared with torch.save,
 torch.distributed.checkpoint and DeepSpeed.
 
 python bench/checkpoint_speed.py --path /mnt/nvme
@@ -40,34 +40,35 @@ SAVE_METHODS = (
     "DeepSpeed",
 )
 _EXPLANATION = """\
-seconds    from the call to the last byte durable (fsync), on the slowest rank, nothing else going on
+seconds    from the call until the last byte is durable (fsync), on the slowest rank, with no other work
 of raw     that rate over the better of bench/disk_tier_rate.py's raw writers (direct I/O, threads and a ring), which
-           wrote as much into a new file, as a checkpoint is one, before and after; of two medians
-in place   over the same writers' rate where they write over a file that has its place on the disk already
-blocked    how long the call itself takes: what training stands still for
-10 steps   how much longer the next ten steps take than ten undisturbed ones of the same round, while an asynchronous
-           save is written behind them
-Each rank of torch.save and of DCP writes the very tensors that it has in windlass's checkpoint; torch.save is followed
-by an fsync. DCP has its default writer, which fsyncs; DCP async gets a gloo group of its own. windlass checksums every
-entry (crc32), writes under a temporary name and renames; DCP has no checksums. DeepSpeed is its save_checkpoint at the
-same stage, then an fsync of its files; its GB/s are of the same bytes, though at stages 1 and 2 it writes the
-parameters once more, with the model."""
+wrote as many bytes to a new file, as a checkpoint does, before and after; of two medians in place   over the same
+writers' rate when they overwrite an existing file
+blocked    duration of the call itself, during which training is blocked
+10 steps   additional time of the next ten steps, during which an async save is written, over ten undisturbed steps of
+the same round Each rank of torch.save and of DCP writes the same tensors as in windlass's checkpoint; torch.save is
+followed by an fsync. DCP uses its default writer, which fsyncs; DCP async has its own gloo group. windlass checksums
+every entry (crc32), writes under a temporary name and renames; DCP has no checksums. DeepSpeed is its save_checkpoint
+at the same stage, then an fsync of its files; its GB/s count the same bytes, though at stages 1 and 2 it writes the
+parameters a second time, with the model."""
 
 
 def main(
-    width: Annotated[int, typer.Option(min=64, help="Of the model's linear layers.")] = 1024,
-    layers: Annotated[int, typer.Option(min=1, help="How many; width^2 parameters each, 12 bytes of state each.")] = 80,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a rank.")] = 32,
+    width: Annotated[int, typer.Option(min=64, help="Width of the model's linear layers.")] = 1024,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Number of layers, of width^2 parameters with 12 bytes of state each.")
+    ] = 80,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per rank.")] = 32,
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 5,
-    steps: Annotated[int, typer.Option(min=2, help="Timed behind a save.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each method.")] = 5,
+    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed after a save.")] = 10,
     path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),
-    only: Annotated[str, typer.Option(help=f"Separated by semicolons, of: {'; '.join(SAVE_METHODS)}.")] = "",
-    name: Annotated[str, typer.Option(help="Of the files in --results.")] = "checkpoint",
+    only: Annotated[str, typer.Option(help=f"Methods, separated by semicolons: {'; '.join(SAVE_METHODS)}.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "checkpoint",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Save by turns, print the table, write the JSON and the picture."""
+    """Save with each method in turn, print the table, write the JSON and the picture."""
     chosen = [one.strip() for one in only.split(";") if one.strip()] or list(SAVE_METHODS)
     for one in chosen:
         if one not in SAVE_METHODS:
@@ -105,14 +106,14 @@ def main(
     console.print(f"written: {written}", soft_wrap=True)
     panels = [
         BarPanel("until durable", "GB/s", {one: round(values["gb_s"], 3) for one, values in found.items()}),
-        BarPanel("training stands still", "ms", {one: round(values["blocked_ms"], 1) for one, values in found.items()}),
+        BarPanel("training is blocked", "ms", {one: round(values["blocked_ms"], 1) for one, values in found.items()}),
         BarPanel(f"next {steps} steps", "ms longer", {one: round(v["behind_ms"], 1) for one, v in found.items()}),
     ]
     draw_bars(panels, results / f"{name}.png", f"{nbytes / 1e9:.2f} GB of {ranks} ranks; raw disk {best:.2f} GB/s")
 
 
 def _measure_raw_disk(folder: Path, nbytes: int, rounds: int) -> list[tuple[float, float]]:
-    """GB/s of raw writing into a new file, and over it: of each the best way of each round."""
+    """Return GB/s of raw writes to a new file, and of overwriting it: the best writer of each round."""
     nbytes = max(nbytes // _BLOCK_BYTES, 2 * _QUEUE_DEPTH) * _BLOCK_BYTES
     with DiskTier([folder], queue_depth=_QUEUE_DEPTH) as tier:
         try:
@@ -141,7 +142,7 @@ def _measure_rate(work: Any, nbytes: int) -> float:
 
 
 def _summarize(of_ranks: list[dict[str, list[float]]], nbytes: int, raw: float, again: float) -> dict[str, Any]:
-    """Medians over rounds of the slowest rank of each."""
+    """Return the medians over rounds of each method's slowest rank."""
     slowest = {
         key: [max(values) for values in zip(*(one[key] for one in of_ranks), strict=True)] for key in of_ranks[0]
     }

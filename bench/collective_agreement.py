@@ -1,4 +1,4 @@
-"""Cost of the agreed order of collectives: with agreeing ranks, without agreement rounds, and with differing ranks.
+"""Cost of the agreed order of collectives: with agreeing ranks, without agreement, and with differing ranks.
 
 python bench/collective_agreement.py --ranks 2
 """
@@ -22,11 +22,12 @@ from windlass.cli.benches.bench_results import write_result
 _RESULTS = Path(__file__).parent / "results"
 _TARGET_RATIO = 1.01
 CASES = {
-    "agreeing, nobody asks": "all ranks run the same modules and are taken to (no deployment does that)",
+    "agreeing, nobody asks": "all ranks run the same modules, and the ranks exchange nothing to verify it (a "
+    "baseline, not a supported mode)",
     "agreeing": "all ranks run the same modules",
-    "apart": "each rank runs experts of its own, the same in every step: more is reduced and stepped, too",
-    "apart, changing": "each rank chooses its experts anew in every step",
-    "uneven": "as `agreeing`, and rank 0 has a micro-batch more than others",
+    "apart": "each rank runs its own experts, the same in every step: more parameters are reduced and stepped, too",
+    "apart, changing": "each rank chooses other experts in every step",
+    "uneven": "as `agreeing`, and rank 0 has one more micro-batch than the others",
 }
 Times = dict[str, dict[str, list[float]]]
 
@@ -35,15 +36,16 @@ def main(
     ranks: Annotated[int, typer.Option(min=2, help="Processes, one thread each.")] = 2,
     transports: Annotated[str, typer.Option(help="Comma-separated.")] = "shm,gloo",
     stages: Annotated[str, typer.Option(help="Comma-separated.")] = "2,3",
-    width: Annotated[int, typer.Option(min=16, help="Of the model; an expert has 8 x width^2 parameters.")] = 512,
-    layers: Annotated[int, typer.Option(min=1, help="Each with as many experts as there are ranks, and a block.")] = 4,
-    rows: Annotated[int, typer.Option(min=1, help="In a micro-batch.")] = 512,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each case takes.")] = 7,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 4,
+    width: Annotated[int, typer.Option(min=16, help="Width of the model; an expert has 8 x width^2 parameters.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Layers, each with one expert per rank, and a block.")] = 4,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each case.")] = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 4,
     agreeing_only: Annotated[
-        bool, typer.Option("--agreeing-only", help="The two cases that agree: many short rounds against the noise.")
+        bool,
+        typer.Option("--agreeing-only", help="Rounds of the two agreeing cases: many short ones against noise."),
     ] = False,
-    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "agreement",
+    name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "agreement",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
     """Time the cases in turns, print a table for each stage and transport, write the JSON."""
@@ -92,7 +94,7 @@ def _run_rank(rank: int, ranks: int, shape: tuple[Any, ...], init_method: str, r
         for case in cases if turn % 2 else reversed(cases):
             order.trusts = False
             taken = []
-            for step in range(-2, steps):  # two steps to learn in
+            for step in range(-2, steps):  # two steps to record the order
                 number += 1
                 order.trusts = case == "agreeing, nobody asks" and step >= 0
                 dist.barrier()

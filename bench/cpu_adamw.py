@@ -1,4 +1,4 @@
-"""AdamW in host memory: one pass in native code beside torch's fused and foreach steps and DeepSpeedCPUAdam.
+"""AdamW in host memory: native code in one pass, compared with torch's fused and foreach steps and DeepSpeedCPUAdam.
 
 python bench/cpu_adamw.py                    # 50M elements, all threads: some minutes, 4 GB
 python bench/cpu_adamw.py --elements 1e6 --rounds 2 --threads 1
@@ -26,15 +26,15 @@ from windlass.kernels.update_tensors import SCALE_BLOCK
 from windlass.optim import CPUAdam
 
 _RESULTS = Path(__file__).parent / "results"
-_CODED = 2 * (1 + 4 / SCALE_BLOCK)  # bytes of two coded moments of one element
-# Bytes that an element has to move: parameter and two moments are read and written, gradient read, copy written.
+_CODED = 2 * (1 + 4 / SCALE_BLOCK)  # bytes of two 8-bit moments of one element
+# Bytes to move per element: parameter and two moments are read and written, gradient read, copy written.
 _FP32, _MIXED = 28.0, 28.0
 _ROOF = "roof: four arrays in place"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to make a step."""
+    """Implementation of a step."""
 
     run: Callable[[], object]
     bytes_per_element: float
@@ -70,7 +70,7 @@ class Arrays:
         self.parameter.grad = self.gradient
 
     def with_casts(self, step: Callable[[], object]) -> Callable[[], object]:
-        """A step of someone who takes fp32 only: the gradient is cast up before, the parameter down after."""
+        """Step of an fp32-only optimizer: the gradient is cast up before, the parameter down after."""
 
         def run() -> None:
             self.gradient.copy_(self.half_gradient)
@@ -81,14 +81,14 @@ class Arrays:
 
 
 def main(
-    elements: Annotated[float, typer.Option(min=1, help="Of the parameter.")] = 5e7,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each case takes.")] = 9,
-    calls: Annotated[int, typer.Option(min=1, help="Timed steps of a turn, after an untimed one.")] = 3,
+    elements: Annotated[float, typer.Option(min=1, help="Elements of the parameter.")] = 5e7,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each case.")] = 9,
+    calls: Annotated[int, typer.Option(min=1, help="Timed steps per round, after an untimed one.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="[torch's own number]")] = None,
-    every_path: Annotated[bool, typer.Option("--every-path", help="Also the other instruction sets.")] = False,
-    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "cpu_optimizer",
+    every_path: Annotated[bool, typer.Option("--every-path", help="Measure the other instruction sets too.")] = False,
+    name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "cpu_optimizer",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
-    strict: Annotated[bool, typer.Option("--strict", help="A missed target is a failure.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if a target is missed.")] = False,
 ) -> None:
     """Time the cases in turns, print a table and the ratios, write the JSON."""
     if threads is not None:
@@ -143,7 +143,7 @@ def _make_cases(arrays: Arrays, every_path: bool) -> tuple[dict[str, Case], list
     cases["fp32: torch foreach"] = Case(torch.optim.AdamW([arrays.parameter], lr=1e-6, foreach=True).step, _FP32)
     step, why = _deepspeed_step(arrays)
     if step is None:
-        return cases, [f"DeepSpeedCPUAdam is not among them: {why}"]
+        return cases, [f"DeepSpeedCPUAdam is not measured: {why}"]
     cases["fp32: DeepSpeedCPUAdam"] = Case(step, _FP32)
     cases["mixed: DeepSpeedCPUAdam and casts"] = Case(arrays.with_casts(step), _MIXED)
     return cases, []
@@ -176,13 +176,13 @@ def _deepspeed_step(arrays: Arrays) -> tuple[Callable[[], object] | None, str]:
         make: Any = DeepSpeedCPUAdam
         optimizer = make([arrays.parameter], lr=1e-6, weight_decay=0.01, adamw_mode=True)
         optimizer.step()
-    except Exception as error:  # its kernel is compiled now, which fails in as many ways as compilers do
+    except Exception as error:  # its kernel is compiled now, which may raise anything
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
     return optimizer.step, ""
 
 
 def _time_interleaved(cases: dict[str, Case], rounds: int, calls: int) -> dict[str, list[float]]:
-    """The median step of each case in each round; every other round runs in reverse order."""
+    """Return the median step of each case in each round; every other round runs in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds):
         for name in list(cases)[:: -1 if number % 2 else 1]:
@@ -214,7 +214,7 @@ def _result_table(cases: dict[str, Case], seconds: dict[str, list[float]], count
 
 
 def _target_ratio(target: Target, seconds: dict[str, list[float]]) -> float:
-    """Speed relative to the rival: the median over rounds of the ratio within a round."""
+    """Return the speed relative to the rival: the median over rounds of the ratio within a round."""
     pairs = zip(seconds[target.rival], seconds[target.case], strict=True)
     return statistics.median(rival / own for rival, own in pairs)
 

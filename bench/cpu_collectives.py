@@ -1,4 +1,5 @@
-"""Reductions and gathers between CPU ranks of one host: windlass's transports, gloo's own, and what memory allows.
+"""Reductions and gathers between CPU ranks of one host: windlass's transports, gloo's own, and the limit of memory
+bandwidth.
 
 python bench/cpu_collectives.py --ranks 2
 """
@@ -31,8 +32,8 @@ Works = dict[str, Callable[[], object]]
 def main(
     ranks: Annotated[int, typer.Option(min=2, help="Processes, one thread each.")] = 2,
     megabytes: Annotated[str, typer.Option(help="Sizes of the whole buffer, comma-separated.")] = "8,100",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each operation takes.")] = 11,
-    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "collectives",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each operation.")] = 11,
+    name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "collectives",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
     """Time them in turns, print a table, write the JSON."""
@@ -78,7 +79,8 @@ def _run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, init_method:
 
 
 def _time_interleaved(works: Works, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each operation in each round, from when all are ready until the last is done."""
+    """Return the milliseconds of each operation in each round, from the moment all ranks are ready until the last is
+    done."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -106,7 +108,7 @@ def _gloo_works(elements: int, ranks: int) -> Works:
 
 
 def _windlass_works(transport: str, elements: int, rank: int, ranks: int) -> Works:
-    """A reduction of a private buffer, and gathers into a private one and (shm) into pages that all ranks map."""
+    """Return a reduction of a private buffer, and gathers into a private one and (shm) into shared pages."""
     import torch
     import torch.distributed as dist
 
@@ -134,7 +136,7 @@ def _windlass_works(transport: str, elements: int, rank: int, ranks: int) -> Wor
         ours.all_gather(buffer, elements=elements).wait()
 
     works: Works = {f"windlass {transport} reduce": reduce}
-    for buffer, kind in zip(parameters, ("gather", "gather of common pages"), strict=False):
+    for buffer, kind in zip(parameters, ("gather", "gather of shared pages"), strict=False):
         works[f"windlass {transport} {kind}"] = partial(gather, buffer)
     return works
 

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
+from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import get_inference_path, list_inference_paths
-from windlass.kernels.kernel_dispatch import prefer_huge_pages
 from windlass.kernels.packed_gemm import pack_weight, packed_linear
 
 _RESULTS = Path(__file__).parent / "results"
@@ -63,9 +63,11 @@ class Goal:
 
 
 def main(
-    rows: Annotated[str, typer.Option(help="Numbers of rows, with commas.")] = "1,2,4,8,16,32,256,512",
-    formats: Annotated[str, typer.Option(help="Weight formats, with commas.")] = "fp32,bf16,int8",
-    rounds: Annotated[int, typer.Option(min=2, help="Turns that each contender takes.")] = 7,
+    rows: Annotated[str, typer.Option(help="Numbers of rows, with commas.")] = "1,2,4,8,16,32,512",
+    formats: Annotated[str, typer.Option(help="Weight formats, with commas; coded: int8 inputs too.")] = (
+        "fp32,bf16,int8,coded"
+    ),
+    rounds: Annotated[int, typer.Option(min=2, help="Turns that each contender takes.")] = 5,
     threads: Annotated[int, typer.Option(min=0, help="0: torch's number.")] = 0,
     path: Annotated[str, typer.Option(help="Instruction set; by default the best.")] = "",
     results: Annotated[Path, typer.Option(help="Folder of the JSON file.")] = _RESULTS,
@@ -87,9 +89,7 @@ def main(
         for format in formats.split(","):
             contenders |= _own_contenders(format, counts, chosen.name)
         contenders |= _torch_contenders(counts)
-        memory = torch.empty(_ROOF_BYTES, dtype=torch.uint8)
-        prefer_huge_pages(memory)
-        memory.fill_(1)
+        memory = empty_on_huge_pages((_ROOF_BYTES,), torch.uint8).fill_(1)
         square = torch.randn(_ROOF_SIDE, _ROOF_SIDE)
         module = chosen.module
         runs: dict[str, Callable[[], object]] = {
@@ -117,12 +117,14 @@ def _shapes() -> list[tuple[int, int]]:
 
 
 def _own_contenders(format: str, counts: list[int], path: str) -> dict[str, Contender]:
-    weights = [pack_weight(torch.randn(shape), format, path=path) for shape in _shapes()]
+    coded = format == "coded"
+    name = "int8" if coded else format
+    weights = [pack_weight(torch.randn(shape), name, quantize_inputs=coded, path=path) for shape in _shapes()]
     nbytes = sum(weight.nbytes for weight in weights)
     dtypes = (torch.float32, torch.bfloat16) if format == "bf16" else (torch.float32,)
     found = {}
     for dtype in dtypes:
-        label = f"windlass {format}" + (", bf16 input" if dtype == torch.bfloat16 else "")
+        label = f"windlass {name}" + (", bf16 inputs" if dtype == torch.bfloat16 else ", int8 inputs" if coded else "")
         for count in counts:
             x = _inputs(count, dtype)
             found[f"{label} x {count}"] = Contender(
@@ -144,13 +146,12 @@ def _torch_contenders(counts: list[int]) -> dict[str, Contender]:
             count,
             nbytes,
         )
-        if not torch.backends.mkldnn.is_available():
-            continue
-        for dtype in (torch.float32, torch.bfloat16):
+    if not torch.backends.mkldnn.is_available():
+        return found
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = [torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype)) for weight in weights]
+        for count in counts:
             x = _inputs(count, dtype)
-            packed = [
-                torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).to_mkldnn(), count) for weight in weights
-            ]
             found[f"oneDNN {str(dtype).removeprefix('torch.')} x {count}"] = Contender(
                 lambda x=x, packed=packed: [  # type: ignore[misc]
                     torch.ops.mkldnn._linear_pointwise(x[shape[1]], weight, None, "none", [], "")
@@ -223,12 +224,14 @@ def _goals(contenders: dict[str, Contender], seconds: dict[str, list[float]]) ->
             found.append(Goal("8 rows, times 1 row", ratio(eight, one), 1.25, at_most=True))
         if "windlass bf16 x 1" in contenders:
             found.append(Goal("1 row, bf16 over fp32", ratio(one, "windlass bf16 x 1"), 1.8))
-        if "windlass int8 x 1" in contenders:
-            found.append(Goal("1 row, int8 over fp32", ratio(one, "windlass int8 x 1"), 3.2))
+        if "windlass int8, int8 inputs x 1" in contenders:
+            found.append(Goal("1 row, int8 over fp32", ratio(one, "windlass int8, int8 inputs x 1"), 3.2))
     if large in contenders:
         parameters = sum(outputs * features for outputs, features in _shapes())
         work = 512 * parameters / _ROOF_SIDE**3
         found.append(Goal("512 rows, of MKL's 2048^3", ratio(_GEMM, large, work), 0.85))
+        if "windlass bf16, bf16 inputs x 512" in contenders:
+            found.append(Goal("512 rows, bf16 over fp32", ratio(large, "windlass bf16, bf16 inputs x 512"), 1.7))
     return found
 
 

@@ -1,4 +1,4 @@
-"""One training step of a Llama on CPU ranks: windlass, stage by stage, beside its rivals, in one run.
+"""One training step of a Llama on CPU ranks: each stage of windlass, compared with its rivals in one run.
 
 python bench/cpu_train.py                       # the 97.5M model, all engines: about half an hour on two quiet cores
 python bench/cpu_train.py --growth              # how time and memory grow with parameters and ranks, as a picture
@@ -28,7 +28,7 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 def default_engines() -> list[str]:
-    """Every rival that is installed, and every stage on both transports."""
+    """Return every installed rival, and every stage on both transports."""
     deepspeed = ["ds1", "ds2", "ds3"] if importlib.util.find_spec("deepspeed") else []
     ours = [f"windlass-{stage}-{transport}" for transport in _TRANSPORTS for stage in range(4)]
     return ["none", "none-kept", "ddp", "zro", "fsdp2", "fsdp3", *deepspeed, *ours]
@@ -41,13 +41,13 @@ def main(
     length: Annotated[int, typer.Option(min=2, max=512, help="Tokens of a sequence.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences on a rank.")] = 1,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,
-    rounds: Annotated[int, typer.Option(min=0, help="Turns that each engine takes; 0: memory and losses only.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 4,
-    check_steps: Annotated[int, typer.Option(min=2, help="Steps on which losses are compared first.")] = 4,
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds of each engine; 0: memory and losses only.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 4,
+    check_steps: Annotated[int, typer.Option(min=2, help="Steps whose losses are compared first.")] = 4,
     growth: Annotated[bool, typer.Option("--growth", help="Three sizes, and 1, 2 and 4 ranks, as a picture.")] = False,
-    name: Annotated[str | None, typer.Option(help="Of the files in --results. [train, or growth]")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the files in --results. [train, or growth]")] = None,
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
-    strict: Annotated[bool, typer.Option("--strict", help="A missed target is a failure.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if a target is missed.")] = False,
 ) -> None:
     """Measure, print the tables, write the JSON. Exit code 1: losses differ, or --strict and a target missed."""
     _set_rank_environment()
@@ -101,7 +101,8 @@ def _parse_engines(given: str | None, default: list[str] | None) -> list[str]:
 
 
 def _set_rank_environment() -> None:
-    """Environment of the ranks: one thread each, quiet libraries, loopback, the transport in the engine's name."""
+    """Return the environment of the ranks: one thread each, quiet libraries, loopback, the transport in the engine's
+    name."""
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING", TOKENIZERS_PARALLELISM="false")
     os.environ.pop("WINDLASS_TRANSPORT", None)
     if sys.platform == "linux":

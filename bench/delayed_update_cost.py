@@ -1,4 +1,5 @@
-"""Loss that delayed updates cost and time that they hide: `offload_optimizer.delayed_update` beside updates at once.
+"""Loss that delayed updates cost and time that they hide: `offload_optimizer.delayed_update` compared with undelayed
+updates.
 
 python bench/delayed_update_cost.py                                # the demo's model, 900 steps, 2 seeds: half an hour
 python bench/delayed_update_cost.py --steps 40 --seeds 1 --rounds 1 --hidden 128
@@ -31,21 +32,21 @@ from windlass.cli.training.run_metrics import read_rows
 _RESULTS = Path(__file__).parent / "results"
 _EMULATED_DEVICE_ENV = {
     "WINDLASS_EMULATE_DEVICE": "64G"
-}  # or host memory would be no other home, and at once another kernel
+}  # otherwise host memory would not be a separate tier, and undelayed updates would use another kernel
 _COLORS = ("#888888", "#d1495b", "#1f4e79")
 IMMEDIATE = "at once"
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """One run: the loss of each step in nats a token, and held-out bits a byte by step."""
+    """One run: the loss of each step in nats per token, and held-out bits per byte by step."""
 
     losses: list[float]
     held_out: dict[int, float]
 
     @property
     def final_held_out(self) -> float:
-        """Held-out bits a byte at the end."""
+        """Held-out bits per byte at the end."""
         return self.held_out[max(self.held_out)]
 
     @property
@@ -55,18 +56,18 @@ class LossCurve:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=2, help="Of each run on text.")] = 900,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each way; how far they lie apart is the noise.")] = 2,
-    start: Annotated[int, typer.Option(min=1, help="Steps at once before the later start; the paper's 40.")] = 40,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each run on text.")] = 900,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each mode; the noise is their spread.")] = 2,
+    start: Annotated[int, typer.Option(min=1, help="Undelayed steps before the later start; the paper's 40.")] = 40,
     nproc: Annotated[int, typer.Option(help="Ranks of a run on text.")] = 2,
     hidden: Annotated[int, typer.Option(min=64, help="Width of the model that is timed, a multiple of 64.")] = 512,
     layers: Annotated[int, typer.Option(min=1, help="Its blocks.")] = 6,
-    batch: Annotated[int, typer.Option(min=1, help="Its sequences of 128 tokens.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each way takes when timed.")] = 5,
-    name: Annotated[str, typer.Option(help="Of the files in --results.")] = "delayed_update",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of 128 tokens in its batch.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each mode.")] = 5,
+    name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "delayed_update",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Train the demo's model on text each way, then time one rank that has a core to spare; table, JSON and picture."""
+    """Train the demo's model on text in each mode, then time one rank with a spare core; table, JSON and picture."""
     ways: dict[str, dict[str, Any]] = {
         IMMEDIATE: {},
         "delayed": {"delayed_update": True},
@@ -107,7 +108,7 @@ def _make_config(section: dict[str, Any]) -> dict[str, Any]:
 def _train_on_text(
     section: dict[str, Any], steps: int, seed: int, nproc: int, console: Console, update_mode: str
 ) -> LossCurve:
-    """A run of `windlass train` on the text of the standard library."""
+    """Run `windlass train` on the text of the standard library."""
     console.print(f"training: {update_mode}, seed {seed}, {steps} steps", style="dim")
     with TemporaryDirectory(prefix="windlass-delayed-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_make_config(section)))
@@ -128,7 +129,7 @@ def _train_on_text(
 
 
 def _time_steps(ways: dict[str, dict[str, Any]], sizes: BenchSizes) -> dict[str, dict[str, Any]]:
-    """Step times in turns on one rank of one thread, so that the update finds a core of its own."""
+    """Measure step times alternately on one rank with one thread, so that the update has a core of its own."""
     configs = {}
     for way, section in ways.items():
         configs[way] = plain_config(sizes, stage=2)
@@ -184,17 +185,17 @@ def _conclusions(curves: dict[str, list[LossCurve]], timed: dict[str, dict[str, 
         if way != IMMEDIATE:
             apart = [late.final_held_out - once.final_held_out for late, once in zip(runs, base, strict=True)]
             said.append(
-                f"{way}: held-out bits/byte {statistics.mean(apart):+.4f} against at once (by seed "
-                f"{', '.join(f'{one:+.4f}' for one in apart)}; seeds at once lie {noise:.4f} apart)"
+                f"{way}: held-out bits/byte {statistics.mean(apart):+.4f} against undelayed (by seed "
+                f"{', '.join(f'{one:+.4f}' for one in apart)}; undelayed seeds differ by {noise:.4f})"
             )
     once, late = (statistics.median(timed[way]["seconds"]) * 1e3 for way in (IMMEDIATE, "delayed"))
     update = timed["delayed"]["update_seconds"] * 1e3
-    said.append(f"time: {once:.1f} ms a step at once, {late:.1f} delayed; an update takes {update:.1f}")
+    said.append(f"time: {once:.1f} ms a step undelayed, {late:.1f} delayed; an update takes {update:.1f}")
     return said
 
 
 def _plot(curves: dict[str, list[LossCurve]], timed: dict[str, dict[str, Any]], path: Path) -> bool:
-    """Write a PNG; False where matplotlib is missing."""
+    """Write a PNG. Return False if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -216,7 +217,7 @@ def _plot(curves: dict[str, list[LossCurve]], timed: dict[str, dict[str, Any]], 
     bars.set(title="a step", ylabel="ms")
     for axes in (whole, end, bars):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("delayed updates beside updates at once")
+    figure.suptitle("delayed and undelayed updates")
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))
     return True

@@ -1,5 +1,5 @@
-"""Cost of the disk tier's checksums: alternating steps of two engines, with and without them, and what the kernel
-itself takes of the processor.
+"""Cost of the disk tier's checksums: alternating steps of two engines, with and without them, and the CPU time of the
+kernel.
 
 python bench/disk_checksums.py --path /mnt/nvme
 """
@@ -31,17 +31,17 @@ _TARGET_RATIO = 1.02
 
 def main(
     path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),
-    width: Annotated[int, typer.Option(min=64, help="Of the layers; each has width^2 parameters.")] = 2048,
+    width: Annotated[int, typer.Option(min=64, help="Width of the layers; each has width^2 parameters.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="How many.")] = 12,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 1024,
     rounds: Annotated[int, typer.Option(min=6, help="Steps of each engine.")] = 15,
     results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS,
 ) -> None:
-    """Print the ratio of each round, their median with its interval, and beside it what the kernel takes; write JSON.
+    """Print the ratio of each round, their median with its interval, and the CPU time of the kernel; write JSON.
 
-    On a machine that others use rounds differ by more than what is asked for. The account does not: the bytes that are
-    summed in a step are counted, and the kernel's rate is taken in seconds of its thread on the processor. The exit
-    code is 1 where both are above what is promised: the account, and the lower end of the interval.
+    On a shared machine rounds differ by more than the cost to be measured. The computed cost does not: the checksummed
+    bytes of a step are counted, and the kernel's rate is measured in CPU seconds of its thread. The exit code is 1 if
+    both exceed the target: the computed cost, and the lower end of the interval.
     """
     rates = _time_kernel()
     with tempfile.TemporaryDirectory(prefix="windlass-checksums-", dir=path) as folder:
@@ -70,11 +70,11 @@ def main(
         "of_the_shortest_step": kernel / shortest,
     }
     say = bench_console().print
-    say(f"{layers * width**2 / 1e6:.0f}M parameters, all on disk, {rounds} steps of each by turns")
+    say(f"{layers * width**2 / 1e6:.0f}M parameters, all on disk, {rounds} alternating steps of each")
     for checks, name in ((False, "without"), (True, "with")):
         say(f"  {name} checksums: median {statistics.median(seconds[checks]):.3f} s a step")
     say(f"  ratios {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
-    say(f"  median ratio {middle:.3f}, and with {100 * sure:.0f} % certainty in [{low:.3f}, {high:.3f}]")
+    say(f"  median ratio {middle:.3f}, with {100 * sure:.0f} % confidence in [{low:.3f}, {high:.3f}]")
     say(f"  summed {nbytes / 1e9:.2f} GB a step at {rate / 1e9:.1f} GB/s of one core: {1000 * kernel:.1f} ms")
     say(
         f"  which is {100 * account['of_the_median_step']:.2f} % of the median step, "
@@ -92,8 +92,8 @@ def main(
 
 
 def interval(values: Sequence[float]) -> tuple[tuple[float, float], float]:
-    """Two of the values between which the median of what they are drawn from lies with at least 95 % certainty,
-    whatever its distribution, and that certainty. With fewer than six values it is less."""
+    """Return two of the values, between which the median of their distribution lies with at least 95 % confidence, for
+    any distribution, and that confidence. With fewer than six values it is lower."""
     count, ordered = len(values), sorted(values)
     outside, number = 0.0, 0  # of `count` draws, `number` or fewer lie below the median
     while True:
@@ -106,10 +106,10 @@ def interval(values: Sequence[float]) -> tuple[tuple[float, float], float]:
 
 
 def _make_step(folder: str, width: int, layers: int, batch: int, summed: list[int] | None) -> Callable[[], float]:
-    """One training step of an engine of its own; returns its seconds.
+    """Return a function that runs one training step of a new engine and returns its seconds.
 
     Args:
-        summed: takes the bytes of each transfer that is summed; None: nothing is.
+        summed: called with the bytes of each checksummed transfer; None: no checksums.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(layers)))
@@ -150,7 +150,7 @@ def _make_step(folder: str, width: int, layers: int, batch: int, summed: list[in
 
 
 def _time_kernel() -> dict[str, float]:
-    """Bytes a second of the thread on the processor, by each path of the kernel."""
+    """Return the bytes per CPU second of the thread, for each path of the kernel."""
     module, why = native_module()
     if module is None:
         bench_console().print(f"no native checksums: {why}")

@@ -1,4 +1,4 @@
-"""The disk tier's rate beside that of raw direct I/O of the same size and depth, by turns in one run.
+"""The disk tier's rate compared with raw direct I/O of the same size and depth, alternately in one run.
 
 python bench/disk_tier_rate.py --path /mnt/nvme
 """
@@ -36,14 +36,11 @@ Times = dict[str, list[float]]
 
 
 class RawDirectIo:
-    """One file, and nothing but blocks of it moved as fast as they go: what the disk can do at most.
+    """One file whose blocks are transferred as fast as possible: the maximum rate of the disk.
 
     Args:
-        folder: on the disk.
-        nbytes: of the file.
-        block: bytes of a block.
-        depth: blocks in flight.
-        memory: what is written, and read into; the tier's own, since how its pages lie matters much.
+        folder: folder on the disk. nbytes: size of the file. block: bytes of a block. depth: blocks in flight. memory:
+        source and target of the transfers; the tier's own, because the layout of its pages matters much.
     """
 
     def __init__(self, folder: Path, nbytes: int, block: int, depth: int, memory: torch.Tensor) -> None:
@@ -58,7 +55,8 @@ class RawDirectIo:
         self._ring = self._start_ring()
 
     def timed_works(self, write: bool, word: str) -> Works:
-        """By threads, one block each; and by a bare ring where the kernel has one, all blocks asked for at once."""
+        """Transfer by threads, one block each, and by a bare ring if the kernel has one, with all blocks submitted at
+        once."""
         ring: Works = {f"raw ring {word}": partial(self._move_by_ring, write)} if self._ring is not None else {}
         return {f"raw threads {word}": partial(self._move_by_threads, write)} | ring
 
@@ -109,20 +107,20 @@ class RawDirectIo:
 
 
 class TierRequests:
-    """The disk tier with as many bytes, moved by requests of the size that a training step makes."""
+    """The disk tier with as many bytes, transferred by requests of the size that a training step makes."""
 
     def __init__(self, engine: str, folder: Path, block: int, depth: int) -> None:
         threads = min(depth, 256)
         self.tier = DiskTier([folder], queue_depth=depth, block_size=block, threads=threads, engine=engine)
 
     def prepare(self, nbytes: int, memory: torch.Tensor) -> None:
-        """Take the space; `memory` is cut into the buffers of `_BUFFERS` requests."""
+        """Allocate the space; `memory` is divided into the buffers of `_BUFFERS` requests."""
         self._extent = self.tier.allocate(nbytes, "the benchmark")
         self._buffers = memory.chunk(_REQUESTS_IN_FLIGHT)
         self._offsets = range(0, nbytes, self._buffers[0].numel())
 
     def move_all(self, write: bool) -> None:
-        """At most four requests under way, one a buffer, as in a step: read, update, write."""
+        """Transfer with at most four requests in flight, one per buffer, as in a step: read, update, write."""
         move = self.tier.write if write else self.tier.read
         under_way: dict[int, Pending] = {}
         for number, place in enumerate(self._offsets):
@@ -136,16 +134,16 @@ class TierRequests:
 
 def main(
     path: Annotated[Path, typer.Option(help="A directory on the disk to measure.")] = Path("."),
-    megabytes: Annotated[int, typer.Option(min=64, help="MiB that each turn moves.")] = 1024,
+    megabytes: Annotated[int, typer.Option(min=64, help="MiB transferred per round.")] = 1024,
     request: Annotated[int, typer.Option(min=1, help="MiB of one request to the tier.")] = 64,
     block: Annotated[int, typer.Option(min=4, help="KiB of a block, raw and in the tier.")] = 1024,
     depth: Annotated[int, typer.Option(min=1, help="Blocks in flight, raw and in the tier.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each takes.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each.")] = 7,
     engines: Annotated[str, typer.Option(help="Comma-separated: io_uring, threads, python.")] = "io_uring",
-    target: Annotated[float, typer.Option(help="Of the raw rate, for the first engine.")] = 0.85,
-    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "disk",
+    target: Annotated[float, typer.Option(help="Target fraction of the raw rate, for the first engine.")] = 0.85,
+    name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "disk",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
-    strict: Annotated[bool, typer.Option("--strict", help="A missed target is a failure.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if a target is missed.")] = False,
 ) -> None:
     """Measure, print the table, write the JSON. Exit code 1: --strict and the target missed."""
     chosen = [engine.strip() for engine in engines.split(",")]
@@ -158,7 +156,7 @@ def main(
             f"{_REQUESTS_IN_FLIGHT} requests of {request} MiB are less than {depth} blocks of {block} KiB"
         )
     if nbytes == 0:
-        raise typer.BadParameter(f"a turn of {megabytes} MiB holds no request of {request} MiB")
+        raise typer.BadParameter(f"a round of {megabytes} MiB is smaller than a request of {request} MiB")
     tiers = {engine: TierRequests(engine, path, block << 10, depth) for engine in chosen}
     try:
         console.print("\n".join(tier.tier.description() for tier in tiers.values()), soft_wrap=True)
@@ -181,13 +179,14 @@ def main(
     console.print(f"written: {results / name}.json", soft_wrap=True)
     low = {work: ratio for work, ratio in ratios.items() if work.startswith(chosen[0]) and ratio < target}
     for work, ratio in low.items():
-        console.print(f"missed: {work} reached {ratio:.0%} of the raw rate, {target:.0%} is promised")
+        console.print(f"missed: {work} reached {ratio:.0%} of the raw rate, the target is {target:.0%}")
     if low and strict:
         raise typer.Exit(1)
 
 
 def _time_interleaved(works: Works, rounds: int) -> Times:
-    """Seconds of each in each round, every other round in reverse order; the first round, untimed, fills the files."""
+    """Return the seconds of each in each round, every other round in reverse order; the first round, untimed, fills the
+    files."""
     times: Times = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items() if number % 2 == 0 else reversed(works.items()):
@@ -199,7 +198,7 @@ def _time_interleaved(works: Works, rounds: int) -> Times:
 
 
 def _ratios_to_raw(times: Times) -> dict[str, float]:
-    """The rate over the better raw one of the same round, median over the rounds."""
+    """Return the rate over the better raw one of the same round, as the median over rounds."""
     ratios = {}
     for name, found in times.items():
         word = name.rpartition(" ")[2]

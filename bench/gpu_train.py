@@ -1,18 +1,18 @@
-"""One training step of a ~1B Llama in bf16 on one GPU: windlass, stage by stage, beside plain PyTorch, in one run.
+"""One training step of a ~1B Llama in bf16 on one GPU: each stage of windlass, compared with plain PyTorch in one run.
 
     python bench/gpu_train.py                                     # on a CUDA device with about 60 GiB free
     python bench/gpu_train.py --device cpu --hidden 64 --layers 2 --vocabulary 256 --length 32 --batch 1
 
-The second line only tries the plumbing. Of the plain loops `master` is the one to compare with, since its arithmetic is
+The second line is a functional test. Of the plain loops `master` is the baseline, because its arithmetic equals
 windlass's:
 
 master    bf16 parameters compute; the optimizer (torch's fused AdamW) holds fp32 copies, gradients are cast to fp32
-          before clipping, and the updated copies are cast back.
-autocast  fp32 parameters under torch.autocast(bf16): what most scripts do; the casts cost time in forward.
-pure      bf16 parameters, gradients and moments: fewer bytes, and updates below a bf16 digit are lost. A bound.
+before clipping, and the updated copies are cast back. autocast  fp32 parameters under torch.autocast(bf16): as in most
+scripts; the casts cost time in the forward.
+pure      bf16 parameters, gradients and moments: fewer bytes, and updates below bf16 precision are lost. A bound.
 
-On one rank nothing is cut, so all stages do the same work; each is measured to show that none pays for what it does
-not need. `master` beside itself (`--engines master`) shows the noise.
+On one rank nothing is sharded, so all stages do the same work; each is measured to show that none has needless
+overhead. `master` compared with itself (`--engines master`) shows the noise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOSS_TOLERANCE = 0.02  # relative; bf16 keeps 8 bits
 
 @dataclass(frozen=True)
 class EngineTrial:
-    """An engine beside `master`, which took every other turn."""
+    """Measurements of an engine and of `master`, which ran alternately."""
 
     engine: str
     parameters: int
@@ -51,26 +51,26 @@ class EngineTrial:
 
     @property
     def ratio(self) -> float:
-        """The median over rounds."""
+        """Median over rounds."""
         return statistics.median(self.ratios)
 
     @property
     def max_loss_difference(self) -> float:
-        """The furthest two losses of one step, relative."""
+        """Largest relative difference of two losses of one step."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, self.master_losses, strict=True))
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the plumbing.")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a functional test.")] = "cuda",
     engines: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join((*STAGES, *PLAIN[1:])),
     hidden: Annotated[int, typer.Option(help="Width, a multiple of 64.")] = 2048,
     layers: Annotated[int, typer.Option(help="Blocks.")] = 16,
     vocabulary: Annotated[int, typer.Option(help="Tokens.")] = 32000,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 7,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 5,
-    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "gpu_train",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each engine.")] = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 5,
+    name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "gpu_train",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
     """Measure each engine against `master` in turns, print a table, write the JSON; exit code 1 if losses differ."""
@@ -79,7 +79,7 @@ def main(
     best = roofs(place)
     trials = []
     for engine in engines.split(","):
-        console.print(f"{engine} and master in turns, {rounds} rounds of {steps} steps", style="dim")
+        console.print(f"{engine} and master alternately, {rounds} rounds of {steps} steps", style="dim")
         trials.append(_run_trial(engine.strip(), shape, rounds, steps, place))
     console.print(_describe_loss_equality(trials), soft_wrap=True)
     console.print(_result_table(trials, shape, best, place))
@@ -91,12 +91,13 @@ def main(
 
 def _select_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device; --device cpu with small sizes tries the plumbing")
+        raise typer.BadParameter("there is no CUDA device; --device cpu with small sizes is a functional test")
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
 def _run_trial(engine: str, shape: Shape, rounds: int, steps: int, device: torch.device) -> EngineTrial:
-    """`engine` and `master` take turns; they are built for it and go after it, so that two models are alive at most."""
+    """Measure `engine` and `master` alternately; they are built before and freed afterwards, so that at most two models
+    exist."""
     peak = _measure_peak_bytes(engine, shape, device)
     contenders = {"ours": build(engine, shape, device), "master": build("master", shape, device)}
     parameters = contenders["ours"].parameters
@@ -125,7 +126,7 @@ def _run_trial(engine: str, shape: Shape, rounds: int, steps: int, device: torch
 
 
 def _measure_peak_bytes(engine: str, shape: Shape, device: torch.device) -> int | None:
-    """Device bytes at the peak of two steps, building included, with nothing else alive; None on a CPU."""
+    """Return the peak device bytes of construction and two steps, with no other model in memory; None on a CPU."""
     if device.type != "cuda":
         return None
     free(device)
@@ -152,7 +153,7 @@ def _describe_loss_equality(trials: list[EngineTrial]) -> str:
 
 
 def _flops_per_step(parameters: int, shape: Shape) -> float:
-    """FLOPs of a step: 6 per parameter (the embedding looks up) and token, plus 6 length x hidden per layer."""
+    """Return the FLOPs of a step: 6 per token and parameter (without the embedding), plus 6 length x hidden a layer."""
     products = parameters - shape.vocabulary * shape.hidden
     tokens = shape.batch * shape.length
     return 6.0 * tokens * (products + shape.layers * shape.length * shape.hidden)

@@ -1,4 +1,5 @@
-"""Time of a step of transformers' Trainer on windlass, beside the plain Trainer and the Trainer on DeepSpeed itself.
+"""Time of a step of transformers' Trainer on windlass, compared with the plain Trainer and the Trainer on DeepSpeed
+itself.
 
 python bench/hf_trainer.py --ranks 2
 """
@@ -28,28 +29,27 @@ from windlass.launch.start_ranks import threads_per_rank
 _RESULTS = Path(__file__).parent / "results"
 _RANK_SCRIPT = Path(__file__).parent / "rig" / "trainer_rank.py"
 _EXPLANATION = """\
-plain      the Trainer without DeepSpeed: alone on one rank, over DistributedDataParallel on several
+plain      the Trainer without DeepSpeed: without wrapper on one rank, with DistributedDataParallel on several
 windlass   the same script with deepspeed=<configuration>, where `import deepspeed` is windlass
-DeepSpeed  the same, where it is DeepSpeed
-step       median milliseconds of a step on the slowest rank, of the median round; what the Trainer does around it
-           included. Every way runs once a round in fresh processes, every other round in reverse order.
-losses     largest distance of a step's loss to the plain Trainer's
-Without a GPU, accelerate tells DeepSpeed's users on several ranks that there is one; so there DeepSpeed has rows on one
-rank only."""
+DeepSpeed  the same, where it imports DeepSpeed
+step       median milliseconds of a step on the slowest rank, of the median round; including the Trainer's own work.
+Every variant runs once per round in fresh processes, every other round in reverse order. losses     largest distance of
+a step's loss to the plain Trainer's Without a GPU, accelerate assumes one for DeepSpeed on several ranks, so DeepSpeed
+has rows on one rank only there."""
 
 
 def main(
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    hidden_size: Annotated[int, typer.Option(min=32, help="Of the Llama.")] = 256,
-    layers: Annotated[int, typer.Option(min=1, help="Of the Llama.")] = 6,
+    hidden_size: Annotated[int, typer.Option(min=32, help="Width of the Llama.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the Llama.")] = 6,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a sample.")] = 128,
-    steps: Annotated[int, typer.Option(min=4, help="Of a round; the first two are not timed.")] = 12,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
-    stages: Annotated[str, typer.Option(help="Of ZeRO, separated by commas.")] = "2,3",
-    name: Annotated[str, typer.Option(help="Of the files in --results. [trainer-RANKS]")] = "",
+    steps: Annotated[int, typer.Option(min=4, help="Steps of a round; the first two are not timed.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each variant.")] = 3,
+    stages: Annotated[str, typer.Option(help="ZeRO stages, separated by commas.")] = "2,3",
+    name: Annotated[str, typer.Option(help="Name of the files in --results. [trainer-RANKS]")] = "",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Run each way by turns, print the table, write the JSON and the picture."""
+    """Run each variant alternately, print the table, write the JSON and the picture."""
     console = bench_console()
     work = {"ranks": ranks, "hidden_size": hidden_size, "layers": layers, "length": length, "steps": steps}
     ways: list[tuple[str, int | None]] = [("plain", None)]
@@ -90,7 +90,7 @@ def _row_label(way: str, stage: int | None) -> str:
 
 
 def _run_once(folder: Path, way: str, stage: int | None, work: dict[str, Any]) -> dict[str, Any]:
-    """One turn in processes of its own; what rank 0 told, with the slowest rank's steps."""
+    """Run one variant in fresh processes. Return the results of rank 0, with the slowest rank's steps."""
     (folder / "work.json").write_text(json.dumps({**work, "stage": stage}))
     env = {**os.environ, **build_tool_environment(), "OMP_NUM_THREADS": str(threads_per_rank(work["ranks"]))}
     env |= {"WINDLASS_LOG_LEVEL": "WARNING", "DS_ACCELERATOR": "cpu", "DS_LOG_LEVEL": "error", "HF_HUB_OFFLINE": "1"}

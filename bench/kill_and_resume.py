@@ -1,4 +1,5 @@
-"""Kills ranks and launchers with SIGKILL while they train and save, and asks after each time what is left.
+"""Test that kills ranks and launchers with SIGKILL while they train and save, and checks the remaining checkpoints each
+time.
 
 python bench/kill_and_resume.py --path /mnt/nvme
 """
@@ -28,7 +29,7 @@ from windlass.cli.benches.bench_results import write_result
 _RESULTS = Path(__file__).parent / "results"
 _WORLD_SCRIPT = Path(__file__).parent / "rig" / "chaos_world.py"
 _UNBOUNDED_STEPS = 1 << 30
-_MAX_FILE_CALLS = 45  # of the file system by rank 0, about: three saves
+_MAX_FILE_CALLS = 45  # approximate file-system calls of rank 0 in three saves
 _VICTIMS = ("one rank", "all ranks", "launcher")
 
 
@@ -37,8 +38,8 @@ class KillPlan:
     """Victim of a round, and the moment of the kill.
 
     Attributes:
-        calls: of the file system after which the victim kills itself (and the others); None: by the clock.
-        seconds: after the first steps; by the clock.
+        calls: number of file-system calls after which the victim kills itself (and the others); None: killed after
+        `seconds`. seconds: time after the first steps.
     """
 
     victim: str
@@ -58,7 +59,8 @@ class KillPlan:
 
 
 def make_kill_plans(rounds: int, seed: int, launchers: int, at_calls_only: bool) -> list[KillPlan]:
-    """Half of them at a call of the file system in a save, half by the clock; `launchers` of them kill a launcher."""
+    """Return the rounds: half of them kill at a file-system call in a save, half at a time; `launchers` of them kill a
+    launcher."""
     chance, made = random.Random(seed), list[KillPlan]()
     for number in range(rounds):
         victim = "launcher" if number % max(rounds // max(launchers, 1), 1) == 0 and launchers else "one rank"
@@ -72,15 +74,17 @@ def make_kill_plans(rounds: int, seed: int, launchers: int, at_calls_only: bool)
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Times that something is killed.")] = 50,
-    launchers: Annotated[int, typer.Option(min=0, help="Of them, launchers (`windlass run`).")] = 8,
-    aimed: Annotated[bool, typer.Option("--aimed", help="None by the clock: the same every time.")] = False,
-    seed: Annotated[int, typer.Option(help="Of who is killed when.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of kills.")] = 50,
+    launchers: Annotated[int, typer.Option(min=0, help="Number of kills of launchers (`windlass run`).")] = 8,
+    aimed: Annotated[
+        bool, typer.Option("--aimed", help="Kill only at file-system calls, so that runs are reproducible.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of victims and moments.")] = 0,
     path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),
-    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "chaos",
+    name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "chaos",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Kill, look, print the table, write the JSON. Exit code 1: anything was lost but the steps since the last save."""
+    """Kill, check, print the table, write the JSON. Exit code 1: more was lost than the steps since the last save."""
     torch.set_num_threads(1)
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
     console, found = bench_console(), list[dict[str, Any]]()
@@ -99,11 +103,11 @@ def main(
         quiet.mkdir()
         left = World(quiet, last, saves=False).wait(600)
         if left:
-            problems.append("the run that nobody disturbs did not end")
+            problems.append("the undisturbed run did not end")
         calm = _read_losses(quiet).losses
         wrong = [key for key, loss in disturbed.losses.items() if calm.get(key) != loss]
         problems += [
-            f"step {step}, rank {rank}: not the loss of a run that nobody disturbs" for step, rank in wrong[:5]
+            f"step {step}, rank {rank}: the loss differs from that of an undisturbed run" for step, rank in wrong[:5]
         ]
     verdict = {
         "rounds": rounds,
@@ -139,7 +143,7 @@ def _run_round(folder: Path, plan: KillPlan) -> dict[str, Any]:
         else:
             while len(world.running()) == RANKS:
                 time.sleep(0.002)
-        world.kill(world.wait(1.0))  # as a launcher does with those that remain
+        world.kill(world.wait(1.0))  # as a launcher does with the remaining ranks
         world.wait(60)
     return _inspect_folder(folder, before, drafts)
 
@@ -168,7 +172,7 @@ def _kill_launcher(folder: Path, plan: KillPlan, before: list[int]) -> None:
     until = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         if time.monotonic() > until:
-            raise RuntimeError(f"ranks {pids} outlive their launcher")
+            raise RuntimeError(f"ranks {pids} still run after their launcher ended")
         time.sleep(0.01)
 
 
@@ -184,7 +188,7 @@ def _wait_for_steps(folder: Path, before: list[int]) -> None:
 
 
 def _inspect_folder(folder: Path, before: list[int], drafts: set[str]) -> dict[str, Any]:
-    """Files and processes left after a round, and those among them that should be gone."""
+    """Return the files and processes left after a round, and those of them that should not exist."""
     saved, problems = folder / "saved", list[str]()
     marks = [read_marks(folder, rank)[before[rank] :] for rank in range(RANKS)]
     steps = [int(line[2]) + 1 for line in marks[0] if line[1] == "step"]
@@ -201,10 +205,10 @@ def _inspect_folder(folder: Path, before: list[int], drafts: set[str]) -> dict[s
     except Exception as error:
         problems.append(f"{tag} does not load: {type(error).__name__}: {error}")
     if kept < promised:
-        problems.append(f"a save of step {promised} was said to be done, {kept} is what there is")
+        problems.append(f"a save of step {promised} was reported as finished, but the latest checkpoint is {kept}")
     if any(line[1] == "done" for line in marks[0]) and (old := drafts & _staging_checkpoints(folder)):
-        problems.append(f"drafts of an earlier round are still there: {sorted(old)}")
-    begun = int(next((line[2] for line in marks[0] if line[1] == "up"), kept))  # it may not have come so far
+        problems.append(f"staging directories of an earlier round still exist: {sorted(old)}")
+    begun = int(next((line[2] for line in marks[0] if line[1] == "up"), kept))  # the run may have ended before
     return {
         "in_save": _save_in_progress(saves),
         "began_at": begun,
@@ -248,7 +252,7 @@ def _read_losses(folder: Path) -> _LossesOfSteps:
             if line[1] == "step":
                 key = int(line[2]), rank
                 if losses.setdefault(key, line[3]) != line[3]:
-                    problems.append(f"step {key[0]}, rank {rank}: another loss when it was made again")
+                    problems.append(f"step {key[0]}, rank {rank}: the repeated step had another loss")
     return _LossesOfSteps(losses, problems)
 
 
@@ -260,7 +264,7 @@ def _round_summary(result: dict[str, Any]) -> str:
 
 def _result_table(found: list[dict[str, Any]], verdict: dict[str, Any]) -> Table:
     table = Table(title=f"{verdict['rounds']} rounds, {verdict['steps']} steps", title_justify="left")
-    for column in ("killed", "times", "in a save", "steps made again", "problems"):
+    for column in ("killed", "times", "in a save", "repeated steps", "problems"):
         table.add_column(column, justify="left" if column == "killed" else "right")
     for victim in _VICTIMS:
         ours = [one for one in found if one["victim"] == victim]

@@ -1,5 +1,4 @@
-"""Trains a model whose states are several times larger than what its ranks may take, and shows that they kept
-to it.
+"""Training of a model whose states are several times larger than the memory of its ranks, with a check of that limit.
 
 python bench/nvme_training.py --path /mnt/nvme
 """
@@ -25,7 +24,7 @@ _RESULTS = Path(__file__).parent / "results"
 _RANK_SCRIPT = Path(__file__).parent / "rig" / "infinity_rank.py"
 _STATE_BYTES_PER_PARAMETER = 16  # bytes a parameter: bf16 weight and gradient, float32 master weight and two moments
 _MIN_STATES_OVER_MEMORY = 3.0
-# Large blocks go back to the system when they are freed: pages cost time, but here memory is what is short.
+# Large blocks return to the system when they are freed: fresh pages cost time, but memory is scarce here.
 _MALLOC_ENVIRONMENT = {
     "WINDLASS_KEEP_FREED_MEMORY": "0",
     "MALLOC_ARENA_MAX": "1",
@@ -36,18 +35,18 @@ _MALLOC_ENVIRONMENT = {
 
 def main(
     hidden: Annotated[int, typer.Option(min=64, help="Width of the Llama, a multiple of 64.")] = 1280,
-    layers: Annotated[int, typer.Option(min=1, help="Its blocks; 12.25 x hidden^2 parameters each.")] = 25,
-    cap: Annotated[str, typer.Option(help="Memory that a rank may take.")] = "1.2G",
+    layers: Annotated[int, typer.Option(min=1, help="Number of blocks; 12.25 x hidden^2 parameters each.")] = 25,
+    cap: Annotated[str, typer.Option(help="Memory limit of a rank.")] = "1.2G",
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps.")] = 12,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank.")] = 2,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 2,
     length: Annotated[int, typer.Option(min=8, help="Bytes of text of a sequence.")] = 256,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-4,
     path: Annotated[Path, typer.Option(help="A folder on the disk to use.")] = Path("."),
-    name: Annotated[str, typer.Option(help="Of the files in --results.")] = "infinity",
+    name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "infinity",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Train, print what was taken, draw it; the exit code is 1 if a rank went over, or the loss did not fall."""
+    """Train, print and plot the memory; exit code 1 if a rank exceeded its limit, or the loss did not fall."""
     console = bench_console()
     most = parse_bytes(cap, "--cap")
     parameters = layers * (4 * hidden**2 + 3 * hidden * (hidden * 11 // 4)) + 2 * 256 * hidden
@@ -101,7 +100,7 @@ def main(
 
 
 def _disk_bytes_per_step(rank_results: list[dict[str, Any]]) -> list[list[int]]:
-    """Bytes that all ranks read and wrote in each step but the first, which makes the states."""
+    """Return the bytes that all ranks read and wrote in each step but the first, which creates the states."""
     return [
         [sum(rank["disk"][step][way] for rank in rank_results) for way in (0, 1)]
         for step in range(1, len(rank_results[0]["disk"]))
@@ -142,7 +141,7 @@ def _plot(rank_results: list[dict[str, Any]], verdict: dict[str, Any], path: Pat
         memory.plot(times, [size / 1e9 for size in sizes], label=f"rank {number}", linewidth=0.9)
     states = verdict["states"] / len(rank_results) / 1e9
     memory.axhline(states, color="#888888", linestyle=":", label=f"its part of the states ({states:.1f} GB)")
-    memory.axhline(verdict["cap_of_a_rank"] / 1e9, color="#b00020", linestyle="--", label="what it may take")
+    memory.axhline(verdict["cap_of_a_rank"] / 1e9, color="#b00020", linestyle="--", label="its limit")
     for at, what in rank_results[0]["marks"]:
         if not what.startswith("step ") or what == "step 1":
             memory.annotate(what, (at, 0.02), rotation=90, fontsize=7, color="#555555", va="bottom")

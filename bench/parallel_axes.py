@@ -1,6 +1,6 @@
-"""Traffic, time and sequence lengths of tensor, sequence, expert and pipeline parallelism: bytes of each axis
-beside the formulas, steps beside data parallelism and torch's own, on slow links too, and the longest sequence under a
-memory cap.
+"""Traffic, time and sequence lengths of tensor, sequence, expert and pipeline parallelism: bytes of each axis compared
+with the formulas, steps compared with data parallelism and torch's own implementations, on slow links too, and the
+longest sequence under a memory cap.
 
 python bench/parallel_axes.py
 """
@@ -14,11 +14,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rig import contest, lengths
+from rig import lengths, method_comparison
 from rig.axis_bytes import count
 from rig.axis_cases import CASES, Line, unequal
-from rig.contestants import EXPLANATION, FIELDS, Load
-from rig.tricks import ROWS
+from rig.compared_methods import EXPLANATION, FIELDS, Load
+from rig.techniques import ROWS
 
 from windlass.base.device_memory import parse_bytes
 from windlass.cli.benches.bench_console import bench_console
@@ -31,18 +31,18 @@ BENCH_PARTS = ("bytes", *TIMED_AXES, "link", "length")
 
 def main(
     only: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(BENCH_PARTS)}.")] = ",".join(BENCH_PARTS),
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each contestant takes.")] = 9,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each method.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 3,
     samples: Annotated[int, typer.Option(min=2, help="Sequences of all ranks together, an even number.")] = 4,
-    tokens: Annotated[int, typer.Option(min=8, help="Of a sequence, where steps are timed.")] = 256,
-    links: Annotated[str, typer.Option(help="Bytes a second of slow links, for dp beside pp.")] = "100M,25M,10M",
-    cap: Annotated[str, typer.Option(help="Memory that a rank may take, where sequences grow.")] = "160M",
-    longest: Annotated[int, typer.Option(min=256, help="Tokens that no sequence exceeds.")] = 1 << 15,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail where a step takes longer than torch's own.")] = False,
-    name: Annotated[str, typer.Option(help="Of the files in --results.")] = "parallel",
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a sequence in timed steps.")] = 256,
+    links: Annotated[str, typer.Option(help="Bytes per second of slow links for dp and pp.")] = "100M,25M,10M",
+    cap: Annotated[str, typer.Option(help="Memory limit of a rank for growing sequences.")] = "160M",
+    longest: Annotated[int, typer.Option(min=256, help="Maximum tokens of a sequence.")] = 1 << 15,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if a step takes longer than torch's own.")] = False,
+    name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "parallel",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Do these parts, print tables, write the JSON and the picture; the exit code is 1 if bytes or losses differ."""
+    """Run these parts, print tables, write the JSON and the picture; the exit code is 1 if bytes or losses differ."""
     parts = parse_parts(only)
     if samples % 2:
         raise typer.BadParameter(f"--samples {samples} can't be halved; write an even number")
@@ -58,13 +58,17 @@ def main(
         loads["link"] = [Load(samples, tokens, parse_bytes(rate.strip(), "--links")) for rate in links.split(",")]
     for axis, each in loads.items():
         if axis not in TIMED_AXES:
-            os.environ["WINDLASS_TRANSPORT"] = "gloo"  # memory that ranks share is no link; the axes before took it
-        races = [_time_contestants(axis, load, rounds, steps, console) for load in each]
-        found[axis] = contest.plain(races[0]) if axis in TIMED_AXES else [contest.plain(race) for race in races]
+            os.environ["WINDLASS_TRANSPORT"] = "gloo"  # shared memory has no link to pace; the axes before used it
+        races = [_time_methods(axis, load, rounds, steps, console) for load in each]
+        found[axis] = (
+            method_comparison.plain(races[0])
+            if axis in TIMED_AXES
+            else [method_comparison.plain(race) for race in races]
+        )
         wrong += [f"{axis}: the losses of {one} differ" for race in races for one in race.unequal]
         wrong += [line for race in races for line in race.slower] if strict else []
     if "link" in loads:
-        console.print(contest.links(races))
+        console.print(method_comparison.links(races))
     os.environ.pop("WINDLASS_TRANSPORT", None)
     if loads:
         found["limit"] = EXPLANATION
@@ -82,16 +86,16 @@ def main(
         raise typer.Exit(1)
 
 
-def _time_contestants(axis: str, load: Load, rounds: int, steps: int, console: Console) -> contest.Race:
-    race = contest.race(axis, load, rounds, steps, console.print)
-    console.print(contest.table(race))
-    for line in contest.notes(race):
+def _time_methods(axis: str, load: Load, rounds: int, steps: int, console: Console) -> method_comparison.Comparison:
+    race = method_comparison.race(axis, load, rounds, steps, console.print)
+    console.print(method_comparison.table(race))
+    for line in method_comparison.notes(race):
         console.print(line, soft_wrap=True, markup=False)  # an error may have brackets
     return race
 
 
 def parse_parts(text: str) -> list[str]:
-    """The parts that are asked for, in the order of `PARTS`.
+    """Return the requested parts, in the order of `PARTS`.
 
     Raises:
         BadParameter: there is no such part.

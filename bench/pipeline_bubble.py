@@ -1,4 +1,4 @@
-"""Idle time of pipeline ranks, measured with layers that only wait, beside the formulas of the papers.
+"""Idle time of pipeline ranks, measured with layers that only wait, compared with the formulas of the papers.
 
 python bench/pipeline_bubble.py --ranks 2,4
 """
@@ -53,7 +53,7 @@ class DelayClock:
     busy: float = 0.0
 
     def wait(self, seconds: float) -> None:
-        """Do nothing for so long; ranks need no core of their own for that."""
+        """Sleep; ranks need no core of their own for that."""
         start = time.perf_counter()
         while (left := start + seconds - time.perf_counter()) > 0:
             time.sleep(max(0.0, left - 0.0005) or 0.0001)
@@ -64,7 +64,7 @@ _clock = DelayClock()
 
 
 class _DelayInputs(torch.autograd.Function):
-    """Takes its time in the forward, and as long in the backward of its input."""
+    """Function that takes a fixed time in the forward, and the same time in the backward of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -79,7 +79,7 @@ class _DelayInputs(torch.autograd.Function):
 
 
 class _DelayWeights(torch.autograd.Function):
-    """Takes its time in the backward of a weight."""
+    """Function that takes a fixed time in the backward of a weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
@@ -93,7 +93,7 @@ class _DelayWeights(torch.autograd.Function):
 
 
 class DelayLayer(nn.Module):
-    """A layer that takes equally long for its forward, the backward of its input, and that of its weight."""
+    """Layer that takes equally long for its forward, the backward of its input, and that of its weight."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -120,12 +120,12 @@ def _make_settings(ranks: list[int], micros: list[int]) -> list[ScheduleSetting]
 def main(
     ranks: Annotated[str, typer.Option(help="Ranks of the pipeline, comma-separated.")] = "2,4",
     micros: Annotated[str, typer.Option(help="Micro-batches in a step, comma-separated.")] = "4,8",
-    milliseconds: Annotated[float, typer.Option(help="Of a stage's forward; a backward takes twice as long.")] = 150.0,
-    steps: Annotated[int, typer.Option(min=1, help="Of each schedule; the shortest counts.")] = 2,
-    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "pipeline_bubble",
+    milliseconds: Annotated[float, typer.Option(help="Seconds of a stage's forward; a backward takes two.")] = 150.0,
+    steps: Annotated[int, typer.Option(min=1, help="Runs of each schedule; the shortest counts.")] = 2,
+    name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "pipeline_bubble",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Measure every schedule, print a table, write the JSON; exit code 1 where one is off by more than 5 %."""
+    """Measure every schedule, print a table, write the JSON; exit code 1 if one deviates by more than 5 %."""
     from torch.multiprocessing.spawn import spawn
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")
@@ -165,14 +165,14 @@ def _run_rank(
     mesh = build_mesh(MeshShape(pp=ranks))
     found = []
     for setting in settings:
-        per_stage = seconds / setting.each  # each rank has as much to do under every schedule
+        per_stage = seconds / setting.each  # each rank has the same amount of work under every schedule
         layers = [LayerSpec(DelayLayer, per_stage) for _ in range(ranks * setting.each)]
         model = PipelineSequential(layers, num_stages=ranks, loss_fn=_mean_loss, virtual_stages=setting.each)
         program = add_transfers(build_schedule(setting.schedule, ranks, setting.micros, setting.each))[rank]
         passing = StageTransfers(mesh.pp, torch.device("cpu"))
         batch = (torch.zeros(8), torch.zeros(()))
         shortest: tuple[float, float] | None = None
-        for _ in range(1 + steps):  # the first tells shapes
+        for _ in range(1 + steps):  # the first one exchanges shapes
             _clock.busy = 0.0
             dist.barrier()
             start = time.perf_counter()

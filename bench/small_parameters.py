@@ -1,4 +1,4 @@
-"""Cost of thousands of small parameters beside plain PyTorch: a step, a save and a load, in the same run.
+"""Cost of thousands of small parameters, compared with plain PyTorch: a step, a save and a load, in the same run.
 
 python bench/small_parameters.py --parameters 10000
 """
@@ -49,13 +49,13 @@ def main(
     parameters: Annotated[int, typer.Option(min=2, help="Tensors of the model, half of them matrices.")] = 10_000,
     ranks: Annotated[str, typer.Option(help="Comma-separated.")] = "1,2",
     stages: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1,2,3",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; one before makes what stays.")] = 3,
-    profiled: Annotated[int, typer.Option(help="Functions that are shown of each part; 0: none.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after an initial one.")] = 3,
+    profiled: Annotated[int, typer.Option(help="Functions to show for each part; 0: none.")] = 0,
     results: Annotated[Path, typer.Option(help="The JSON file.")] = _RESULTS / "small_parameters.json",
 ) -> None:
-    """Time torch alone and windlass by turns, print the ratios and where the time goes, write the JSON.
+    """Time plain torch and windlass alternately, print the ratios and the profile, write the JSON.
 
-    Seconds are those of the process on the processor: others on the machine make the clock's useless.
+    Times are CPU seconds of the process, because wall times on a shared machine are useless.
     """
     from torch.multiprocessing.spawn import spawn
 
@@ -89,7 +89,7 @@ def _run_rank(
         begin = time.process_time()
         cases[f"stage {stage}"] = _windlass_calls(parameters, stage, folder[0])
         found[f"stage {stage}"] = {"initialize": [time.process_time() - begin]}
-    for number in range(rounds + 1):  # the first makes what stays, such as optimizer states
+    for number in range(rounds + 1):  # the first round creates lasting objects, such as optimizer states
         for name, parts in cases.items():
             for part, run in zip(_TIMED_PARTS, parts, strict=True):
                 last = number == rounds and rank == 0 and name != _PLAIN
@@ -149,7 +149,7 @@ def _windlass_calls(parameters: int, stage: int, folder: str) -> tuple[Callable[
 
 
 def _time_parts(run: Callable[[], object], name: str, profiled: int) -> float | None:
-    """Seconds on the processor, in all threads; None where it was profiled, which takes several times as long."""
+    """Return the CPU seconds in all threads; None with profiling, which takes several times as long."""
     begin = time.process_time()
     if not profiled:
         run()
@@ -178,7 +178,9 @@ def _print_tables(world: int, cases: dict[str, Seconds]) -> None:
         table.add_row(name, *row)
     bench_console().print(table)
     modules = statistics.median(cases[_PLAIN][_MODULES])
-    bench_console().print(f"{_MODULES}: {modules:.3f} s, which grows with the square of the modules of a list")
+    bench_console().print(
+        f"{_MODULES}: {modules:.3f} s, which grows with the square of the number of modules in a list"
+    )
 
 
 if __name__ == "__main__":

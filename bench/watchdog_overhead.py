@@ -1,10 +1,10 @@
-"""Cost of the watchdog: seconds of its thread beside those of training, and of the core's marks beside a step.
+"""Cost of the watchdog: CPU seconds of its thread relative to training, and of wait marks relative to a step.
 
 python bench/watchdog_overhead.py
 
-Added up, since the whole is smaller than the noise between two runs of a step: the CPU seconds that the thread takes
-for itself while ranks train (each of which could keep the main thread from running), and the price of a mark times how
-many a step makes. With --in-turns also steps with and without it, which says something on a quiet machine only.
+Computed as a sum, because the total is smaller than the noise between two runs of a step: the CPU seconds of the thread
+while ranks train (each of which may delay the main thread), and the cost of a mark times their number per step. With
+--in-turns also steps with and without the watchdog, which is meaningful on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PROMISED_PER_CENT = 0.5
 
 def main(
     ranks: Annotated[int, typer.Option(min=2, help="Processes, one thread each.")] = 2,
-    layers: Annotated[int, typer.Option(min=1, help="Of a transformer of width 256.")] = 8,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns of three seconds.")] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20,
-    in_turns: Annotated[bool, typer.Option("--in-turns", help="Also compare steps with and without.")] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a transformer of width 256.")] = 8,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of three seconds.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 20,
+    in_turns: Annotated[bool, typer.Option("--in-turns", help="Also compare steps with and without it.")] = False,
     transport: Annotated[str, typer.Option(help="shm or gloo.")] = "gloo",
-    name: Annotated[str, typer.Option(help="Of the file in --results.")] = "watchdog",
+    name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "watchdog",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Train at stage 3, print the cost in per cent of a step, write the JSON; exit code 1 where it is above 0.5."""
+    """Train at stage 3, print the cost in per cent of a step, write the JSON; exit code 1 if it is above 0.5."""
     from torch.multiprocessing.spawn import spawn
 
     with socket.socket() as probe:
@@ -104,7 +104,7 @@ def _run_rank(rank: int, layers: int, rounds: int, steps: int, in_turns: bool, r
     ratios, own, wall, seconds = [], 0.0, 0.0, []
     slowest = torch.tensor(turn())
     dist.all_reduce(slowest)
-    turns = 1 + int(3.0 / (slowest.item() / dist.get_world_size() * steps))  # of three beats
+    turns = 1 + int(3.0 / (slowest.item() / dist.get_world_size() * steps))  # for three heartbeats
     for _ in range(rounds):
         without = 0.0
         if in_turns:

@@ -1,4 +1,4 @@
-"""One rank of DeepSpeed itself, which goes on from what windlass saved in its format:
+"""One rank of DeepSpeed itself, which resumes from what windlass saved in its format:
 `tests.deepspeed_resume_run FOLDER STAGE PRECISION`."""
 
 from __future__ import annotations

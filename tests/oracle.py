@@ -47,7 +47,7 @@ class Recipe:
 
 @dataclass
 class Trace:
-    """Results of training. Gradients are whole, unclipped, averaged over the global batch; None where there is none.
+    """Results of training. Gradients are whole, unclipped, averaged over the global batch; None if there is none.
 
     `losses[step][rank][micro]`, `grads[step][name]`, `norms[step]`; `params` are the master weights after the last
     step, `model` the values the model computes with, `buffers` those of rank 0.

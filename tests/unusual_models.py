@@ -111,7 +111,7 @@ class Output(OrderedDict[str, Tensor]):
 
 
 class KeywordBlock(Block):
-    """Keywords only; returns a named tuple, a dataclass or a mapping by turns."""
+    """Keywords only; returns a named tuple, a dataclass or a mapping in turn."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()

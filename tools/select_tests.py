@@ -14,6 +14,7 @@ if __name__ == "__main__":
 from tools.import_graph import ImportGraph
 
 ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".pytest_cache" / "file_facts.json"
 # A change here reaches every test: what is installed, how tests run.
 REACHES_ALL = ("pyproject.toml", "Makefile", "constraints.txt", "requirements.lock", ".ci/run")
 NATIVE = ("windlass/kernels/native/", "CMakeLists.txt", "windlass/kernels/")
@@ -22,16 +23,17 @@ PROSE = {".md", ".png"}
 PROSE_NAMES = {".gitignore", ".gitattributes", "LICENSE", ".pre-commit-config.yaml"}
 
 
-def select_tests(root: Path, files: list[str], changed: set[str]) -> tuple[list[str], str]:
+def select_tests(root: Path, files: list[str], changed: set[str], cache: Path | None = None) -> tuple[list[str], str]:
     """Return the test modules that `changed` reaches, and the reason why if that is all of them.
 
     Args:
         root: folder of the repository.
         files: every file of it, relative to `root`.
         changed: files that were changed, added or deleted, relative to `root`.
+        cache: file that keeps what was read of unchanged files between calls.
     """
     tests = sorted(file for file in files if is_test(file))
-    graph = ImportGraph(root, files)
+    graph = ImportGraph(root, files, cache)
     read = set().union(*graph.edges.values()) if graph.edges else set()
     seeds: set[str] = set()
     for file in sorted(changed):
@@ -91,7 +93,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     base = given.base or default_base(ROOT)
     changed = changed_files(ROOT, base)
-    tests, reason = select_tests(ROOT, repository_files(ROOT), changed)
+    tests, reason = select_tests(ROOT, repository_files(ROOT), changed, CACHE)
     print(f"{len(changed)} changed files since {base[:12]} reach {len(tests)} test modules", file=sys.stderr)
     if reason:
         print(reason, file=sys.stderr)

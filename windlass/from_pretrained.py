@@ -43,7 +43,7 @@ def from_pretrained(
     if directory.is_dir():
         _check_directory(directory, needs_config="config" not in kwargs)
     elif directory.is_absolute() or str(path).startswith("."):
-        raise CheckpointError(f"{path} is not a directory; give one with config.json and safetensors files")
+        raise CheckpointError(f"{path} is not a directory; pass one with config.json and safetensors files")
     with Init(config_dict_or_path=config):
         try:
             return cls.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)

@@ -203,7 +203,7 @@ def build_engine(
 
 
 def setup_distributed(config: Config, port: int = 29500) -> None:
-    """Initialize torch.distributed and start the watchdog as the configuration says. Collective.
+    """Initialize torch.distributed and start the watchdog as configured. Collective.
 
     Parts that are already initialized stay unchanged.
     """
@@ -222,26 +222,26 @@ def _axis_sizes_from_script(model: nn.Module, mpu: Any, mesh_param: Any, world: 
     They are set by the `mpu` and `mesh_param` arguments of `initialize`, and by the topology of a pipeline model if it
     has a tensor-parallel axis.
     """
-    said: AxisSizes = {}
+    argument_sizes: AxisSizes = {}
     topology = model.topology() if isinstance(model, PipelineSequential) else None
     if mpu is not None:
         sizes, known = sizes_of_mpu(mpu, world), known_sizes(mpu)
-        said["mpu"] = {axis: size for axis, size in sizes.items() if axis in known}
+        argument_sizes["mpu"] = {axis: size for axis, size in sizes.items() if axis in known}
     elif topology is not None and topology.get_dim("model") > 1:
-        said["the topology"] = sizes_of_topology(topology, world)
+        argument_sizes["the topology"] = sizes_of_topology(topology, world)
     if mesh_param is not None:
         _, sp = mesh_param  # DeepSpeed's order: data-parallel size, sequence-parallel size
-        said["mesh_param"] = {"sp": int(sp)}
-    return said
+        argument_sizes["mesh_param"] = {"sp": int(sp)}
+    return argument_sizes
 
 
 def _axis_sizes_from_model(model: nn.Module) -> AxisSizes:
-    said: AxisSizes = {}
+    sizes: AxisSizes = {}
     if isinstance(model, PipelineSequential) and model.num_stages > 1:
-        said["PipelineModule"] = {"pp": model.num_stages}
+        sizes["PipelineModule"] = {"pp": model.num_stages}
     if (ranks := get_requested_ep_size(model)) > 1:
-        said["ep_size of MoE"] = {"ep": ranks}
-    return said
+        sizes["ep_size of MoE"] = {"ep": ranks}
+    return sizes
 
 
 def _script_owned_axes(model: nn.Module, by_script: AxisSizes, by_model: AxisSizes, config: Config) -> set[str]:
@@ -419,9 +419,11 @@ def _build_sharded_model(
     callbacks: EngineCallbacks,
 ) -> ShardedModel:
     zero = config.zero_optimization
-    homes = _build_placements(config)
-    away = homes.param is not Tier.DEVICE or homes.state is not Tier.DEVICE
-    policy = sharding_policy(zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, away=away)
+    tiers = _build_placements(config)
+    has_offload = tiers.param is not Tier.DEVICE or tiers.state is not Tier.DEVICE
+    policy = sharding_policy(
+        zero.stage, mesh.dense.shard.size if zero.stage else mesh.dense.data.size, has_offload=has_offload
+    )
     table = config.dtype_table()
     mixed = config.fp16.enabled or config.bf16.enabled
     widest = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) and not mixed else None
@@ -462,14 +464,14 @@ def _build_sharded_model(
         max_reuse_distance=zero.stage3_max_reuse_distance,
         transport=config.comm.transport,
         timeout=_collective_timeout(config),
-        tiers=homes,
+        tiers=tiers,
         delayed_update=zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update,
     )
     try:
         return ShardedModel(model, optimizer, settings, mesh, device, callbacks, trains=optimizer is not None)
     except BaseException:
-        if homes.disk is not None:
-            homes.disk.close()
+        if tiers.disk is not None:
+            tiers.disk.close()
         raise
 
 
@@ -536,11 +538,11 @@ def _open_nvme_tier(paths: list[str], config: Config) -> DeferredFailureTier:
     except StorageError as error:
         problem = str(error)
     problems = world_group().all_gather_object(problem)
-    said = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-    if disk is None or said:
+    sizes = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if disk is None or sizes:
         if disk is not None:
             disk.close()
-        raise StorageError("; ".join(said))
+        raise StorageError("; ".join(sizes))
     return disk
 
 
@@ -572,15 +574,16 @@ def _gradient_divide_factors(config: Config, reduce_dtype: torch.dtype, mesh: Me
     """Return the factors of a gradient before and after the sum over ranks.
 
     Their product is 1 / world. If gradients are summed, it is 1 / (ranks along sp), because those ranks share the
-    loss of one sequence.
+    loss of one sequence. A predivide factor is then multiplied back after the sum, and prescale_gradients has nothing
+    to divide, as in DeepSpeed.
 
-    Sums in 16 bits divide after the sum, unless the configuration says otherwise: small gradients would underflow
-    before it. In float32 the order does not matter, and dividing before costs nothing.
+    Sums in 16 bits are divided after the sum, unless the configuration sets it otherwise: small gradients would
+    underflow before it. In float32 the order does not matter, and dividing before costs nothing.
     """
     world = mesh.dense.data.size
-    if config.gradient_allreduce_op == "sum":
-        return mesh.grid.data_loading_size / world, 1.0
     divide = config.gradient_predivide_factor
+    if config.gradient_allreduce_op == "sum":
+        return mesh.grid.data_loading_size / world / divide, divide
     if config.prescale_gradients:
         return 1.0 / divide if divide != 1.0 else 1.0 / world, divide / world if divide != 1.0 else 1.0
     if divide != 1.0:

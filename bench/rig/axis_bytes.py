@@ -1,4 +1,4 @@
-"""Ranks that train one step on each mesh and tell what its axes moved."""
+"""Ranks that train one step on each mesh and return the bytes that its axes moved."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from rig.axis_cases import LENGTH, MICRO_BATCHES, SAMPLES, Case, Line, Moved, co
 from rig.models import build, samples
 
 Say = Callable[[str], None]
-Told = tuple[int, int, Moved]  # of which case, which stage of the pipeline, and what moved
+Told = tuple[int, int, Moved]  # case, pipeline stage, and bytes moved
 
 
 def count(cases: Sequence[Case], say: Say) -> list[Line]:
-    """Formulas beside what moved, for every rank of every case; what all ranks of a stage have alike is one line."""
+    """Return formulas and measured bytes of every rank of every case; equal values of all ranks of a stage are one
+    line."""
     from torch.multiprocessing.spawn import spawn
 
     lines: list[Line] = []
@@ -54,7 +55,7 @@ def _rank(rank: int, ranks: int, cases: list[Case], meeting: str, answers: Any) 
 
 
 def moved_by(case: Case) -> tuple[int, Moved]:
-    """This rank's stage of the pipeline, and what it received in the second step. Collective."""
+    """Return this rank's pipeline stage, and the bytes that it received in the second step. Collective."""
     import windlass
 
     model = build(case.sizes)
@@ -69,7 +70,7 @@ def moved_by(case: Case) -> tuple[int, Moved]:
     moved = {name: dict(axis.traffic.bytes_moved) for name, axis in engine.mesh.axes.items() if axis.size > 1}
     report = engine.report()
     moved["data"] = dict(report["bytes_moved"])
-    if case.grid.dp_replicate == 1:  # sums over tp of what sees a part of a gradient, norms: no formula has them
+    if case.grid.dp_replicate == 1:  # sums over tp of partial gradients, and norms: no formula includes them
         moved["data"].pop("replicate", None)
     pipe = engine.mesh.pp.index
     engine.destroy()
@@ -77,7 +78,8 @@ def moved_by(case: Case) -> tuple[int, Moved]:
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    """Configuration of windlass. Nothing is kept between forward and backward, so stage 3 gathers twice."""
+    """Return the configuration of windlass. Nothing stays unsharded between forward and backward, so stage 3 gathers
+    twice."""
     return {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": MICRO_BATCHES,

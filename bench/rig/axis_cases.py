@@ -13,11 +13,11 @@ from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes, c
 
 DENSE = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=128, vocabulary=256)
 EXPERTS = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=96, vocabulary=256, experts=4, chosen=4)
-"""Each token chooses every expert, so that routing is even, as the formula takes it to be."""
+"""Each token chooses every expert, so that routing is even, as the formula assumes."""
 
 SAMPLES, LENGTH, MICRO_BATCHES, FLOAT, COUNT = 2, 32, 2, 4, 8
-_DATA = ("data", "experts")  # which one transport counts together
-_PASSED = {"activations": "activations", "gradients of activations": "gradients"}  # as formulas and as axes say it
+_DATA = ("data", "experts")  # which one transport counts as one operation
+_PASSED = {"activations": "activations", "gradients of activations": "gradients"}  # names in formulas and in axes
 
 Moved = dict[str, dict[str, int]]
 """Bytes by axis and operation; of ZeRO's collectives the axis is `data`."""
@@ -25,12 +25,12 @@ Moved = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh and how it is used. What its axes leave goes to data ranks.
+    """Mesh and settings of one case. The remaining ranks are data ranks.
 
     Attributes:
         axes: the section `parallel`.
         pipeline: the section of that name.
-        recompute: layers are computed again in the backward, by torch's reentrant kind.
+        recompute: layers are recomputed in the backward, by torch's reentrant checkpointing.
     """
 
     ranks: int
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Label in tables."""
         words = [f"{axis} {size}" for axis, size in self.axes.items() if axis in AXES]
         words += [str(self.axes["sp_mode"])] if "sp_mode" in self.axes else []
         words += [f"{key} {value}" for key, value in self.pipeline.items()]
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def grid(self) -> MeshShape:
-        """Its mesh."""
+        """Mesh of the case."""
         taken = {axis: int(self.axes.get(axis, 1)) for axis in ("pp", "dp_replicate", "ep", "sp", "tp")}
         others = MeshShape(**taken).world
         return MeshShape(**taken, dp_shard=self.ranks // others)
@@ -113,7 +113,7 @@ CASES = (
 
 
 def formulas(case: Case, pipe: int = 0) -> Moved:
-    """Bytes that a rank of pipeline stage `pipe` receives in a step, by `windlass.parallel.comm_volumes`."""
+    """Return the bytes that a rank of pipeline stage `pipe` receives in a step, by `windlass.parallel.comm_volumes`."""
     found: Moved = defaultdict(lambda: defaultdict(int))
     for one in compute_step_volumes(case.sizes.shape(), case.grid, case.work, pipe):
         operation = _PASSED[one.tensors] if one.axis == "pp" else one.operation
@@ -122,9 +122,9 @@ def formulas(case: Case, pipe: int = 0) -> Moved:
 
 
 def scalars(case: Case, pipe: int = 0) -> Moved:
-    """Bytes that the formulas do not count: along sp the sum of losses and the count of tokens, forward and backward;
-    along ep the number of rows for each expert, sent again when a layer is recomputed; along pp the loss, which
-    the last stage broadcasts."""
+    """Return the bytes that the formulas do not count: along sp the sum of losses and the count of tokens, forward and
+    backward; along ep the number of rows for each expert, sent again if a layer is recomputed; along pp the loss,
+    which the last stage broadcasts."""
     grid, micros = case.grid, case.work.micro_batches
     found: Moved = {}
     if pipe < grid.pp - 1:
@@ -151,16 +151,16 @@ class Line:
 
     @property
     def equal(self) -> bool:
-        """To the byte."""
+        """True if formula and measurement are equal to the byte."""
         return self.formula + self.scalars == self.measured
 
     def plain(self) -> dict[str, Any]:
-        """For the JSON."""
+        """Return plain data for the JSON."""
         return {**asdict(self), "equal": self.equal}
 
 
 def compare(case: Case, pipe: int, measured: Moved) -> list[Line]:
-    """A line for each operation that a formula has or that moved something."""
+    """Return a line for each operation that a formula has or that moved bytes."""
     said, small = formulas(case, pipe), scalars(case, pipe)
     keys = {(axis, name) for each in (said, small, measured) for axis, of in each.items() for name in of}
 
@@ -172,5 +172,5 @@ def compare(case: Case, pipe: int, measured: Moved) -> list[Line]:
 
 
 def unequal(lines: Iterable[Line]) -> list[Line]:
-    """Those that differ."""
+    """Return the lines that differ."""
     return [line for line in lines if not line.equal]

@@ -1,4 +1,4 @@
-"""Ranks that train and save without end, until they are killed; and what they had said by then."""
+"""Ranks that train and save until they are killed, and their logs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 import windlass
 import windlass.checkpoint.collective_transfer
-import windlass.initialize  # now, or every forked rank would import them for itself
+import windlass.initialize  # imported now, otherwise every forked rank would import them
 
 RANKS = 2
 _PR_SET_PDEATHSIG = 1
-# What a save asks of the file system, in the places where being killed matters.
+# File-system calls of a save at which a kill matters.
 CALLS = ("fsync", "rename", "replace", "unlink", "posix_fallocate", "mkdir")
 
 
@@ -35,7 +35,7 @@ class Fate:
 
 
 class Marks:
-    """Lines that a rank wrote, each with one call: they outlive it."""
+    """Lines that a rank wrote, each with one call, so that they survive its death."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = os.open(folder / f"marks{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -46,13 +46,14 @@ class Marks:
 
 
 def read_marks(folder: Path, rank: int) -> list[list[str]]:
-    """The words of each line, its time first."""
+    """Return the words of each line, its time first."""
     path = folder / f"marks{rank}"
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def train(folder: Path, last: int, *, saves: bool = True) -> None:
-    """Go on from the newest checkpoint up to step `last`, saving after every other step by turns blocking and not."""
+    """Resume from the newest checkpoint and train up to step `last`; save after every other step, alternately blocking
+    and async."""
     rank = int(os.environ["RANK"])
     mark = Marks(folder, rank)
     mark("pid", os.getpid())
@@ -93,7 +94,7 @@ def train(folder: Path, last: int, *, saves: bool = True) -> None:
 
 
 def obey(fate: Fate) -> None:
-    """Have this rank end the world at its time. Collective."""
+    """Let this rank end the run at its time. Collective."""
     pids: list[Any] = [None] * RANKS
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() != fate.rank:
@@ -118,7 +119,7 @@ class World:
     """Ranks forked from this process, which has torch imported and must have started no thread.
 
     Args:
-        fate: how it ends by itself; None: it does not.
+        fate: how the run ends by itself; None: it does not.
     """
 
     def __init__(self, folder: Path, last: int, *, fate: Fate | None = None, saves: bool = True) -> None:
@@ -128,21 +129,21 @@ class World:
         self._left = set(self.pids)
 
     def running(self) -> set[int]:
-        """The processes that have not ended."""
+        """Return the processes that have not ended."""
         for pid in list(self._left):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 self._left.discard(pid)
         return self._left
 
     def wait(self, seconds: float) -> set[int]:
-        """Wait at most so long for all of them to end; those that did not."""
+        """Wait at most so long for all of them to end. Return those that have not."""
         until = time.monotonic() + seconds
         while self.running() and time.monotonic() < until:
             time.sleep(0.01)
         return self.running()
 
     def kill(self, pids: set[int]) -> None:
-        """kill -9, all at once."""
+        """Kill all of them by SIGKILL at once."""
         for pid in pids & self.running():
             os.kill(pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""A rank that trains a model and saves its states by turns in every way that is compared."""
+"""Rank that trains a model and saves its states with each compared method in turn."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Save = Callable[[Path], Wait]  # returns once training may go on; the result wai
 
 
 def ways(engine: Any, tensors: dict[str, torch.Tensor], rival: Any | None) -> dict[str, Save]:
-    """Every way to save, by name.
+    """Return every method to save, by name.
 
     Args:
-        tensors: what this rank writes in windlass's way.
-        rival: DeepSpeed's engine of the same model, if it is to be compared.
+        tensors: tensors that this rank writes with windlass. rival: DeepSpeed's engine of the same model, if it is
+        compared.
     """
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     named = {f"rank{rank}/{name}": tensor for name, tensor in tensors.items()}
@@ -95,7 +95,7 @@ class Trial:
         self._folder, self._step, self._steps, self._count = folder, step, steps, 0
 
     def measure(self, save: Save, found: dict[str, list[float]]) -> None:
-        """One turn: a save alone, and one with steps behind it."""
+        """Time a save alone, and a save followed by steps."""
         plain = self._train()
         place = self._place()
         begin = time.perf_counter()
@@ -140,7 +140,7 @@ def _model(work: dict[str, Any]) -> torch.nn.Module:
 
 
 def _rival(work: dict[str, Any], rows: torch.Tensor) -> Any:
-    """DeepSpeed's engine at the same stage, with torch's AdamW, after one step: its states are there."""
+    """Return DeepSpeed's engine at the same stage, with torch's AdamW, after one step, which creates its states."""
     deepspeed, model = import_deepspeed(), _model(work)
     config = {
         "train_micro_batch_size_per_gpu": work["batch"],
@@ -156,7 +156,7 @@ def _rival(work: dict[str, Any], rows: torch.Tensor) -> Any:
 
 
 def main(folder: Path) -> None:
-    """Do the work in `folder`/work.json; the answer lies beside it."""
+    """Run the work in `folder`/work.json, and write the result beside it."""
     work = json.loads((folder / "work.json").read_text())
     torch.manual_seed(0)
     width = work["width"]

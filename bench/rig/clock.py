@@ -15,10 +15,10 @@ Step = Callable[[torch.Tensor], torch.Tensor]  # trains on `[batch, length]` tok
 def run(
     step: Step, batches: Iterator[torch.Tensor], count: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each of `count` steps, and their losses.
+    """Return the seconds of each of `count` steps, and their losses.
 
     On a GPU events mark the stream between steps, and nothing waits until the last is queued: the CPU may run ahead as
-    it does in training, and whatever makes an engine wait shows in its own steps. Work on other streams counts as far
+    it does in training, and any wait of an engine is part of its own steps. Work on other streams counts as far
     as the step's own stream waits for it.
     """
     losses = []
@@ -68,7 +68,7 @@ def _copy(device: torch.device) -> float:
 
 
 def _median(work: Callable[[], object], device: torch.device) -> float:
-    """The median of ten times in seconds, after three that do not count."""
+    """Return the median of ten times in seconds, after three warm-up runs."""
 
     def step(_: torch.Tensor) -> torch.Tensor:
         work()

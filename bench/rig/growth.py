@@ -18,7 +18,7 @@ _COLORS = ("#888888", "#e09f3e", "#9e2a2b", "#a9c4de", "#6b9ac4", "#34699a", "#0
 
 
 def sizes_up_to(size: Size) -> list[Size]:
-    """`size`, and before it those of a third and two thirds of its width and depth."""
+    """Return sizes of a third and two thirds of the width and depth of `size`, and `size` itself."""
     return [
         replace(size, hidden=max(64, size.hidden * part // 3 // 64 * 64), layers=max(1, size.layers * part // 3))
         for part in (1, 2, 3)
@@ -42,7 +42,7 @@ def grow(
 
 
 def draw(by_size: list[Measured], by_ranks: list[Measured], path: Path) -> None:
-    """Four panels: time and memory over parameters, and over ranks."""
+    """Plot four panels: time and memory over parameters, and over ranks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A rank that trains a model larger than the memory it may take, and notes how much it takes."""
+"""Rank that trains a model larger than its memory limit, and records its memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Watch:
     """Proportional bytes of this process over time.
 
     Attributes:
-        samples: seconds since the start, bytes.
-        marks: seconds since the start, what began then.
+        samples: pairs of seconds since the start and bytes. marks: pairs of seconds since the start and the phase that
+        began.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Watch:
         threading.Thread(target=self._sample, daemon=True).start()
 
     def mark(self, what: str) -> None:
-        """`what` begins now."""
+        """Record that a phase begins now."""
         self.marks.append((time.monotonic() - self._start, what))
 
     def _sample(self) -> None:
@@ -42,9 +42,9 @@ class Watch:
 
 
 def main(folder: str) -> None:
-    """Do the work in `folder`/work.json; the answer lies beside it."""
+    """Run the work in `folder`/work.json, and write the result beside it."""
     work = json.loads(Path(folder, "work.json").read_text())
-    # The kernel refuses more private memory than this; what ranks share is in the samples.
+    # The kernel refuses more private memory than this; shared memory is in the samples.
     resource.setrlimit(resource.RLIMIT_DATA, (work["cap"], work["cap"]))
     watch = Watch()
     watch.mark("import")
@@ -108,7 +108,7 @@ def main(folder: str) -> None:
         "path": disk.description(),
     }
     Path(folder, f"rank{rank}.json").write_text(json.dumps(answer))
-    dist.barrier()  # destroy() would give the whole model back, which does not fit
+    dist.barrier()  # destroy() would restore the full model, which does not fit
 
 
 def _config(work: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _config(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _batches(work: dict[str, Any], rank: int) -> Any:
-    """`[steps, batch, length]` bytes of the standard library's sources, others on each rank."""
+    """Return `[steps, batch, length]` bytes of the standard library's sources, different on each rank."""
     import torch
 
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))

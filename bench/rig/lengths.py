@@ -1,4 +1,4 @@
-"""Longer and longer sequences under a memory cap, with each trick on and off; the tables and the picture of it."""
+"""Longest sequences under a memory cap, with each technique on and off: measurement, tables and picture."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from rich.table import Table
 
 from rig.job import Job
-from rig.stretcher import Stretcher
-from rig.tricks import ROWS, SIZES, TILE, Point, bursting, longest, search
+from rig.length_rank import LengthRank
+from rig.techniques import ROWS, SIZES, TILE, Point, exceeding, longest, search
 from rig.worker import start_ranks
 from windlass.base.log import logger
 from windlass.cli.benches.rank_pool import RankPool
@@ -25,8 +25,8 @@ Found = dict[str, list[Point]]
 EQUAL_LOSS = 1e-5
 _MIB = 1 << 20
 _COLORS = [f"C{number}" for number in range(10)] + ["#1b1b1b", "#b8860b", "#006d5b"]
-_EMULATED = "64G"  # a device with a memory of its own, which never fills: what goes to the host leaves it
-# What is freed goes back to the system at once, so that resident bytes are those in use.
+_EMULATED = "64G"  # a device with separate memory that never fills: offloaded data leaves it
+# Freed memory returns to the system at once, so that resident bytes are those in use.
 _MALLOC = {
     "WINDLASS_KEEP_FREED_MEMORY": "0",
     "MALLOC_ARENA_MAX": "1",
@@ -34,18 +34,19 @@ _MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 10),
 }
 EXPLANATION = (
-    "peak: resident bytes of the rank that takes most in a step (forward, backward, AdamW), sampled every millisecond, "
-    "above those after importing torch and transformers, so parameters, gradients and moments count; freed memory goes "
-    "back to the system at once. Inputs `to host`: the device is emulated (WINDLASS_EMULATE_DEVICE), and bytes that "
-    "wait in host memory are taken off; `resident` in the JSON has them. Inputs `to files` are taken off by nobody."
+    "peak: resident bytes of the rank that takes most in a step (forward, backward, AdamW), sampled every "
+    "millisecond, above those after importing torch and transformers, so parameters, gradients and moments count; "
+    "freed memory returns to the system at once. Inputs `to host`: the device is emulated "
+    "(WINDLASS_EMULATE_DEVICE), and offloaded bytes in host memory are subtracted; `resident` in the JSON includes "
+    "them. For inputs `to files` nothing is subtracted."
 )
 
 
 def stretch(rows: Sequence[str], cap: int, *, first: int, most: int, say: Say) -> Found:
-    """All that was measured, by row."""
+    """Measure each row. Return all points by row."""
     found: Found = {}
     for name in rows:
-        with _environment(name), start_ranks(Job(name, ROWS[name].sp), Stretcher) as pool:
+        with _environment(name), start_ranks(Job(name, ROWS[name].sp), LengthRank) as pool:
             pool.ask("build")
 
             def measure(length: int, pool: RankPool = pool) -> Point:
@@ -60,7 +61,8 @@ def stretch(rows: Sequence[str], cap: int, *, first: int, most: int, say: Say) -
 
 @contextmanager
 def _environment(name: str) -> Iterator[None]:
-    """For ranks that start inside. Files lie here: a folder for temporary ones may be memory."""
+    """Set the environment of ranks that start inside. Their files are in the working directory: a temporary folder may
+    be memory."""
     before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="windlass-bench-", dir=".") as folder:
         os.environ.update(_MALLOC, WINDLASS_BENCH_FILES=str(Path(folder).resolve()))
@@ -74,13 +76,13 @@ def _environment(name: str) -> Iterator[None]:
 
 
 def losses_apart(found: Mapping[str, Sequence[Point]]) -> float:
-    """Relative difference of the losses of the first length from those without any technique."""
+    """Return the relative difference of the losses of the first length from those without any technique."""
     losses = [points[0].loss for points in found.values()]
     return max((abs(one - losses[0]) / abs(losses[0]) if math.isfinite(one) else math.inf) for one in losses)
 
 
 def table(found: Found, cap: int) -> Table:
-    """The longest sequence of each row."""
+    """Return a table of the longest sequence of each row."""
     title = f"longest sequence whose step takes at most {cap / _MIB:.0f} MiB on a rank"
     made = Table(title=title, title_justify="left")
     made.add_column("on", no_wrap=True)
@@ -99,20 +101,20 @@ def table(found: Found, cap: int) -> Table:
 
 
 def said(points: Sequence[Point], cap: int) -> str:
-    """The longest that fits, where there is one, and whether longer ones may."""
+    """Describe the longest sequence that fits, if there is one, and whether longer ones may fit."""
     best = longest(points, cap)
     if best is None:
         return f"< {points[0].length:,}"
-    return f"{best.length:,}" if bursting(points, cap) else f">= {best.length:,}"
+    return f"{best.length:,}" if exceeding(points, cap) else f">= {best.length:,}"
 
 
 def slope(points: Sequence[Point]) -> float:
-    """Bytes that a token more takes, between the shortest and the longest."""
+    """Return the bytes per additional token, between the shortest and the longest sequence."""
     return (points[-1].peak - points[0].peak) / (points[-1].length - points[0].length)
 
 
 def plain(found: Found, cap: int) -> dict[str, Any]:
-    """For the JSON."""
+    """Return plain data for the JSON."""
     best = {name: longest(points, cap) for name, points in found.items()}
     return {
         "cap": cap,

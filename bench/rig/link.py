@@ -1,4 +1,4 @@
-"""A slow link between ranks of one machine: the kernel paces what each connection sends."""
+"""Slow links between ranks of one machine: the kernel paces the bytes that each connection sends."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import socket
 import stat
 from pathlib import Path
 
-_SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
+_SO_MAX_PACING_RATE = 47  # Linux's number; Python has no name for it
 _FREE = -1  # of 32 bits, as a signed number: no limit
 
 
 def pace(rate: int) -> int:
-    """Let no TCP connection of this process send more than `rate` bytes a second from now on; 0: as fast as it goes.
-    How many there are. Each way of a connection counts by itself, as on a full-duplex link.
+    """Limit each TCP connection of this process to `rate` bytes per second; 0: unlimited. Return the number of
+    connections. Each direction of a connection counts by itself, as on a full-duplex link.
 
     Raises:
-        OSError: the kernel can't do that (it is none of Linux).
+        OSError: the kernel does not support it (not Linux).
     """
     paced = 0
     for entry in Path("/proc/self/fd").iterdir():
@@ -30,6 +30,6 @@ def pace(rate: int) -> int:
                     found.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate or _FREE)
                     paced += 1
         except OSError as error:
-            if error.errno != errno.EBADF:  # gone since: the folder is open itself while it is read
+            if error.errno != errno.EBADF:  # closed meanwhile: the descriptor of the folder itself is listed too
                 raise
     return paced

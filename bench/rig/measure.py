@@ -1,4 +1,4 @@
-"""Measures engines on the same work: memory in fresh processes, losses against each other, then time in turns."""
+"""Measurement of engines on the same work: memory in fresh processes, comparison of losses, then interleaved times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 
 EQUAL_LOSS = 1e-5
 _WATCHED_STEPS = 2
-_SPARE = 0.8  # of the memory that is free; the rest is for what grows
+_SPARE = 0.8  # fraction of the free memory; the rest is for growth
 _UNKNOWN_MEMORY = 8 << 30
 
 
@@ -33,7 +33,7 @@ class Result:
     footprint: int = 0  # of all ranks, baseline included
     first_losses: list[float] = field(default_factory=list)  # of the fresh processes, mean over ranks
     losses: list[float] = field(default_factory=list)  # while timed, the untimed first step of a round included
-    loss_apart: float | None = None  # the furthest from the reference, over all steps
+    loss_apart: float | None = None  # largest difference from the reference, over all steps
     rounds: list[list[float]] = field(default_factory=list)  # timed steps
     base_rounds: list[list[float]] = field(default_factory=list)  # those of `BASE` in the same rounds
     compute: list[float] = field(default_factory=list)  # forward and backward of timed steps
@@ -59,7 +59,7 @@ class Result:
 
     @property
     def ratios(self) -> list[float]:
-        """Ratio of each round: its median step over that of `BASE` in the same round."""
+        """Ratio of each round: the median step over that of `BASE` in the same round."""
         return [statistics.median(a) / statistics.median(b) for a, b in zip(self.rounds, self.base_rounds, strict=True)]
 
     @property
@@ -69,12 +69,12 @@ class Result:
 
     @property
     def share_of_floor(self) -> float | None:
-        """The floor over the step, both as multiples of `BASE`, which may be in several groups."""
+        """Floor over the step, both as multiples of `BASE`, which may be in several groups."""
         return None if self.floor_ratio is None else self.floor_ratio / self.ratio
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Peak memory of the rank that takes most."""
+        """Largest peak memory of any rank."""
         return max(self.memory) / self.parameters
 
 
@@ -91,7 +91,7 @@ class Measured:
 
     @property
     def unequal(self) -> list[str]:
-        """Engines whose losses are not the reference's."""
+        """Engines whose losses differ from the reference's."""
         return [r.engine for r in self.results.values() if r.loss_apart is not None and r.loss_apart > EQUAL_LOSS]
 
 
@@ -111,7 +111,7 @@ def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say:
     """Measure `engines` (and `none`) on the same work. An engine that fails is reported and left out.
 
     Args:
-        say: called with a line about what is being done.
+        say: called with a line of progress.
     """
     names = [BASE, *(engine for engine in engines if engine != BASE)]
     results = {name: Result(name) for name in names}
@@ -122,7 +122,7 @@ def measure(engines: Sequence[str], size: Size, ranks: int, effort: Effort, say:
             say(f"  {results[name].failure}")
     well = [name for name in names if not results[name].failure]
     if BASE not in well:
-        raise RankPoolError(f"`{BASE}` failed, and all else is measured against it: {results[BASE].failure}")
+        raise RankPoolError(f"`{BASE}` failed, and it is the baseline of all others: {results[BASE].failure}")
     together = [name for name in well if synchronizes_gradients(name)]
     reference = "ddp" if "ddp" in together else next(iter(together), None)
     measured = Measured(size, ranks, results, reference)

@@ -1,4 +1,4 @@
-"""The models that the benchmark of parallelism trains, their batches, and their shapes for formulas."""
+"""Models of the parallelism benchmark, their batches, and their shapes for formulas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ class Sizes:
     Attributes:
         hidden: width.
         layers: blocks.
-        heads: of queries, and as many of keys and values unless `kv_heads` says otherwise.
+        heads: query heads, and as many key and value heads unless `kv_heads` is set.
         intermediate: width inside a feed-forward network, or inside one expert.
         vocabulary: number of tokens.
-        experts: of a layer; 0: one feed-forward network.
-        chosen: experts that a token goes to.
+        experts: experts per layer; 0: one feed-forward network. chosen: experts per token.
     """
 
     hidden: int
@@ -49,12 +48,12 @@ class Sizes:
         return found
 
     def shape(self) -> ModelShape:
-        """For formulas."""
+        """Return the shape for formulas."""
         return from_transformers(self.plain())
 
 
 def build(sizes: Sizes) -> Any:
-    """The model, whole, with the same values wherever it is made."""
+    """Return the full model, with the same values in every process."""
     import torch
     import transformers
 
@@ -65,7 +64,7 @@ def build(sizes: Sizes) -> Any:
 
 
 def samples(vocabulary: int, count: int, length: int, seed: int) -> Any:
-    """`[count, length]` tokens."""
+    """Return `[count, length]` tokens."""
     import torch
 
     return torch.randint(0, vocabulary, (count, length), generator=torch.Generator().manual_seed(seed))

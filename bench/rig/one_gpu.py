@@ -1,4 +1,4 @@
-"""The contenders on one GPU: windlass at a stage, and the plain PyTorch loops that it is compared with."""
+"""Engines on one GPU: windlass at a stage, and the plain PyTorch loops that it is compared with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model in training; `end` gives it back."""
+    """Model in training; `end` frees it."""
 
     step: Step
     end: Callable[[], None]
@@ -39,14 +39,14 @@ class Contender:
 
 
 def batches(shape: Shape, device: torch.device) -> Iterator[torch.Tensor]:
-    """The same tokens for every engine, made where they are used: no copy is in a step."""
+    """Return the same tokens for every engine, created on the device, so that a step contains no copy."""
     draw = torch.Generator(device).manual_seed(_SEED)
     while True:
         yield torch.randint(shape.vocabulary, (shape.batch, shape.length), generator=draw, device=device)
 
 
 def build(engine: str, shape: Shape, device: torch.device) -> Contender:
-    """`engine` on a model of its own, with the same values for each.
+    """Build `engine` on a new model, with the same values for each engine.
 
     Raises:
         ConfigError: there is no such engine.
@@ -105,7 +105,7 @@ def _windlass(model: nn.Module, stage: int, shape: Shape) -> tuple[Step, Callabl
 
 
 def _master(model: nn.Module) -> Step:
-    """fp32 copies are stepped: gradients are cast to them before clipping, the result is cast back."""
+    """Step fp32 copies: gradients are cast to fp32 before clipping, the result is cast back."""
     wide = [p.detach().float().clone() for p in model.parameters()]
     _narrow(model)
     narrow = list(model.parameters())
@@ -130,7 +130,7 @@ def _master(model: nn.Module) -> Step:
 
 
 def _narrow(model: nn.Module) -> None:
-    """Parameters alone: tables of positions keep their precision, as under windlass."""
+    """Cast only parameters: position tables keep their precision, as under windlass."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
 

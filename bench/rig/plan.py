@@ -1,18 +1,18 @@
-"""Engines measured in one group, which fit into memory together, and the order of their turns."""
+"""Groups of engines that fit into memory together, and the order of the engines in a round."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-BASE = "none"  # the compute alone; every group has it, for ratios are of one group
+BASE = "none"  # the compute alone; every group has it, because ratios are computed within a group
 
 
 def groups(engines: Sequence[str], needs: Mapping[str, int], budget: int) -> list[list[str]]:
-    """Cut `engines` into groups whose ranks can all be alive at once; each begins with `BASE`.
+    """Split `engines` into groups whose ranks fit into memory at once; each begins with `BASE`.
 
     Args:
-        needs: bytes that all ranks of an engine take.
-        budget: bytes that a group may take. An engine that exceeds it beside `BASE` gets a group of its own.
+        needs: bytes of all ranks of an engine. budget: maximum bytes of a group. An engine that exceeds it together
+        with `BASE` gets its own group.
     """
     found: list[list[str]] = []
     taken: list[int] = []
@@ -30,5 +30,5 @@ def groups(engines: Sequence[str], needs: Mapping[str, int], budget: int) -> lis
 
 
 def turn(group: Sequence[str], number: int) -> list[str]:
-    """The order within a round: every other one backwards, so that a drift of the machine hits all alike."""
+    """Return the order within a round: every other round in reverse, so that drift of the machine affects all alike."""
     return list(group) if number % 2 == 0 else list(reversed(group))

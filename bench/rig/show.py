@@ -1,4 +1,4 @@
-"""The tables of a measurement, and its JSON."""
+"""Tables of a measurement, and its JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rig.targets import memory_target, missed, speed_target
 
 
 def equality_line(measured: Measured) -> str:
-    """Describe in one sentence if the engines that train one model had the same losses; printed before any time."""
+    """Describe in one sentence if all engines that train one model had the same losses."""
     compared = {name: r for name, r in measured.results.items() if r.loss_apart is not None}
     if measured.reference is None or len(compared) < 2:
         return "losses: nothing to compare (fewer than two engines that train one model)"
@@ -22,13 +22,13 @@ def equality_line(measured: Measured) -> str:
     steps = max(len(r.first_losses) + len(r.losses) for r in compared.values())
     outcome = "equal" if not measured.unequal else f"NOT equal ({', '.join(measured.unequal)})"
     return (
-        f"losses of {len(compared)} engines over {steps} steps: {outcome} to {EQUAL_LOSS:g} of {measured.reference}'s; "
-        f"the furthest is {furthest.engine} with {furthest.loss_apart:.1e}"
+        f"losses of {len(compared)} engines over {steps} steps: {outcome} to {EQUAL_LOSS:g} of "
+        f"{measured.reference}'s; the largest difference is {furthest.loss_apart:.1e}, of {furthest.engine}"
     )
 
 
 def table(measured: Measured) -> Table:
-    """Speed and memory of every engine beside what was promised."""
+    """Return a table of speed and memory of every engine, compared with the targets."""
     results, size = measured.results, measured.size
     parameters = next(iter(results.values())).parameters
     found = Table(
@@ -90,7 +90,7 @@ def _against(value: float, target: float | None, digits: int) -> list[str]:
 
 
 def notes(measured: Measured) -> list[str]:
-    """Notes for readers of the table: method, peak rates, missed targets, failures."""
+    """Return notes for readers of the table: method, peak rates, missed targets, failures."""
     lines = [
         "x none: median over rounds of the round's median step over that of `none` in the same round; "
         "a step's time is its slowest rank's",
@@ -108,7 +108,7 @@ def notes(measured: Measured) -> list[str]:
 
 
 def plain(measured: Measured) -> dict[str, Any]:
-    """The measurement as plain data."""
+    """Return the measurement as plain data."""
     results = {}
     for name, result in measured.results.items():
         one = asdict(result)

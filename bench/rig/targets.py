@@ -1,4 +1,4 @@
-"""Targets of windlass on one piece of work, and their outcome."""
+"""Targets of windlass on one workload, and their outcome."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rig.measure import Measured
 
 # Step time over that of `none`, in shared memory.
 SPEED = {"windlass-0-shm": 1.10, "windlass-1-shm": 1.02, "windlass-2-shm": 1.02, "windlass-3-shm": 1.08}
-# Step time over that of a rival, where both talk through gloo.
+# Step time over that of a rival, both over gloo.
 AGAINST = {
     "windlass-0-gloo": ("ddp", 1.0),
     "windlass-1-gloo": ("ddp", 1.0),
@@ -19,7 +19,7 @@ MEMORY = {"windlass-1-shm": 15.0, "windlass-2-shm": 13.0, "windlass-3-shm": 11.0
 
 
 def speed_target(measured: Measured, engine: str) -> float | None:
-    """The most that `engine` may take, as a multiple of `none`; None without a promise or the rival to compare with."""
+    """Return the maximum step time of `engine`, as a multiple of `none`; None without target or rival."""
     if not _promised(measured):
         return None
     if engine in SPEED:
@@ -30,12 +30,12 @@ def speed_target(measured: Measured, engine: str) -> float | None:
 
 
 def memory_target(measured: Measured, engine: str) -> float | None:
-    """The most bytes a parameter that `engine` may take; None without a promise."""
+    """Return the maximum bytes per parameter of `engine`; None without a target."""
     return MEMORY.get(engine) if _promised(measured) else None
 
 
 def missed(measured: Measured) -> list[str]:
-    """One sentence for each promise that was not kept."""
+    """Return one sentence for each missed target."""
     found = []
     for engine, result in measured.results.items():
         target, limit = speed_target(measured, engine), memory_target(measured, engine)
@@ -47,5 +47,5 @@ def missed(measured: Measured) -> list[str]:
 
 
 def _promised(measured: Measured) -> bool:
-    """A promise holds for the size and the ranks that it was given for; constant costs rule where these are small."""
+    """Return True if targets apply to this size and number of ranks; constant costs dominate small ones."""
     return measured.size == Size() and measured.ranks == 2

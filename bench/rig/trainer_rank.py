@@ -1,4 +1,4 @@
-"""A rank of transformers' Trainer on a small Llama, plain or under DeepSpeed; tells seconds of steps, and losses."""
+"""Rank of transformers' Trainer on a small Llama, plain or under DeepSpeed; writes seconds of steps, and losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step, and what the Trainer logs."""
+    """Recorder of the seconds of each step, and of the Trainer's logs."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -49,7 +49,7 @@ class Clock(TrainerCallback):
 
 
 def main(folder: Path) -> None:
-    """Do the work in `folder`/work.json."""
+    """Run the work in `folder`/work.json."""
     work = json.loads((folder / "work.json").read_text())
     config = None
     if work["stage"] is not None:

@@ -10,7 +10,7 @@ from rig.job import Job
 from windlass.cli.benches.rank_pool import RankPool
 
 _TIMEOUT_S = 900.0  # of one command
-_ROOF_ELEMENTS = 1 << 24  # 64 MiB of float32: far more than a cache holds
+_ROOF_ELEMENTS = 1 << 24  # 64 MiB of float32: far more than fits in a cache
 
 
 class Worker:
@@ -34,7 +34,7 @@ class Worker:
         self._taken = 0
 
     def build(self, watch: bool) -> dict[str, Any]:
-        """Make the model whole, then the engine. With `watch`, memory is sampled from before on."""
+        """Build the full model, then the engine. With `watch`, memory is sampled from the start."""
         from windlass.cli.benches.bench_engines import BenchHyperparameters, make_engine
         from windlass.cli.benches.memory_sampler import MemorySampler
 
@@ -62,7 +62,7 @@ class Worker:
         return {"parameters": parameters}
 
     def steps(self, count: int) -> dict[str, list[float]]:
-        """Train; seconds of each step, of its forward and backward alone, and its loss on this rank's batch."""
+        """Train. Return the seconds of each step, those of forward and backward, and its loss on this rank."""
         told: dict[str, list[float]] = {"seconds": [], "compute": [], "losses": [], "between": []}
         ended = time.perf_counter()
         for _ in range(count):
@@ -82,19 +82,20 @@ class Worker:
         return told
 
     def memory(self) -> dict[str, Any]:
-        """The most bytes that were taken since `build`, and of which kind they are. Ends the watch."""
+        """Return the peak bytes since `build` and the kind of the counter, and stop sampling."""
         assert self._watch is not None
         return {"kind": self._watch.counter_name, "base": self._watch.baseline_bytes, "peak": self._watch.stop()}
 
     def traffic(self) -> dict[str, Any] | None:
-        """Bytes that windlass reports for the last step, and its transport; None for rivals."""
+        """Return the bytes that windlass reports for the last step, and its transport; None for rivals."""
         if self._trainee.engine is None:
             return None
         report = self._trainee.engine.report()
         return {key: report[key] for key in ("transport", "payload_elements", "bytes_moved")}
 
     def roofs(self) -> dict[str, float]:
-        """Bytes a second of this rank while all do the same: plain memory traffic, and torch's fused AdamW."""
+        """Return the bytes per second of this rank while all ranks do the same: plain memory traffic, and torch's fused
+        AdamW."""
         torch = self._torch
         source, other, target = (torch.ones(_ROOF_ELEMENTS) for _ in range(3))
         copy = 8 * _ROOF_ELEMENTS / self._seconds(lambda: target.copy_(source))
@@ -104,7 +105,7 @@ class Worker:
         return {"memory": max(copy, triad), "adam": 28 * _ROOF_ELEMENTS / self._seconds(adam.step)}
 
     def _seconds(self, work: Any) -> float:
-        """The median of the seconds that `work` takes, first touches left out."""
+        """Return the median seconds of `work`, without first touches of memory."""
         times = []
         for _ in range(8):
             self._dist.barrier()
@@ -114,7 +115,7 @@ class Worker:
         return sorted(times[1:])[3]
 
     def _batch(self) -> Any:
-        """The next batch of this rank, `[batch, length]`: the same under every engine."""
+        """Return the next batch of this rank, `[batch, length]`: the same under every engine."""
         draw = self._torch.Generator().manual_seed(1_000_003 * self._rank + self._taken)
         self._taken += 1
         size = self._job.size

@@ -76,7 +76,7 @@ class Client:
 
 
 def client(name: str, repository: str, needs: str, environ: Mapping[str, str] = os.environ) -> Client:
-    """The client of that name, or skip the test and say how to get it."""
+    """The client of that name, or skip the test with instructions for installing it."""
     variable = f"WINDLASS_CLIENT_{name}"
     folder, python = environ.get(variable), environ.get(f"{variable}_PYTHON")
     if not folder or not python:

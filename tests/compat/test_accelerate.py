@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.conftest import ROOT, SCRIPTS, start
+from tests.compat.conftest import ROOT, SCRIPTS, require_package, start
 from windlass.compat.stand_in_path import stand_in_environment
 
-pytest.importorskip("accelerate")
+require_package("accelerate")
 
 _OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compat.conftest import ROOT
+from tests.compat.conftest import ROOT, launch
 from tests.compat.conftest import start as started
 
 EXAMPLES = ROOT / "examples" / "deepspeed"
@@ -29,8 +29,13 @@ Numbers = list[tuple[str, ...]]
 
 
 def start(script: Path, *arguments: object, ranks: int = 1) -> str:
-    """Run an example under windlass. Return its output without the launcher's rank labels."""
-    return re.sub(r"^\[rank \d+\] ", "", started(script, *arguments, ranks=ranks), flags=re.M)
+    """Run an example under windlass."""
+    return started(script, *arguments, ranks=ranks)
+
+
+def launched(script: Path, *arguments: object, ranks: int = 1) -> str:
+    """Run an example by `windlass run`. Return its output without the launcher's rank labels."""
+    return re.sub(r"^\[rank \d+\] ", "", launch(script, *arguments, ranks=ranks), flags=re.M)
 
 
 def numbers(said: str) -> Numbers:
@@ -69,7 +74,7 @@ def plainly(script: Path, *arguments: object) -> str:
 def test_hello_world_trains_as_plain_pytorch_and_resumes(tmp_path: Path) -> None:
     """Two ranks print plain PyTorch's losses, and after a crash the remaining ones, from the skipped batch on."""
     plain = plainly(HELLO, *_HELLO)
-    begun = start(HELLO, *_HELLO, "--save_dir", tmp_path, "--save_interval", 5, "--stop_after", 12, ranks=2)
+    begun = launched(HELLO, *_HELLO, "--save_dir", tmp_path, "--save_interval", 5, "--stop_after", 12, ranks=2)
     assert_same(numbers(begun), numbers(plain)[:12])
     resumed = start(HELLO, *_HELLO, "--load_dir", tmp_path, ranks=2)
     assert "resumed at step 10" in resumed

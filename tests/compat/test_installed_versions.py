@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.conftest import start
+from tests.compat.conftest import launch, require_package
 
-pytest.importorskip("accelerate")
+require_package("accelerate")
 pytestmark = pytest.mark.slow  # test_transformers_trainer.py checks more on the pinned versions
 
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow  # test_transformers_trainer.py checks more on the
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses of a few steps from saved weights, by run: `plain`, and each stage over two ranks."""
     folder = tmp_path_factory.mktemp("versions")
-    start("short_training.py", folder, "plain", ranks=0, stands_in=False, seconds=900)
-    start("short_training.py", folder, "sharded", ranks=2, seconds=900)
+    launch("short_training.py", folder, "plain", ranks=0, stands_in=False, seconds=900)
+    launch("short_training.py", folder, "sharded", ranks=2, seconds=900)
     return {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.conftest import start
+from tests.compat.conftest import require_package, start
 
-pytest.importorskip("lightning")
+require_package("lightning")
 
 _AIO = {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "strange": 2}
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.compat.client_configs import config
-from tests.compat.conftest import start
+from tests.compat.conftest import require_package, start
 
-pytest.importorskip("peft")
+require_package("peft")
 
 _VARIANTS = ("lora", "modules", "tied", "tokens", "dora")
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.compat.client_configs import config as _config
-from tests.compat.conftest import start
+from tests.compat.conftest import require_package, start
 
-pytest.importorskip("accelerate")
+require_package("accelerate")
 
 _SCHEDULE = {
     "type": "WarmupDecayLR",

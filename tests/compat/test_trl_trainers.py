@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.compat.client_configs import config
-from tests.compat.conftest import start
+from tests.compat.conftest import require_package, start
 
-pytest.importorskip("trl")
+require_package("trl")
 
 _KINDS: dict[str, dict[str, Any]] = {
     "sft": {"kind": "sft"},

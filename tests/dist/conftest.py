@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.dist import harness
+from tests.dist.quick_rows import mark_slow_rows
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out slow tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Thin out the products of transports and stages with other parameters."""
+    mark_slow_rows([item for item in items if item.path.is_relative_to(Path(__file__).parent)])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -104,7 +104,7 @@ class SimulatedSignSGD:
         return norm
 
     def relay(self, ranks: int) -> None:
-        """Go on with another number of ranks, each with the mean of the errors."""
+        """Continue with another number of ranks, each with the mean of the errors."""
         means = [torch.stack([one[index] for one in self.errors]).mean(0) for index in range(len(self.masters))]
         self.errors = [[mean.clone() for mean in means] for _ in range(ranks)]
 

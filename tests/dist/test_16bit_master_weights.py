@@ -183,7 +183,7 @@ def loaded(folder: str, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_masters_may_be_loaded_from_16_bit_weights(stage: int, tmp_path: Path) -> None:
+def test_master_weights_can_be_loaded_from_16_bit_weights(stage: int, tmp_path: Path) -> None:
     zero = {"stage": stage, "load_from_fp32_weights": False, "stage3_param_persistence_threshold": 0}
     if stage == 3:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
@@ -216,7 +216,7 @@ def cases(tmp_path: Path, precision: str, states: str) -> list[Case]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("precision", "states"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")])
-def test_training_with_16_bit_masters_is_plain_training_with_16_bit_masters(
+def test_training_with_16_bit_master_weights_equals_plain_training(
     precision: str, states: str, ranks: int, tmp_path: Path
 ) -> None:
     rows = cases(tmp_path, precision, states)

@@ -83,7 +83,7 @@ HANDS = pairwise(
 
 
 @pytest.mark.parametrize("row", HANDS, ids=lambda row: "-".join(str(value) for value in row.values()))
-def test_accumulating_by_hand(row: dict[str, Any]) -> None:
+def test_manual_accumulation(row: dict[str, Any]) -> None:
     setting = Setting(stage=row["stage"], transport=row["transport"], plain_backward=row["plain"])
     found = run_ranks(by_hand, 2, row["name"], setting, row["way"], transport=row["transport"])
     said = complaints(found, expected(row["name"], RECIPE), RECIPE)

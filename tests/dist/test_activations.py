@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.dist.equivalence_runs import Setting, bitwise_difference, train_rank
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.models import ZOO, Batch, Place, Specimen
 from tests.oracle import Recipe
 from tests.unit.parallel.checkpointed_models import NETS, differences, plainly, trained
@@ -110,9 +111,14 @@ def homes_for(name: str, transport: str) -> list[str]:
     ("ranks", "transport"),
     [(2, "gloo"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((2, "shm"), (1, "gloo")))],
 )
-def test_checkpointed_under_the_engine_is_plain(name: str, ranks: int, transport: str, tmp_path: Path) -> None:
-    """Over gloo only stage 3 is tested, where a recomputed forward gathers."""
-    stages = settings(transport)[3 if (ranks, transport) == (2, "gloo") else 0 :]
+@in_shares
+def test_checkpointing_under_the_engine_equals_plain_pytorch(
+    name: str, ranks: int, transport: str, every: bool, tmp_path: Path
+) -> None:
+    """Over gloo only stage 3 is tested, where a recomputed forward gathers; with its strictest options, in turn."""
+    stages = settings(transport)
+    if (ranks, transport) == (2, "gloo"):
+        stages = share(stages[3:], list(NETS).index(name), 2, every)
     hold(name, homes_for(name, transport), recipe_for(ranks), stages, tmp_path)
 
 
@@ -124,12 +130,12 @@ def test_checkpointed_at_the_other_stages_over_gloo(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
-def test_sixteen_bits_are_the_same_sixteen_bits(precision: str, transport: str, tmp_path: Path) -> None:
+def test_checkpointed_16_bit_training_is_bitwise_equal(precision: str, transport: str, tmp_path: Path) -> None:
     recipe = Recipe(ranks=2, steps=2, precision=precision, optimizer_params=(("lr", 0.05),))
     hold("Nested", ["plain", "kept", "buffer"], recipe, settings(transport)[1:], tmp_path)
 
 
-# ------------------------------------------------------------------------------------------- cut over a model's ranks
+# ----------------------------------------------------------------------------- sharded over the model-parallel ranks
 
 
 class Unit:
@@ -172,7 +178,7 @@ def cut(name: str, by_unit: bool, options: dict[str, Any]) -> tuple[list[str], i
 
 @pytest.mark.filterwarnings("ignore:.*tmpfs.*")
 @pytest.mark.parametrize("name", ["Net", "Nested", "Arguments", "Shapes"])
-def test_activations_cut_over_ranks_are_whole_again(name: str, tmp_path: Path) -> None:
+def test_sharded_activations_are_restored(name: str, tmp_path: Path) -> None:
     buffer = {"contiguous_memory_optimization": True, "number_checkpoints": 6}
     for options in ({}, {"cpu_checkpointing": True}, buffer, {"nvme_path": str(tmp_path)}):
         for said, moved in run_ranks(cut, 3, name, options == buffer, options):
@@ -204,5 +210,5 @@ def kept_on_each(ranks: int) -> int:
     return before[0]
 
 
-def test_each_rank_keeps_its_share() -> None:
+def test_each_rank_stores_its_shard() -> None:
     assert run_ranks(kept_on_each, 4, 4) == [55, 55, 55, 52]

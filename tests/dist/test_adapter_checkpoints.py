@@ -99,7 +99,7 @@ def saved(folder: str, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_adapters_alone_are_saved_and_go_on_over_their_base(stage: int, tmp_path: Path) -> None:
+def test_checkpoints_of_adapters_resume_over_their_base(stage: int, tmp_path: Path) -> None:
     for found in run_ranks(saved, 2, str(tmp_path), stage):
         assert found["found"] == pytest.approx(found["wanted"], rel=1e-6)
         assert found["mean"], "running statistics are part of what was trained"
@@ -122,7 +122,7 @@ def kept(folder: str) -> dict[str, list[str]]:
     return made
 
 
-def test_what_is_left_out_by_default(tmp_path: Path) -> None:
+def test_frozen_parameters_are_left_out_by_default(tmp_path: Path) -> None:
     found = run_ranks(kept, 1, str(tmp_path))[0]
     frozen = ("base.weight", "base.bias", "back.weight", "back.bias")
     assert found["few"] == found["many, some"] == (["down", "norm", "up"], frozen)
@@ -177,7 +177,7 @@ def refusal(engine: Any, folder: str, tag: str) -> str:
     return ""
 
 
-def test_the_base_is_read_again_only_if_it_was_changed_and_must_have_the_same_names(tmp_path: Path) -> None:
+def test_base_is_hashed_again_only_after_a_change_and_needs_the_same_names(tmp_path: Path) -> None:
     for said in run_ranks(over_another, 2, str(tmp_path)):
         assert said[0] == said[1] == "" and said[5] == "[]", "what did not change was read again"
         assert "1 of 4 frozen parameters have other values: base.bias" in said[2]

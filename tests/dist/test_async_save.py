@@ -147,7 +147,7 @@ def all_compared(cases: list[Case], folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("ranks", "transport", "env"), [(2, "gloo", LATE), (2, "shm", EMULATED), (1, "gloo", LATE)])
-def test_it_holds_what_a_blocking_save_holds(ranks: int, transport: str, env: dict[str, str], tmp_path: Path) -> None:
+def test_async_save_equals_a_blocking_save(ranks: int, transport: str, env: dict[str, str], tmp_path: Path) -> None:
     cases = CASES if ranks == 2 and transport == "gloo" else [CASES[0], CASES[4], CASES[6]]
     results = run_ranks(all_compared, ranks, cases, str(tmp_path), env=env, transport=transport, timeout=120)
     for case, one in ((case, one) for found in results for case, one in zip(cases, found, strict=True)):
@@ -263,14 +263,14 @@ def full(folder: str) -> dict[str, Any]:
     return said
 
 
-def test_a_full_disk_is_told_on_all_ranks_at_once_and_leaves_the_former_checkpoint(tmp_path: Path) -> None:
+def test_full_disk_raises_on_all_ranks_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     results = run_ranks(full, 2, str(folder))
     assert results[0] == results[1]
     said = results[0]
     for call in ("blocking", "step", "save", "finish", "destroy"):
         assert said[call].startswith("CheckpointError: "), call
-        for word in (f"rank {BAD_RANK}: disk full while writing", "former checkpoints are untouched", ".safetensors"):
+        for word in (f"rank {BAD_RANK}: disk full while writing", "earlier checkpoints are unchanged", ".safetensors"):
             assert word in said[call], said[call]
         assert ("the checkpoint" in said[call] and f"{folder}/bad was not written" in said[call]) != (
             call == "blocking"
@@ -306,7 +306,7 @@ def cramped(folder: str) -> list[Any]:
     return [both[0] == both[1], [line for line in heard if "this save blocks" in line]]
 
 
-def test_without_memory_for_a_copy_it_blocks_and_says_so(tmp_path: Path) -> None:
+def test_save_blocks_with_a_warning_without_memory_for_a_copy(tmp_path: Path) -> None:
     for rank, (equal, heard) in enumerate(run_ranks(cramped, 2, str(tmp_path))):
         assert equal and len(heard) == (rank == BAD_RANK)
 
@@ -340,7 +340,7 @@ def unreadable(folder: str) -> dict[str, Any]:
     return said
 
 
-def test_what_rests_on_disk_and_cannot_be_read_keeps_no_step_waiting(tmp_path: Path) -> None:
+def test_unreadable_state_on_disk_blocks_no_step(tmp_path: Path) -> None:
     for said in run_ranks(unreadable, 2, str(tmp_path)):
         told = said["steps"] or said["finish"]
         assert told.startswith("CheckpointError: ") and f"rank {BAD_RANK}: StorageError: EIO" in told
@@ -370,5 +370,5 @@ def laid_out_again(folder: str) -> str:
     return said
 
 
-def test_a_model_that_is_laid_out_again_waits_for_the_save(tmp_path: Path) -> None:
+def test_refresh_waits_for_the_save(tmp_path: Path) -> None:
     assert run_ranks(laid_out_again, 1, str(tmp_path)) == [""]

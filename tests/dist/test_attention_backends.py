@@ -106,7 +106,7 @@ def own_module() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_class_of_ones_own_over_sp(world: int) -> None:
+def test_user_defined_backend_over_sp(world: int) -> None:
     run_ranks(own_module, world)
 
 
@@ -161,7 +161,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_combinations_that_are_refused() -> None:
+def test_unsupported_combinations_are_refused() -> None:
     wanted = [
         'ModelError: the attention backend "alibi" is active together with sequence parallelism of the mode "ring"',
         'ModelError: the attention backend "whole_layers" is active .* computes_local_heads = True',

@@ -58,7 +58,7 @@ def plain(names: list[str], ranks: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("names", [NAMES, []], ids=["linear", "none"])
-def test_gradients_of_named_modules_travel_in_the_autocast_dtype(names: list[str]) -> None:
+def test_gradients_of_named_modules_are_reduced_in_the_autocast_dtype(names: list[str]) -> None:
     for ranks in (1, 2):
         wanted = plain(names, ranks)
         for found in run_ranks(reduced, ranks, [0, 1, 2, 3], names, transport="gloo"):
@@ -72,6 +72,6 @@ def unknown() -> None:
     windlass.initialize(model=mlp(), config=config(1, ["torch.nn.Linea"]))
 
 
-def test_a_name_of_no_class_is_an_error() -> None:
+def test_unknown_class_name_is_refused() -> None:
     with pytest.raises(RankError, match=r"lower_precision_safe_modules: 'torch.nn.Linea' is not a class"):
         run_ranks(unknown, 1)

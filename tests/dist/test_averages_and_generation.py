@@ -89,9 +89,7 @@ def with_weights_in_the_loss(stage: int, transport: str, home: str, folder: str,
 
 @pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trained", "frozen"])
 @pytest.mark.parametrize(("ranks", "stage", "transport", "home"), PLACES)
-def test_a_whole_weight_in_the_loss(
-    ranks: int, stage: int, transport: str, home: str, frozen: bool, tmp_path: Any
-) -> None:
+def test_full_param_in_the_loss(ranks: int, stage: int, transport: str, home: str, frozen: bool, tmp_path: Any) -> None:
     model = built()
     first, second = list(model.parameters())[:2]
     second.requires_grad_(not frozen)
@@ -161,7 +159,7 @@ def averaging(stage: int, transport: str, home: str, folder: str) -> dict[str, A
 
 
 @pytest.mark.parametrize(("ranks", "stage", "transport", "home"), PLACES)
-def test_a_sharded_average_is_that_of_one_process(
+def test_sharded_average_equals_that_of_one_process(
     ranks: int, stage: int, transport: str, home: str, tmp_path: Any
 ) -> None:
     everywhere = run_ranks(
@@ -229,7 +227,7 @@ def saved_average(stage: int, transport: str, home: str, folder: str, target: st
     ],
     ids=str,
 )
-def test_an_average_goes_on_from_a_checkpoint_of_another_layout(before: Any, after: Any, tmp_path: Any) -> None:
+def test_average_resumes_from_a_checkpoint_of_another_layout(before: Any, after: Any, tmp_path: Any) -> None:
     target = str(tmp_path / "run")
     for (ranks, stage, transport, home), save in ((before, True), (after, False)):
         place = (stage, transport, home, str(tmp_path))
@@ -307,7 +305,7 @@ def loaded_averages(stage: int, home: str, folder: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "home"), [(2, "device"), (3, "disk"), pytest.param(3, "host", marks=pytest.mark.slow)]
 )
-def test_what_a_load_makes_of_an_average(stage: int, home: str, tmp_path: Any) -> None:
+def test_loading_restores_averages(stage: int, home: str, tmp_path: Any) -> None:
     run_ranks(loaded_averages, 2, stage, home, str(tmp_path), env=env_of(home))
 
 

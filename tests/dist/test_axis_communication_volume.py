@@ -69,7 +69,7 @@ TENSOR = [(False, False, 1, False), (False, True, 3, False), (True, False, 1, Fa
 
 @pytest.mark.parametrize(("cut_norms", "tied", "chunks", "recompute"), TENSOR)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel_layers(ranks: int, cut_norms: bool, tied: bool, chunks: int, recompute: bool) -> None:
+def test_tensor_parallel_layer_volumes(ranks: int, cut_norms: bool, tied: bool, chunks: int, recompute: bool) -> None:
     tokens = SAMPLES * TOKENS
     work = StepWorkload(tokens, activation_bytes=4, tp_sequence_norms=cut_norms, recompute=recompute)
     wanted = said(compute_tensor_parallel_volumes(3, tokens * 32 * 4, tokens, ranks, work))
@@ -90,7 +90,7 @@ def along_tp_of_experts() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel_experts_add_up_the_gradient_of_their_weights(ranks: int) -> None:
+def test_tensor_parallel_experts_reduce_the_gradient_of_their_weights(ranks: int) -> None:
     tokens = SAMPLES * TOKENS
     wanted = said(
         compute_tensor_parallel_volumes(
@@ -125,7 +125,7 @@ def along_sp(kind: str, degree: int | None, dtype: torch.dtype) -> dict[str, int
         (4, "ulysses+ring", 2, torch.bfloat16),
     ],
 )
-def test_attention_on_sequences_that_are_cut(ranks: int, kind: str, degree: int, dtype: torch.dtype) -> None:
+def test_sequence_parallel_attention_volumes(ranks: int, kind: str, degree: int, dtype: torch.dtype) -> None:
     shape = ModelShape(hidden=32, layers=3, heads=8, kv_heads=2, vocabulary=40, intermediate=48)
     work = StepWorkload(SAMPLES * TOKENS, activation_bytes=dtype.itemsize, ulysses_degree=degree)
     wanted = said(compute_sequence_parallel_volumes(shape, 3, ranks, 1, work))
@@ -148,7 +148,7 @@ def along_ep() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tokens_of_experts(ranks: int) -> None:
+def test_expert_dispatch_volumes(ranks: int) -> None:
     """The volume of expert parallelism equals its formula. Each token chooses every expert, so routing is even."""
     work = StepWorkload(SAMPLES * TOKENS, activation_bytes=4)
     wanted = said(compute_expert_parallel_volumes(3, SAMPLES * TOKENS * 4, 32, ranks, work))
@@ -157,6 +157,6 @@ def test_tokens_of_experts(ranks: int) -> None:
         assert found["all_to_all"] - counts == wanted["all_to_all"]
 
 
-def test_the_shape_of_the_model_above() -> None:
+def test_model_shape_matches_the_model() -> None:
     shape = from_transformers(config_of().to_dict())
     assert shape == ModelShape(32, 3, 8, 40, kv_heads=4, head_dim=4, intermediate=48)

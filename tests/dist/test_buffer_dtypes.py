@@ -124,7 +124,7 @@ def plain(dtypes: dict[str, torch.dtype], ranks: int) -> tuple[list[float], nn.M
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_buffers_have_the_dtype_that_was_asked_for(ranks: int, tmp_path: Path) -> None:
+def test_buffers_have_the_configured_dtype(ranks: int, tmp_path: Path) -> None:
     of_ranks = run_ranks(trained, ranks, str(tmp_path), transport="gloo")
     for number, (section, dtypes) in enumerate(ROWS):
         wanted, model = plain(dtypes, ranks)

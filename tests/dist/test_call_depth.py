@@ -66,7 +66,7 @@ def stacks_of_transfers(stage: int) -> tuple[list[list[str]], list[list[str]]]:
     return in_forward, [stack[[n.endswith(":after_accumulate") for n in stack].index(True) :] for stack in in_hooks]
 
 
-def test_few_frames_lie_between_the_engine_and_a_collective() -> None:
+def test_call_depth_from_the_engine_to_a_collective_is_bounded() -> None:
     for forward, hooks in run_ranks(stacks_of_transfers, 2, 3):
         assert forward and max(map(len, forward)) <= FROM_FORWARD, max(forward, key=len, default=[])
         assert hooks and max(map(len, hooks)) <= FROM_GRADIENT_HOOK, max(hooks, key=len, default=[])

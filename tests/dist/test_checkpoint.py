@@ -74,7 +74,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "recipe"), CASES, ids=[f"{n}-{r.precision}-{r.optimizer}" for n, r in CASES])
-def test_training_goes_on_bitwise(name: str, recipe: Recipe, stage: int, tmp_path: Path) -> None:
+def test_resumed_training_is_bitwise_equal(name: str, recipe: Recipe, stage: int, tmp_path: Path) -> None:
     for found in run_ranks(interrupted, 2, name, recipe, Setting(stage=stage), str(tmp_path)):
         assert found["client_state"] == {"epoch": 7, "words": ["a", "b"]}
         assert Path(found["path"]).is_relative_to(tmp_path)
@@ -109,7 +109,7 @@ def tagged(folder: str, empty: str) -> dict[str, Any]:
     return {"nothing": nothing, "latest": latest, "named": named, "missing": missing}
 
 
-def test_tags_and_latest(tmp_path: Path) -> None:
+def test_tags_and_the_latest_file(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for found in run_ranks(tagged, 2, str(tmp_path / "saved"), str(tmp_path / "empty")):
         assert tuple(found["nothing"]) == (None, None)
@@ -135,7 +135,7 @@ def with_a_strange_state(folder: str, blocking: bool) -> str:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_state_that_cannot_be_cut_is_refused_by_name_on_all_ranks(blocking: bool, tmp_path: Path) -> None:
+def test_unshardable_state_is_refused_by_name_on_all_ranks(blocking: bool, tmp_path: Path) -> None:
     for said in run_ranks(with_a_strange_state, 2, str(tmp_path), blocking):
         assert "rank 0: optimizer state 'odd' of '" in said and "has shape (3,): AdamW" in said
     assert not list(tmp_path.iterdir())
@@ -167,7 +167,7 @@ def windlass_error(name: str) -> type[Exception]:
 
 
 @pytest.mark.parametrize(("stage", "other"), [(2, 2), (2, 3), (3, 1)])
-def test_another_world_size_loads_exactly(stage: int, other: int, tmp_path: Path) -> None:
+def test_checkpoint_loads_exactly_on_another_world_size(stage: int, other: int, tmp_path: Path) -> None:
     wanted = run_ranks(saved_at, 2, stage, str(tmp_path))[0]
     for params in run_ranks(loaded_at, 3, other, str(tmp_path)):
         assert relative_error(params, wanted)[0] == 0.0
@@ -182,7 +182,7 @@ def exported(folder: str, setting: Setting) -> dict[str, Any]:
     return {"wrote": wrote, "state": state}
 
 
-def test_the_16_bit_model_is_whole(stage: int, tmp_path: Path) -> None:
+def test_save_16bit_model_writes_the_full_model(stage: int, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     setting = Setting(stage=stage, zero=(("stage3_gather_16bit_weights_on_model_save", True),))
@@ -233,7 +233,7 @@ def within_a_step(stage: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_load_begins_a_step(stage: int, tmp_path: Path) -> None:
+def test_load_starts_a_new_step(stage: int, tmp_path: Path) -> None:
     for found in run_ranks(within_a_step, 2, stage, str(tmp_path)):
         assert found["after_load"] == pytest.approx(-1.0), "gradients of before the load"
         assert found["half"] == 0.0, "half a step was taken for a whole one"
@@ -257,7 +257,7 @@ def apart(folder: str) -> list[str]:
     return said
 
 
-def test_ranks_that_see_other_directories_all_raise(tmp_path: Path) -> None:
+def test_ranks_with_different_directories_all_raise(tmp_path: Path) -> None:
     for said in run_ranks(apart, 2, str(tmp_path), timeout=30.0):
         assert "failed on rank 1: the checkpoint directory" in said[0] and "elsewhere does not exist" in said[0]
         assert said[1] == "client_state is a list; give a dict of plain data"

@@ -115,7 +115,7 @@ def test_two_ranks_save_and_three_load(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("tag", "offset", "world"), [("two", 0, 2), ("three", 1, 3)])
-def test_one_process_loads_what_several_saved(run: Run, tag: str, offset: int, world: int) -> None:
+def test_one_process_loads_a_checkpoint_of_several_ranks(run: Run, tag: str, offset: int, world: int) -> None:
     root, _ = run
     into = sample_states.empty()
     loaded = load(root, tag, into)
@@ -124,7 +124,7 @@ def test_one_process_loads_what_several_saved(run: Run, tag: str, offset: int, w
     assert dict(read_full(root, tag))["param/conv"].equal(sample_states.whole("param/conv", offset))
 
 
-def test_replicas_are_written_once_and_by_all(run: Run) -> None:
+def test_replicas_are_written_once_with_writes_spread_over_ranks(run: Run) -> None:
     root, _ = run
     files = json.loads((root / "replicas" / "checkpoint.json").read_text())["tensors"]
     writers = [chunk["file"] for record in files.values() for chunk in record["chunks"]]
@@ -132,7 +132,7 @@ def test_replicas_are_written_once_and_by_all(run: Run) -> None:
     assert set(writers) == {f"rank_{rank:05d}.safetensors" for rank in range(WORLD)}
 
 
-def test_a_fault_on_one_rank_is_told_alike_on_all(run: Run) -> None:
+def test_failure_on_one_rank_raises_the_same_error_on_all(run: Run) -> None:
     root, results = run
     told = results[0]["failures"]
     assert [result["failures"] for result in results] == [told] * WORLD

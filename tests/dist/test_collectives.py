@@ -182,15 +182,15 @@ def scatter_both(comm: Any, op: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("able", ABLE)
-def test_every_operator_on_every_dtype_is_the_plain_reduction(world: int, able: str) -> None:
-    """Each case runs on one number of ranks; `test_the_whole_product` runs all."""
+def test_every_operator_on_every_dtype_equals_the_plain_reduction(world: int, able: str) -> None:
+    """Each case runs on one number of ranks; `test_full_product` runs all."""
     assert run_ranks(reduce_everything, world, able, 3 * (world - 2) + ABLE.index(able))[0] > 15
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("able", ABLE)
-def test_the_whole_product(world: int, able: str) -> None:
+def test_full_product(world: int, able: str) -> None:
     assert run_ranks(reduce_everything, world, able, timeout=300)[0] > 150
 
 
@@ -250,7 +250,7 @@ def scattered(comm: Any, op: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_place_of_the_least_and_the_greatest(world: int) -> None:
+def test_minloc_and_maxloc(world: int) -> None:
     run_ranks(locate, world)
 
 
@@ -275,7 +275,7 @@ def premultiply() -> None:
     assert several[0].tolist() == [size] * 2 and several[1].item() == size
 
 
-def test_factors_and_the_operators_of_torch() -> None:
+def test_premul_sum_and_torch_operators() -> None:
     run_ranks(premultiply, 3)
 
 
@@ -390,7 +390,7 @@ def talk_in_pairs() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_elements_arrive_whatever_their_dtype_and_strides(world: int) -> None:
+def test_any_dtype_and_strides_are_transferred(world: int) -> None:
     run_ranks(move_everything, world)
     run_ranks(exchange_everything, world)
     if world > 1:
@@ -429,7 +429,7 @@ def sub_groups() -> None:
         comm.broadcast(mine, 0, group=group)
 
 
-def test_groups_know_global_ranks() -> None:
+def test_groups_use_global_ranks() -> None:
     run_ranks(sub_groups, 4)
 
 
@@ -459,7 +459,7 @@ def out_of_order() -> None:
     assert found == [1 ^ 1 ^ 1, 6, 2, 1 & 2 & 3, 6]
 
 
-def test_asynchronous_work_ends_in_any_order() -> None:
+def test_asynchronous_works_complete_in_any_order() -> None:
     run_ranks(out_of_order, 3)
 
 
@@ -502,7 +502,7 @@ def refuse_everything() -> None:
     assert mine.item() == 2
 
 
-def test_what_makes_no_sense_is_refused_by_name_before_anything_is_sent() -> None:
+def test_invalid_arguments_are_refused_before_anything_is_sent() -> None:
     run_ranks(refuse_everything, 2)
 
 
@@ -514,6 +514,6 @@ def late_for_the_barrier() -> None:
     comm.barrier()
 
 
-def test_a_monitored_barrier_names_who_did_not_come() -> None:
+def test_monitored_barrier_names_missing_ranks() -> None:
     with pytest.raises(RankError, match="missing after 0 s: rank 2"):
         run_ranks(late_for_the_barrier, 3, timeout=10)

@@ -27,7 +27,7 @@ BYTES, MILLISECONDS = 1_000_000, 8.0  # one Gbit/s
         ("my_own", 1.0, 1.0),
     ],
 )
-def test_bandwidths_of_four_ranks(operation: str, algorithmic: float, bus: float) -> None:
+def test_bandwidths_on_four_ranks(operation: str, algorithmic: float, bus: float) -> None:
     assert calc_bw_log(operation, BYTES, MILLISECONDS, 4) == pytest.approx((algorithmic, bus))
     assert calc_bw_log(operation, BYTES, 0.0, 4) == (0.0, 0.0)
 
@@ -136,7 +136,7 @@ def train_logged(transport: str) -> dict[str, Any]:
         engine.destroy()
 
 
-def test_an_engine_s_own_traffic_is_counted(transport: str) -> None:
+def test_engine_traffic_is_counted(transport: str) -> None:
     for engine in run_ranks(train_logged, 2, transport, transport=transport):
         assert sum(engine["reduce"].values()) >= 3 and sum(engine["gather"].values()) >= 3
         assert sum(moved * count for moved, count in engine["reduce"].items()) >= 3 * 144 * 4 // 2

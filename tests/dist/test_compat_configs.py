@@ -75,7 +75,7 @@ def attempts(folder: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason="the collection of configurations is not beside the checkout")
-def test_circulating_configurations(tmp_path: Path) -> None:
+def test_common_configurations_train(tmp_path: Path) -> None:
     (found,) = run_ranks(attempts, 1, str(tmp_path))
     for name, (as_is, batched) in found.items():
         assert AS_THEY_ARE[name] in as_is, f"{name}: {as_is}"
@@ -119,11 +119,11 @@ def born() -> str:
     return attempt_on(model, {"train_micro_batch_size_per_gpu": 2, **SETTLED["two rates"]})
 
 
-def test_zero_init_takes_what_initialize_takes() -> None:
+def test_zero_init_accepts_the_configurations_of_initialize() -> None:
     assert run_ranks(born, 2) == ["trains", "trains"]
 
 
-def test_what_deepspeed_settles_by_itself_trains() -> None:
+def test_contradictions_that_deepspeed_resolves_train() -> None:
     """Contradictions in which one key wins, and keys of unused axes, are accepted as in DeepSpeed."""
     assert set(run_ranks(settle, 1)[0].values()) == {"trains"}
 
@@ -144,7 +144,7 @@ def rates() -> list[float]:
     return found
 
 
-def test_the_schedules_rate_wins() -> None:
+def test_learning_rate_of_the_schedule_has_precedence() -> None:
     assert run_ranks(rates, 1)[0] == pytest.approx([0, 0, 3e-3, 3e-3])
 
 
@@ -168,7 +168,7 @@ def half_made(stage: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_initialize_raises_late_is_what_is_told(stage: int) -> None:
+def test_late_errors_of_initialize_are_reported(stage: int) -> None:
     for said, plain in run_ranks(half_made, 2, stage):
         assert "warmup_num_steps: 0 does not fit" in said and plain
 
@@ -188,7 +188,7 @@ def decays() -> list[float]:
     return found
 
 
-def test_decay_that_is_not_said_is_deepspeeds() -> None:
+def test_default_weight_decay_is_deepspeeds() -> None:
     """The default decay is DeepSpeed's: 0 in its own Adam, under both names; 0.01 in torch's AdamW (`torch_adam`)."""
     assert run_ranks(decays, 1)[0] == [0.0, 0.01, 0.0, 0.01]
 
@@ -233,7 +233,7 @@ def order(folder: str) -> list[list[list[float]]]:
     return found
 
 
-def test_the_loader_begins_where_scripts_expect_it(tmp_path: Path) -> None:
+def test_loader_starts_at_the_first_batch(tmp_path: Path) -> None:
     """The loader follows torch's DistributedSampler: the same order until `set_epoch`, whatever a checkpoint holds."""
     by_rank = run_ranks(order, 2, str(tmp_path))
     for rank, (first, second, third, resumed, evaluated) in enumerate(by_rank):
@@ -270,7 +270,7 @@ def autocasts() -> dict[tuple[bool, bool], bool]:
     return found
 
 
-def test_autocast_is_the_configurations() -> None:
+def test_autocast_follows_the_configuration() -> None:
     found = run_ranks(autocasts, 1)[0]
     assert found == {(around, section): section for around in (False, True) for section in (False, True)}
 
@@ -294,7 +294,7 @@ def monitored(folder: str) -> list[str]:
     return (Path(folder) / "run" / "Mine_loss.csv").read_text().split()
 
 
-def test_a_script_writes_numbers_of_its_own(tmp_path: Path) -> None:
+def test_monitor_writes_metrics_of_the_script(tmp_path: Path) -> None:
     found = run_ranks(monitored, 2, str(tmp_path))[0]
     assert found == ["step,loss", "0,0.0", "1,0.5", "2,1.0"], "once, by rank 0"
     assert (tmp_path / "run" / "Own.csv").read_text().split() == ["step,Own", "7,0.5"]

@@ -77,7 +77,7 @@ def _members(stages: list[int]) -> dict[str, list[str]]:
     return missing
 
 
-def test_every_member_that_clients_use_is_there() -> None:
+def test_every_member_that_clients_use_exists() -> None:
     """Every member exists at every stage. Parameters have `ds_*` at stage 3 only, until the engine is destroyed."""
     assert {key: names for key, names in run_ranks(_members, 2, [0, 1, 2, 3])[0].items() if names} == {}
 
@@ -126,7 +126,7 @@ def _manners(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_manners(stage: int) -> None:
+def test_deepspeed_conventions(stage: int) -> None:
     """Clients rely on accumulation, boundaries, signatures and `no_sync`."""
     run_ranks(_manners, 2, stage)
 
@@ -150,7 +150,7 @@ def _stepped(stage: int, by_optimizer: bool) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_optimizer_that_is_stepped_by_hand_leaves_the_schedule_alone(stage: int) -> None:
+def test_manual_optimizer_step_does_not_advance_the_schedule(stage: int) -> None:
     """A script that steps optimizer and schedule itself, as Ray Train's example, equals one that steps the engine."""
     (wanted,) = run_ranks(_stepped, 1, stage, False)
     (found,) = run_ranks(_stepped, 1, stage, True)
@@ -189,7 +189,7 @@ def _asked_around_a_step(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_clients_ask_around_a_step(stage: int) -> None:
+def test_queries_of_clients_around_a_step(stage: int) -> None:
     """The schedule's rates are those of the steps, and clients find the log line and the objects that they check.
 
     transformers' tests search the log line, accelerate checks the owner of the schedule, and OpenRLHF offloads states
@@ -224,7 +224,7 @@ def _runs_only(folder: str) -> float:
     return (again - loss).abs().item()
 
 
-def test_an_engine_that_trains_nothing_has_hooks_to_take_off(tmp_path: Path) -> None:
+def test_evaluation_engine_has_removable_hooks(tmp_path: Path) -> None:
     """The hooks of an engine without optimizer can be removed, as trl does to generate from reference models.
 
     A training engine refuses that, and a trained checkpoint can be loaded.
@@ -252,7 +252,7 @@ def _refused() -> list[str]:
     return silent
 
 
-def test_what_is_refused_says_why() -> None:
+def test_refused_members_give_the_reason() -> None:
     """Each refused member raises its sentence in docs/compat.md."""
     assert run_ranks(_refused, 1) == [[]]
 
@@ -272,7 +272,7 @@ def _batch_changes() -> list[float]:
     return found
 
 
-def test_the_batch_can_change_between_steps() -> None:
+def test_batch_size_can_change_between_steps() -> None:
     """After the change a step has three micro-batches, each weighted by a third."""
     net = _net()
     optimizer = torch.optim.Adam(net.parameters())
@@ -304,7 +304,7 @@ def _compiled(stage: int) -> tuple[list[float], list[float], bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_compiled_in_place(stage: int) -> None:
+def test_compile_in_place(stage: int) -> None:
     """Compiled models have the same losses. At stage 3 each block's forward is compiled."""
     expected, found, was = run_ranks(_compiled, 2, stage, timeout=240)[0]
     assert found == pytest.approx(expected, abs=1e-6) and was
@@ -341,7 +341,7 @@ def _gathered_by_hand() -> None:
     engine.destroy()
 
 
-def test_parameters_gathered_by_hand() -> None:
+def test_manual_all_gather_of_parameters() -> None:
     """`all_gather` and `partition` of a parameter work, and its attributes report its state."""
     run_ranks(_gathered_by_hand, 2)
 

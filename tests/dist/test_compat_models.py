@@ -93,7 +93,7 @@ def nested() -> bool:
     return whole
 
 
-def test_gathering_what_is_gathered_is_a_runtime_error() -> None:
+def test_nested_gather_is_a_runtime_error() -> None:
     """Gathering gathered parameters raises RuntimeError, as in DeepSpeed."""
     assert run_ranks(nested, RANKS) == [True, True]
 
@@ -117,7 +117,7 @@ def born_alone() -> None:
     engine.destroy()
 
 
-def test_parameters_born_on_one_rank_are_as_deepspeeds() -> None:
+def test_zero_init_on_one_rank_equals_deepspeed() -> None:
     """On one rank `zero.Init` shards too: parameters have `ds_id` and the configuration's dtype."""
     run_ranks(born_alone, 1)
 
@@ -143,7 +143,7 @@ def masters(born: bool) -> list[tuple[Tensor, torch.dtype]]:
 
 
 @pytest.mark.parametrize("born", [False, True])
-def test_master_weights_start_from_what_zero_init_made(born: bool) -> None:
+def test_master_weights_start_from_values_of_zero_init(born: bool) -> None:
     """Master weights start from the script's full-precision values, or from values that `zero.Init` rounded to bf16.
 
     DeepSpeed does the same.
@@ -194,7 +194,7 @@ def expected(steps: int) -> list[float]:
     return losses
 
 
-def test_moving_a_model_leaves_released_parameters_where_they_are() -> None:
+def test_moving_a_model_does_not_move_sharded_parameters() -> None:
     """lightning's `module.cpu()` and a script's `module.to(device)` change nothing; a cast or a copy raises."""
     for rank in run_ranks(moved, RANKS):
         assert rank["losses"] == pytest.approx(expected(3), abs=1e-6)
@@ -223,7 +223,7 @@ def again(stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_may_be_given_again(stage: int) -> None:
+def test_model_can_be_initialized_again(stage: int) -> None:
     """The weights stay those of the previous engine."""
     plain = expected(3)
     for rank in run_ranks(again, RANKS, stage):

@@ -143,7 +143,7 @@ def mixture_script(stage: int, folder: str) -> tuple[list[float], Tensors]:
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 4), (3, 2)])
-def test_a_mixture_script_trains_as_one_process(stage: int, ranks: int, tmp_path: Path) -> None:
+def test_moe_script_trains_as_one_process(stage: int, ranks: int, tmp_path: Path) -> None:
     seen = run_ranks(mixture_script, ranks, stage, str(tmp_path), timeout=120)
     losses, state = plain(mixed(), mixed_loss, ranks)
     for rank, (found, _) in enumerate(seen):
@@ -274,7 +274,7 @@ def mesh_script(by_config: bool) -> tuple[list[float], Tensors]:
 
 
 @pytest.mark.parametrize("by_config", [False, True])
-def test_a_script_that_cuts_sequences_itself_trains_as_one_process(by_config: bool) -> None:
+def test_script_that_shards_sequences_itself_trains_as_one_process(by_config: bool) -> None:
     losses, state = plain(attending(), lambda model, _, step: model(*tokens_of(step)), 1)
     seen = run_ranks(mesh_script, 2, by_config)
     means = [sum(pair) / 2 for pair in zip(seen[0][0], seen[1][0], strict=True)]
@@ -630,7 +630,7 @@ def slices_script(stage: int) -> tuple[list[float], Tensors]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_stages_whose_matrices_a_script_cuts_train_as_one_process(stage: int) -> None:
+def test_stages_with_matrices_sharded_by_the_script_train_as_one_process(stage: int) -> None:
     def loss_of(model: nn.Module, reader: int, step: int) -> Tensor:
         each = [functional.mse_loss(model(x), y) for x, y in (batch(0, MICROS * step + m) for m in range(MICROS))]
         return torch.stack(each).mean()
@@ -665,11 +665,11 @@ def refused(what: str) -> str:
     ("what", "text"),
     [
         ("mpu beside a pipeline", "mpu must be None with a PipelineModule"),
-        ("another order of ranks", "the mpu counts ranks in another order than the mesh"),
+        ("another order of ranks", "the topology orders ranks differently from the mesh"),
         ("group of others", "tp_group has the ranks"),
         ("two sizes", "tensor_parallel.autotp_size = 4 and mpu (tp) = 2 are two sizes of one axis, tp"),
     ],
 )
-def test_what_does_not_go_together_is_refused_on_all_ranks(what: str, text: str) -> None:
+def test_incompatible_options_are_refused_on_all_ranks(what: str, text: str) -> None:
     for said in run_ranks(refused, 4, what):
         assert text in said

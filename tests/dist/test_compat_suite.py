@@ -48,7 +48,7 @@ def _bad_step(stages: list[int]) -> None:
         engine.destroy()
 
 
-def test_a_step_whose_gradient_is_not_finite_is_skipped() -> None:
+def test_step_with_nonfinite_gradient_is_skipped() -> None:
     """A non-finite gradient skips the step as in DeepSpeed; windlass's own engine raises."""
     run_ranks(_bad_step, 2, [0, 3])
 
@@ -72,7 +72,7 @@ def _nothing_to_train() -> None:
     engine.destroy()
 
 
-def test_an_engine_of_stage_3_without_an_optimizer_has_the_manager_of_parameters_there() -> None:
+def test_stage_3_engine_without_optimizer_has_parameter_offload() -> None:
     """Without an optimizer, `initialize` at stage 3 returns an object that manages parameters in its place.
 
     trl unwraps reference models with it, and refuses an engine whose optimizer is None.
@@ -113,7 +113,7 @@ def _born_alone() -> None:
     assert torch.equal(net(x), plain(x))
 
 
-def test_init_on_one_rank_cuts_as_on_several() -> None:
+def test_zero_init_on_one_rank_shards_parameters() -> None:
     """`zero.Init` shards on one rank too, since a script may read `ds_numel` on any number of ranks."""
     run_ranks(_born_alone, 1)
 
@@ -141,7 +141,7 @@ def _scales() -> None:
         engine.destroy()
 
 
-def test_the_optimizer_tells_the_loss_scale() -> None:
+def test_optimizer_shows_the_loss_scale() -> None:
     run_ranks(_scales, 1)
 
 
@@ -171,7 +171,7 @@ def _masters_by_group(stages: list[int]) -> None:
         engine.destroy()
 
 
-def test_the_optimizer_shows_master_weights_by_group() -> None:
+def test_optimizer_shows_master_weights_by_group() -> None:
     run_ranks(_masters_by_group, 2, [1, 2, 3])
 
 
@@ -198,7 +198,7 @@ def _read_apart() -> None:
     own.destroy()
 
 
-def test_ranks_that_read_different_parameters_are_told() -> None:
+def test_ranks_that_read_different_parameters_raise() -> None:
     """Ranks that read different parameters raise.
 
     transformers iterates over sets of names while saving, and shards of two weights must not be joined.
@@ -214,7 +214,7 @@ def _built_beside_names() -> dict[str, list[str]]:
     return all_differences([*AWKWARD, "weight_norm"], True)
 
 
-def test_models_are_built_under_init_as_without_the_stand_in() -> None:
+def test_models_under_init_equal_those_without_the_stand_in() -> None:
     """Only `state_dict()` returns names without values.
 
     Code that detaches a weight to write to it, or makes another weight of it, gets values.
@@ -284,7 +284,7 @@ def _coalesced(stages: list[int]) -> None:
     engine.destroy()
 
 
-def test_coalesced_backwards_equal_backwards_one_by_one() -> None:
+def test_coalesced_backwards_equal_single_backwards() -> None:
     """Gradients reduced once after several backwards give the same step as separate reductions."""
     run_ranks(_coalesced, 2, [1, 2, 3])
 
@@ -353,6 +353,31 @@ def _group_views(stages: list[int]) -> None:
 def test_the_optimizer_shows_gradients_and_their_norms_by_group() -> None:
     """Norms of groups equal those of plain torch's gradients, before and after a script changes them."""
     run_ranks(_group_views, 2, [1, 2, 3])
+
+
+def _flat_gradients() -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+
+    config = _config(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
+    config["gradient_accumulation_steps"] = 2
+    engine, optimizer, *_ = initialize(model=torch.nn.Linear(4, 1, bias=False), config=config)
+    for number in range(2):
+        engine.set_gradient_accumulation_boundary(number == 1)
+        rows = torch.arange(4.0).bfloat16() + 10 * number + 4 * dist.get_rank()
+        engine.backward(engine(rows).sum())
+    gradient = optimizer.fp32_groups_gradients_flat[0]
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient, torch.arange(4.0) + 5 + 2 * (dist.get_world_size() - 1))
+    engine.destroy()
+    unmanaged = _config(1, managed_gradient_accumulation=False)
+    engine = initialize(model=torch.nn.Linear(4, 1), config=unmanaged)[0]
+    with pytest.raises(AssertionError, match="set_gradient_accumulation_boundary"):
+        engine.set_gradient_accumulation_boundary(True)
+    engine.destroy()
+
+
+def test_the_optimizer_of_bf16_shows_flat_reduced_gradients() -> None:
+    run_ranks(_flat_gradients, 2)
 
 
 def _dtypes_kept() -> None:
@@ -457,7 +482,7 @@ def _basic_optimizer() -> None:
     engine.destroy()
 
 
-def test_the_optimizer_of_stage_0_passes_for_the_scripts_own() -> None:
+def test_stage_0_optimizer_is_an_instance_of_the_scripts_class() -> None:
     run_ranks(_basic_optimizer, 1)
 
 
@@ -498,7 +523,7 @@ def _one_stage() -> None:
     engine.destroy()
 
 
-def test_a_pipeline_of_one_stage_computes_layers_again() -> None:
+def test_pipeline_of_one_stage_recomputes_layers() -> None:
     """`activation_checkpoint_interval` of the configuration applies for any number of stages."""
     run_ranks(_one_stage, 1)
 
@@ -531,7 +556,7 @@ def _experts_of_a_script() -> None:
     assert norm_functions.CheckOverflow([[dense]]).check_using_norm(mine, reduce_overflow=False) == (rank == 1)
 
 
-def test_a_script_makes_groups_of_experts() -> None:
+def test_script_creates_expert_groups() -> None:
     run_ranks(_experts_of_a_script, 4)
 
 

@@ -109,7 +109,7 @@ def wanted(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[s
     + [pytest.param(3, kind, marks=pytest.mark.slow) for kind in KINDS[1:]]
     + [pytest.param(2, kind, marks=pytest.mark.slow) for kind in ("FusedAdam", "DeepSpeedCPUAdagrad")],
 )
-def test_values_and_steps_are_plain_torch(stage: int, kind: str) -> None:
+def test_values_and_steps_equal_plain_torch(stage: int, kind: str) -> None:
     weights, states, gradients = wanted(kind)
     for rank in run_ranks(trained, RANKS, stage, kind):
         assert all(rank["early"]), "there is no state before the first step"

@@ -210,7 +210,7 @@ def test_a_row_trains_as_plain_pytorch(row: Row) -> None:
     torch.testing.assert_close(first, first_losses(wanted.losses[0]), rtol=FP32_BOUND, atol=0)
 
 
-def test_the_first_losses_tell_precisions_apart() -> None:
+def test_first_losses_distinguish_precisions() -> None:
     """The first losses distinguish precisions, since the bounds on 16-bit training are too wide for that."""
     base = next(row for row in ROWS if row["parallel"] == "data")
     traces = [expected({**base, "precision": precision}) for precision in OFFERED["precision"]]
@@ -220,9 +220,9 @@ def test_the_first_losses_tell_precisions_apart() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=words)
-def test_a_row_is_what_its_configuration_says(row: Row) -> None:
+def test_row_matches_its_configuration(row: Row) -> None:
     assert described(row) == row
 
 
-def test_the_rows_reach_every_pair_that_works() -> None:
+def test_rows_cover_every_supported_pair() -> None:
     assert not feature_matrix.uncovered_pairs([described(row) for row in ROWS])

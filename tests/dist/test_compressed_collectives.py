@@ -225,7 +225,7 @@ def beside_plain(transport: str) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "transport"), WORLDS)
-def test_identity_is_the_plain_collective(ranks: int, transport: str) -> None:
+def test_identity_codec_equals_the_plain_collective(ranks: int, transport: str) -> None:
     # two addends have only one order, so the sums are equal bit by bit
     limit = 0.0 if ranks <= 2 else 1e-3
     assert max(run_ranks(beside_plain, ranks, transport, transport=transport)) <= limit
@@ -301,7 +301,7 @@ def absent(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["recv", "send", "all_reduce"])
-def test_a_peer_that_does_not_come_is_named(case: str) -> None:
+def test_missing_peer_is_named(case: str) -> None:
     said, nothing = run_ranks(absent, 2, case)
     assert "did not join a compressed collective in shared memory within 1 s" in said and said.startswith("rank 1")
     assert nothing == ""
@@ -331,10 +331,10 @@ def wrong(case: str) -> None:
         ("codecs", "CodecError", "different codecs (rank 0: 'identity', rank 1: 'bf16')"),
         ("dtype", "CodecError", "codec 'bf16' does not accept a tensor of torch.int32 and shape (3, 2)"),
         ("name", "CodecError", "there is no codec named 'zip'"),
-        ("sizes", "CollectiveArgumentError", "5 rows cannot be cut into parts of [2, 2] for 2 ranks"),
+        ("sizes", "CollectiveArgumentError", "5 rows cannot be split into parts of [2, 2] for 2 ranks"),
         ("own", "CollectiveArgumentError", "has 5 rows"),
-        ("rows", "CollectiveArgumentError", "all_to_all cannot cut 5 rows into 2 equal parts"),
-        ("peer", "CollectiveArgumentError", "is no peer of rank"),
+        ("rows", "CollectiveArgumentError", "all_to_all cannot split 5 rows into 2 equal parts"),
+        ("peer", "CollectiveArgumentError", "is not a peer of rank"),
         ("scalar", "CollectiveArgumentError", "a scalar has no rows"),
     ],
 )

@@ -124,7 +124,7 @@ _COMBINED = [(name, stage, kind) for kind in ("gloo", "shm") for name in GRIDS f
 
 
 @pytest.mark.parametrize(("name", "stage", "kind"), _some(_COMBINED, 5))
-def test_parts_train_as_the_whole(name: str, stage: int, kind: str) -> None:
+def test_parameter_parts_train_like_the_full_parameter(name: str, stage: int, kind: str) -> None:
     found = run_ranks(_train, WORLDS.get(name, 4), _config(stage, GRIDS[name], kind), STEPS, None, None)
     readers = 1 + max(one["reader"] for one in found)
     wanted = _plain(readers, STEPS)
@@ -151,7 +151,7 @@ _PAIRS = [(saved, loaded) for saved in _LAYOUTS for loaded in _LAYOUTS]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), _some(_PAIRS, 4))
-def test_what_one_layout_saves_another_goes_on_with(
+def test_checkpoint_of_one_layout_resumes_in_another(
     saved: tuple[str, int], loaded: tuple[str, int], tmp_path: Path
 ) -> None:
     one = _run(saved, 2, str(tmp_path), None)
@@ -171,7 +171,7 @@ def _ask_with_other_inputs(config: dict[str, Any]) -> None:
     engine(_batch(dist.get_rank(), 1))
 
 
-def test_other_samples_along_tp_are_told() -> None:
+def test_different_samples_along_tp_are_refused() -> None:
     with pytest.raises(RankError, match=r"ranks 0 and 1 are neighbours along tp and\s+got different inputs"):
         run_ranks(_ask_with_other_inputs, 2, _config(1, {"tp": 2}, "auto"))
 
@@ -231,7 +231,7 @@ _ENDS = [(world, stage, kind) for kind in ("gloo", "shm") for world in (2, 4) fo
 
 
 @pytest.mark.parametrize(("world", "stage", "kind"), _some(_ENDS, 3))
-def test_what_two_stages_hold_is_one_parameter(world: int, stage: int, kind: str) -> None:
+def test_parameter_shared_by_two_stages_counts_once(world: int, stage: int, kind: str) -> None:
     found = run_ranks(_train_ends, world, _config(stage, {"pp": 2}, kind))
     model = Ends((0, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.02)

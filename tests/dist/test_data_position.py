@@ -118,7 +118,7 @@ def interrupted(way: str, before: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "way", "before"), [(1, "epochs", 20), (2, "again", 5), (3, "epochs", 8)])
-def test_the_same_batches_on_as_many_ranks(ranks: int, way: str, before: int, tmp_path: Any) -> None:
+def test_same_batches_on_the_same_number_of_ranks(ranks: int, way: str, before: int, tmp_path: Any) -> None:
     for found in run_ranks(interrupted, ranks, way, before, str(tmp_path)):
         assert found["found"] == found["wanted"]
         assert found["under way"] == found["wanted"]
@@ -142,7 +142,7 @@ def rest(folder: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (3, 2)])
-def test_the_same_samples_on_other_ranks(before: int, after: int, tmp_path: Any) -> None:
+def test_same_samples_on_another_number_of_ranks(before: int, after: int, tmp_path: Any) -> None:
     seen = Counter(n for numbers in run_ranks(begun, before, 3, str(tmp_path)) for n in numbers)
     found = run_ranks(rest, after, str(tmp_path))
     assert Counter(seen.values()) == {1: 3 * before * MICRO}
@@ -183,7 +183,7 @@ def onto_other_data(folder: str) -> dict[str, Any]:
     return {"said": said, "steps": steps, "found": found}
 
 
-def test_other_data_are_refused_by_default(tmp_path: Any) -> None:
+def test_other_data_is_refused_by_default(tmp_path: Any) -> None:
     for found in run_ranks(onto_other_data, 2, str(tmp_path)):
         assert found["said"].startswith("CheckpointError: ")
         assert "failed on ranks 0, 1: cannot resume the data order: the dataset had 48 samples" in found["said"]
@@ -201,6 +201,6 @@ def apart(folder: str) -> list[str]:
     return [line for line in said if "different data positions" in line]
 
 
-def test_ranks_at_different_places_are_told(tmp_path: Any) -> None:
+def test_ranks_at_different_positions_cause_a_warning(tmp_path: Any) -> None:
     said = run_ranks(apart, 2, str(tmp_path))[0]
     assert len(said) == 1 and "rank 0: {'epoch': 0, 'consumed': 4" in said[0] and "'consumed': 8" in said[0]

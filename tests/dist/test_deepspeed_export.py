@@ -71,7 +71,7 @@ def formatted(folder: str, precision: str, stages: tuple[int, ...]) -> dict[int,
         pytest.param("fp32", 1, (0, 1, 2, 3), marks=pytest.mark.slow),
     ],
 )
-def test_the_files_hold_the_training_state(precision: str, ranks: int, stages: tuple[int, ...], tmp_path: Path) -> None:
+def test_files_contain_the_training_state(precision: str, ranks: int, stages: tuple[int, ...], tmp_path: Path) -> None:
     everywhere = run_ranks(formatted, ranks, str(tmp_path), precision, stages)
     for stage in stages:
         root = tmp_path / str(stage)
@@ -137,7 +137,7 @@ def scaled(folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_loss_scale_is_in_them(tmp_path: Path) -> None:
+def test_files_contain_the_loss_scale(tmp_path: Path) -> None:
     for found in run_ranks(scaled, 1, str(tmp_path))[0]:
         before, after = found["scale"]
         # not stored at stage 0
@@ -189,7 +189,7 @@ def whole(folder: str) -> dict[str, Any]:
     }
 
 
-def test_whole_weights_come_and_go(tmp_path: Path) -> None:
+def test_full_weights_are_saved_and_loaded(tmp_path: Path) -> None:
     ours, theirs = run_ranks(whole, 2, str(tmp_path))
     assert theirs["first"] is None and theirs["trained"] is None
     frozen = {"frozen.weight", "frozen.bias"}
@@ -223,7 +223,7 @@ def tagged(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_rank_0_says_the_tag(tmp_path: Path) -> None:
+def test_tag_is_that_of_rank_0(tmp_path: Path) -> None:
     results = run_ranks(tagged, 2, str(tmp_path))
     assert results[0] == results[1]
     for mode in ("WARN", "IGNORE"):

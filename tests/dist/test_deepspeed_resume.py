@@ -156,7 +156,7 @@ def continued(folder: str, precision: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("precision", "ranks"), [("fp32", 1), ("bf16", 2)])
-def test_training_goes_on_from_deepspeeds_directories(precision: str, ranks: int, tmp_path: Path) -> None:
+def test_training_resumes_from_deepspeed_directories(precision: str, ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(continued, ranks, str(tmp_path), precision):
         for case, one in zip(CASES, found, strict=True):
             assert one["error"] <= 1e-6, case

@@ -62,15 +62,15 @@ def test_parameters_follow_the_recurrence(transport: str, tmp_path: Any) -> None
     hold("tied", recipe, [late(case, tmp_path, transport) for case in CASES], LATE)
 
 
-def test_one_rank_follows_it(tmp_path: Any) -> None:
+def test_one_rank_follows_the_recurrence(tmp_path: Any) -> None:
     hold("tied", replace(DELAYED, ranks=1), [late(case, tmp_path) for case in CASES], LATE)
 
 
-def test_it_holds_where_host_memory_is_the_device_s(transport: str, tmp_path: Any) -> None:
+def test_recurrence_holds_if_host_memory_is_device_memory(transport: str, tmp_path: Any) -> None:
     hold("tied", DELAYED, [late(case, tmp_path, transport) for case in CASES if case != (3, "cpu", "nvme")], {})
 
 
-def test_the_oracle_can_tell_a_delay() -> None:
+def test_oracle_detects_a_delay() -> None:
     """The bounds distinguish a delay of one step from an immediate update and from a delay of two."""
     at_once = expected("tied", replace(DELAYED, delayed_from=None, accumulation=2))
     one_late = expected("tied", replace(DELAYED, accumulation=2))
@@ -78,19 +78,19 @@ def test_the_oracle_can_tell_a_delay() -> None:
 
 
 @pytest.mark.parametrize("name", ["frozen", "unused_by_step", "lora", "odd_shapes", "checkpoint_reentrant"])
-def test_awkward_models_follow_it(name: str, transport: str, tmp_path: Any) -> None:
+def test_unusual_models_follow_the_recurrence(name: str, transport: str, tmp_path: Any) -> None:
     cases = [(1, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "none")]
     recipe = replace(DELAYED, optimizer="SGD", optimizer_params=(("lr", 0.05), ("momentum", 0.9)))
     hold(name, recipe, [late(case, tmp_path, transport) for case in cases], LATE)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits_follow_it(precision: str, transport: str, tmp_path: Any) -> None:
+def test_16_bit_models_follow_the_recurrence(precision: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=4, precision=precision, delayed_from=0)
     hold("mlp", recipe, [late(case, tmp_path, transport) for case in CASES if case[0] != 2], LATE)
 
 
-def test_homes_of_delayed_updates_agree_bitwise(transport: str, tmp_path: Any) -> None:
+def test_tiers_of_delayed_updates_agree_bitwise(transport: str, tmp_path: Any) -> None:
     cases = [*((3, a, b) for a, b in [("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")])]
     settings = [late(case, tmp_path, transport) for case in cases]
     settings.append(late((3, "nvme", "none"), tmp_path, transport, gradient_device="nvme"))
@@ -100,12 +100,12 @@ def test_homes_of_delayed_updates_agree_bitwise(transport: str, tmp_path: Any) -
         assert not bitwise_difference(first, found), setting
 
 
-def test_the_first_steps_may_be_taken_at_once(transport: str, tmp_path: Any) -> None:
+def test_first_steps_can_be_undelayed(transport: str, tmp_path: Any) -> None:
     recipe = replace(DELAYED, delayed_from=2)
     hold("mlp", recipe, [late(case, tmp_path, transport, delayed_update_start=2) for case in HOST], LATE)
 
 
-def test_off_means_at_once(tmp_path: Any) -> None:
+def test_disabled_delay_updates_immediately(tmp_path: Any) -> None:
     said, silent = (
         Setting(stage=3, zero=homes("cpu", "cpu", tmp_path, **more)) for more in ({"delayed_update": False}, {})
     )
@@ -184,7 +184,9 @@ def kept(setting: Setting, recipe: Recipe) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", HOST, ids=str)
-def test_the_device_holds_no_more_and_the_report_counts_the_rest(case: tuple[int, str, str], tmp_path: Any) -> None:
+def test_device_memory_is_unchanged_and_the_report_counts_host_memory(
+    case: tuple[int, str, str], tmp_path: Any
+) -> None:
     recipe = replace(DELAYED, precision="bf16")
     delayed = late(case, tmp_path)
     at_once = replace(delayed, zero=homes(*case[1:], tmp_path))
@@ -193,7 +195,7 @@ def test_the_device_holds_no_more_and_the_report_counts_the_rest(case: tuple[int
     assert first["delayed"] is None and other["delayed"]["seconds"] > 0
     master = other["slots"]["master", "host"]
     more = {what: size for what, size in other["slots"].items() if what not in first["slots"]}
-    assert more == {("grad handed over", "host"): master, ("param to come", "host"): master // 2}
+    assert more == {("grad in update", "host"): master, ("next param", "host"): master // 2}
 
 
 # ---------------------------------------------------------------------------------------------------- who looks
@@ -249,7 +251,7 @@ WAYS = ["full_param", "full_state_dict", "gathered", "finish_update", "save", "s
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_who_looks_sees_the_last_step(way: str, transport: str, tmp_path: Any) -> None:
+def test_reads_return_values_of_the_last_step(way: str, transport: str, tmp_path: Any) -> None:
     for number, case in enumerate((HOST[0], HOST[-1])):
         said = run_ranks(seen, 2, late(case, tmp_path), way, str(tmp_path / str(number)), env=LATE, transport=transport)
         two = expected("mlp", replace(DELAYED, steps=2))
@@ -289,7 +291,7 @@ def local_pieces(setting: Setting) -> bool:
 
 
 @pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "nvme", "none")], ids=str)
-def test_one_rank_may_look_at_its_own(case: tuple[int, str, str], tmp_path: Any) -> None:
+def test_local_reads_need_no_other_rank(case: tuple[int, str, str], tmp_path: Any) -> None:
     assert all(run_ranks(local_pieces, 2, late(case, tmp_path), env=LATE))
 
 
@@ -314,7 +316,7 @@ def changed_in_place(setting: Setting, finishes: bool) -> tuple[str, dict[str, T
     return said, found
 
 
-def test_a_change_in_place_counts_after_finish_update_and_is_an_error_before(tmp_path: Any) -> None:
+def test_in_place_change_raises_before_finish_update_and_counts_after(tmp_path: Any) -> None:
     setting = late((2, "cpu", "none"), tmp_path)
     for said, _ in run_ranks(changed_in_place, 2, setting, False, env=LATE):
         assert said.startswith("ModelError: 'head.bias' was changed in place") and "finish_update" in said
@@ -389,7 +391,7 @@ def overflowing(setting: Setting, overflows: bool) -> tuple[dict[str, Tensor], i
 
 
 @pytest.mark.parametrize("case", HOST, ids=str)
-def test_a_step_that_overflows_brings_the_one_before_and_nothing_else(
+def test_overflowing_step_publishes_only_the_previous_update(
     case: tuple[int, str, str], transport: str, tmp_path: Any
 ) -> None:
     setting = late(case, tmp_path)
@@ -438,7 +440,7 @@ def failing(setting: Setting, way: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS_TO_NOTICE)
 @pytest.mark.parametrize("case", [(1, "cpu", "none"), (3, "cpu", "cpu"), (2, "nvme", "none")], ids=str)
-def test_a_failure_is_told_on_all_ranks(case: tuple[int, str, str], way: str, tmp_path: Any) -> None:
+def test_failure_raises_on_all_ranks(case: tuple[int, str, str], way: str, tmp_path: Any) -> None:
     setting = late(case, tmp_path)
     first, second = run_ranks(failing, 2, setting, way, str(tmp_path), env=LATE, transport="shm", timeout=30)
     assert second["said"].startswith("UpdateError: ") and "in the middle of an update" in second["said"]
@@ -471,7 +473,7 @@ def disk_goes(setting: Setting, how: str, way: str, folder: str) -> list[str]:
     [((2, "nvme", "none"), "read", "step"), ((1, "nvme", "none"), "write", "finish_update"),
      ((3, "nvme", "nvme"), "gone", "step"), ((3, "cpu", "nvme"), "write", "step")],
 )  # fmt: skip
-def test_a_disk_that_fails_behind_the_model_is_told(
+def test_disk_failure_during_the_update_raises(
     case: tuple[int, str, str], how: str, way: str, transport: str, tmp_path: Any
 ) -> None:
     setting = late(case, tmp_path)
@@ -498,7 +500,7 @@ def left_alone(setting: Setting) -> int:
     return sum(one.name.startswith("windlass-update") for one in threading.enumerate())
 
 
-def test_an_engine_that_was_forgotten_leaves_no_thread(tmp_path: Any) -> None:
+def test_garbage_collected_engine_leaves_no_thread(tmp_path: Any) -> None:
     assert run_ranks(left_alone, 1, late((3, "cpu", "cpu"), tmp_path), env=LATE) == [0]
 
 
@@ -520,7 +522,7 @@ def refused(optimizer: str) -> str:
 
 
 @pytest.mark.parametrize(("optimizer", "kind"), [("Lamb", "ConfigError"), ("Adafactor", "ModelError")])
-def test_an_optimizer_that_needs_whole_parameters_is_refused(optimizer: str, kind: str) -> None:
+def test_optimizer_of_whole_parameters_is_refused(optimizer: str, kind: str) -> None:
     (said,) = run_ranks(refused, 1, optimizer)
     named = "full parameters" if kind == "ConfigError" else "whole parameters"
     assert said.startswith(kind) and named in said, said

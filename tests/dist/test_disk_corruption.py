@@ -148,7 +148,7 @@ def all_damaged(folder: str, cases: list[tuple[str, str]]) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "gloo"), (2, "shm")])
-def test_damage_ends_the_step_and_a_load_mends_it(ranks: int, transport: str, tmp_path: Path) -> None:
+def test_damage_aborts_the_step_and_a_load_repairs_it(ranks: int, transport: str, tmp_path: Path) -> None:
     cases = [case for case in CASES if case[1] != "swap" or ranks > 1][: None if transport == "gloo" else 3]
     for found in run_ranks(all_damaged, ranks, str(tmp_path), cases, env=LATE, transport=transport, timeout=180):
         for (kind, how), said in zip(cases, found, strict=True):
@@ -205,7 +205,7 @@ def not_yet_stepped(folder: str) -> list[Any]:
     return said
 
 
-def test_damage_that_is_found_before_an_update(tmp_path: Path) -> None:
+def test_damage_found_before_an_update(tmp_path: Path) -> None:
     for said in run_ranks(not_yet_stepped, 2, str(tmp_path), env=LATE, timeout=120):
         gradient, same, save, files, load, behind, still, step, again = said
         assert gradient.startswith("StorageError: this step was skipped") and "gradient of" in gradient

@@ -167,7 +167,7 @@ def repeated(folder: str, when: str, how: str, gradients: str, among: int = -1) 
         ("shm", "backward", "write", "nvme", ("this step was skipped", "writing", "gradient of")),
     ],
 )
-def test_what_fails_before_the_update_changes_nothing(
+def test_failure_before_the_update_changes_nothing(
     transport: str, when: str, how: str, gradients: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     for said, equal in run_ranks(repeated, 2, str(tmp_path), when, how, gradients, env=LATE, transport=transport):
@@ -178,7 +178,7 @@ def test_what_fails_before_the_update_changes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_one_group_of_several_cannot_read_is_told_by_the_step(tmp_path: Path) -> None:
+def test_failed_read_in_one_group_is_raised_by_the_step(tmp_path: Path) -> None:
     """A read failure in one of several groups is raised by the step on all ranks.
 
     The forward of the group can't inform the other groups, which may have no failure.
@@ -235,7 +235,7 @@ def half_a_step(folder: str, how: str, param: str, optimizer: str) -> dict[str, 
         (1, "gloo", "cut", "none", "AdamW"),
     ],
 )
-def test_nobody_goes_on_from_half_a_step(
+def test_training_cannot_continue_after_a_partial_step(
     ranks: int, transport: str, how: str, param: str, optimizer: str, tmp_path: Path
 ) -> None:
     reason = "short read" if how == "cut" else "EIO"
@@ -267,7 +267,7 @@ def late(folder: str) -> list[str]:
     return said
 
 
-def test_a_write_that_fails_when_its_step_is_over_is_told_by_the_next(tmp_path: Path) -> None:
+def test_late_write_failure_is_raised_by_the_next_step(tmp_path: Path) -> None:
     for first, second, save in run_ranks(late, 2, str(tmp_path)):
         assert first == ""
         assert second.startswith("StorageError: ") and "rank 0: writing" in second and "EIO" in second
@@ -305,7 +305,7 @@ def failing_save(folder: str) -> list[str]:
     return [before, said, there, again]
 
 
-def test_a_save_that_cannot_read_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_save_with_a_failed_read_raises_on_all_ranks(tmp_path: Path) -> None:
     for before, said, there, again in run_ranks(failing_save, 2, str(tmp_path)):
         for text in (before, said):
             assert text.startswith("StorageError: nothing is saved")
@@ -333,7 +333,7 @@ def destroyed_blind(folder: str) -> list[Any]:
     return [said, whole, [line for line in heard if "destroy() returns is incomplete" in line]]
 
 
-def test_a_model_that_comes_back_with_holes_says_so(tmp_path: Path) -> None:
+def test_destroyed_model_with_lost_parameters_logs_an_error(tmp_path: Path) -> None:
     for said, whole, heard in run_ranks(destroyed_blind, 2, str(tmp_path)):
         assert said == "" and not whole
         assert len(heard) == 1 and "rank 0: reading" in heard[0] and "NaN" in heard[0]

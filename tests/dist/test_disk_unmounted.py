@@ -75,7 +75,7 @@ def trained(folder: str, disk: str, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["pulled", "unmounted"])
-def test_a_file_system_that_goes_away(how: str, disk: Path, tmp_path: Path) -> None:
+def test_file_system_that_disappears(how: str, disk: Path, tmp_path: Path) -> None:
     for said in run_ranks(trained, 2, str(tmp_path), str(disk), how, env=LATE, timeout=120):
         if how == "unmounted":  # open files keep the file system alive: nothing is lost
             assert said["step"] == "" and said["same"], said
@@ -83,7 +83,7 @@ def test_a_file_system_that_goes_away(how: str, disk: Path, tmp_path: Path) -> N
             for call in ("step", "load"):
                 assert said[call].startswith("StorageError: ") and "EIO" in said[call], said
             assert "rank 0: " in said["step"] and "rank 1: " in said["step"], said
-            assert "unchanged" not in said["step"] or "as far as the disk can still be read" in said["step"]
+            assert "unchanged" not in said["step"] or "if the disk can still be read" in said["step"]
             assert said["forward"].startswith("StorageError: "), said
             assert "Error: nothing is saved" in said["save"], said
         assert said["destroy"] == "" and said["again"] == "", said

@@ -63,12 +63,12 @@ def with_whats(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, **what} for row, what in zip(rows, islice(cycle(whats), len(rows)), strict=True)]
 
 
-def test_every_pair_of_layouts_is_one_run(tmp_path: Any) -> None:
+def test_every_pair_of_layouts_resumes_as_one_run(tmp_path: Any) -> None:
     rows = with_whats(pairwise(PLACES, sensible))
     hold([row_of(row, ("shm", "gloo")[number % 2]) for number, row in enumerate(rows)], tmp_path)
 
 
 @pytest.mark.slow
-def test_every_pair_of_layouts_and_what_is_trained_is_one_run(transport: str, tmp_path: Any) -> None:
+def test_every_pair_of_layouts_and_training_variants_resumes_as_one_run(transport: str, tmp_path: Any) -> None:
     rows = pairwise({**PLACES, **WHATS, **CUTS}, sensible)
     hold([row_of(row, transport) for row in rows], tmp_path)

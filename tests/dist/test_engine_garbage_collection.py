@@ -57,7 +57,7 @@ def _left(axes: dict[str, Any], stage: int, destroys: bool, born: bool) -> list[
 @pytest.mark.parametrize("destroys", [True, False], ids=["destroyed", "dropped"])
 @pytest.mark.parametrize(("stage", "born"), [(0, False), (3, True)])
 @pytest.mark.parametrize("axis", ["", "tp", "sp", "ep", "pp"])
-def test_nothing_is_left_of_an_engine(axis: str, stage: int, born: bool, destroys: bool) -> None:
+def test_no_object_of_an_engine_remains(axis: str, stage: int, born: bool, destroys: bool) -> None:
     for lives in run_ranks(_left, 2, {axis: 2} if axis else {}, stage, destroys, born):
         assert lives == [False] * 4
 
@@ -86,7 +86,7 @@ def _rise(numel: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
-def test_a_parameter_is_copied_once_on_its_way_into_an_engine() -> None:
+def test_parameter_is_copied_once_during_initialize() -> None:
     numel = 1 << 25
     for rise in fresh_ranks(_rise, 1, numel, transport="gloo"):
         gradient = masters = 4 * numel

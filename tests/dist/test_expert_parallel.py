@@ -170,14 +170,14 @@ def hold(seen: list[Seen], family: str, change: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_models_of_transformers_equal_one_process(ranks: int) -> None:
+def test_transformers_models_equal_one_process(ranks: int) -> None:
     cases = [(family, "as_it_is") for family in FAMILIES]
     by_rank = run_ranks(see_all, ranks, MeshShape(ep=ranks), cases, timeout=180)
     for number, (family, change) in enumerate(cases):
         hold([seen[number] for seen in by_rank], family, change, ranks)
 
 
-def test_experts_over_some_data_ranks_alone() -> None:
+def test_experts_over_a_part_of_the_data_ranks() -> None:
     cases = [("mixtral", "as_it_is"), ("olmoe", "as_it_is")]
     for grid in (MeshShape(dp_shard=2, ep=2), MeshShape(ep=2, sp=2)):
         by_rank = run_ranks(see_all, 4, grid, cases, timeout=120)
@@ -185,7 +185,7 @@ def test_experts_over_some_data_ranks_alone() -> None:
             hold([seen[number] for seen in by_rank], family, change, 4)
 
 
-def test_ranks_whose_experts_nobody_chooses() -> None:
+def test_ranks_whose_experts_are_never_chosen() -> None:
     """Ranks whose experts no token chooses work: one rank has all the work, and the other's gradients are zeros."""
     cases = [(family, "one_sided") for family in ("mixtral", "qwen3_moe", "dbrx", "gpt_oss")]
     by_rank = run_ranks(see_all, 2, MeshShape(ep=2), cases, timeout=120)
@@ -206,7 +206,7 @@ def test_recomputed_and_partly_frozen_models(change: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_are_those_of_the_formula(ranks: int) -> None:
+def test_bytes_equal_the_formula(ranks: int) -> None:
     cases = [(family, "as_it_is") for family in ("mixtral", "deepseek_v3", "olmoe")]
     by_rank = run_ranks(see_all, ranks, MeshShape(ep=ranks), cases, timeout=120)
     for number, (family, change) in enumerate(cases):
@@ -230,7 +230,7 @@ def half(grid: MeshShape) -> tuple[float, float, bool]:
     return loss.item(), wanted, sound
 
 
-def test_bf16_stays_near() -> None:
+def test_bf16_stays_close_to_fp32() -> None:
     for found, wanted, sound in run_ranks(half, 2, MeshShape(ep=2), timeout=120):
         assert sound and abs(found - wanted) < 0.05 * abs(wanted)
 
@@ -348,7 +348,7 @@ def added_up(seen: list[Any], grid: MeshShape, wanted: Grads) -> Grads:
         (MeshShape(ep=4), [9, 14, 4, 7], True),  # ranks without a row
     ],
 )
-def test_layers_of_users_equal_one_process(grid: MeshShape, lengths: list[int], skewed: bool) -> None:
+def test_user_defined_layers_equal_one_process(grid: MeshShape, lengths: list[int], skewed: bool) -> None:
     by_rank = run_ranks(see_layers, grid.world, grid, lengths, skewed, timeout=120)
     for number, (kind, words) in enumerate(LAYERS.items()):
         losses, wanted, moved = expect_layers(words, lengths, skewed)

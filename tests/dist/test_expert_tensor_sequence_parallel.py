@@ -65,7 +65,7 @@ def expected(family: str) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("grid", "families"), [(MeshShape(ep=2, tp=2), OF_MATRICES), (MeshShape(ep=2, sp=2), OF_SEQUENCES)]
 )
-def test_experts_of_models_that_are_cut_along_another_axis_too(grid: MeshShape, families: tuple[str, ...]) -> None:
+def test_experts_of_models_sharded_along_another_axis(grid: MeshShape, families: tuple[str, ...]) -> None:
     by_rank = run_ranks(see_all, 4, grid, families, timeout=240)
     for number, family in enumerate(families):
         losses, wanted = expected(family)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests import oracle
 from tests.dist.equivalence_runs import Setting, backward_of, ds_config
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.hf_experts import FAMILIES, language
 from tests.models import Place, Specimen
 from tests.models.specimen import WIDTH, mse, rows
@@ -96,19 +97,20 @@ def expected(name: str, ranks: int) -> Trace:
     return oracle.train(SPECIMENS[name], Recipe(ranks=ranks, steps=STEPS))
 
 
-@pytest.mark.parametrize(
-    ("name", "grid"),
-    [
-        ("mixed", MeshShape(dp_shard=2)),
-        ("mixed", MeshShape(ep=3)),
-        ("mixed", MeshShape(dp_shard=2, ep=2)),
-        ("mixtral", MeshShape(ep=2)),
-        ("mixtral", MeshShape(dp_shard=2, ep=2)),
-        ("deepseek_v3", MeshShape(ep=4)),
-    ],
-)
-def test_mixtures_train_under_every_stage(name: str, grid: MeshShape) -> None:
-    settings = [Setting(stage=stage) for stage in range(4)]
+GRIDS = [
+    ("mixed", MeshShape(dp_shard=2)),
+    ("mixed", MeshShape(ep=3)),
+    ("mixed", MeshShape(dp_shard=2, ep=2)),
+    ("mixtral", MeshShape(ep=2)),
+    ("mixtral", MeshShape(dp_shard=2, ep=2)),
+    ("deepseek_v3", MeshShape(ep=4)),
+]
+
+
+@in_shares
+@pytest.mark.parametrize(("number", "name", "grid"), [(n, *row) for n, row in enumerate(GRIDS)])
+def test_moe_models_train_at_every_stage(number: int, name: str, grid: MeshShape, every: bool) -> None:
+    settings = [Setting(stage=stage) for stage in [*share(range(3), number, 3, every), 3]]
     by_rank = run_ranks(train, grid.world, name, grid, settings, transport="gloo", timeout=240)
     wanted = expected(name, grid.world)
     for number, setting in enumerate(settings):

@@ -56,7 +56,7 @@ def trained(folder: str, stage: int, precision: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (1, "fp16"), (3, "fp32")])
-def test_the_export_is_the_gathered_model(stage: int, precision: str, tmp_path: Path) -> None:
+def test_export_equals_the_full_model(stage: int, precision: str, tmp_path: Path) -> None:
     from windlass.checkpoint import list_tags
     from windlass.checkpoint.safetensors_export import export_safetensors
 

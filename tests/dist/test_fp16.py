@@ -18,7 +18,7 @@ RECIPE = Recipe(ranks=2, precision="fp16", optimizer_params=(("lr", 0.05), ("mom
 
 
 @pytest.mark.parametrize("scaling", [{"loss_scale": 1.0}, {"loss_scale": 256.0}, {"initial_scale_power": 8}], ids=str)
-def test_the_scale_leaves_no_trace(scaling: dict[str, Any], transport: str) -> None:
+def test_loss_scale_does_not_affect_results(scaling: dict[str, Any], transport: str) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3, precision="fp16")
     config = (("fp16", {"enabled": True, **scaling}),)
     hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
@@ -64,7 +64,7 @@ KNOBS: dict[str, tuple[dict[str, Any], list[bool], list[float]]] = {
 
 
 @pytest.mark.parametrize("name", [k for k in KNOBS if k != "minimum"])
-def test_the_scale_follows_its_knobs_and_an_overflow_changes_nothing(name: str, stage: int) -> None:
+def test_loss_scale_follows_its_options_and_an_overflow_changes_nothing(name: str, stage: int) -> None:
     fp16, overflows, wanted = KNOBS[name]
     for seen in run_ranks(scales, 2, fp16, overflows, Setting(stage=stage)):
         assert [row["scale"] for row in seen] == wanted
@@ -96,7 +96,7 @@ def message_of_an_overflow(setting: Setting) -> list[str]:
     return collector.lines
 
 
-def test_the_message_names_parameter_rank_micro_batch_and_step(stage: int) -> None:
+def test_overflow_message_names_parameter_rank_micro_batch_and_step(stage: int) -> None:
     first = run_ranks(message_of_an_overflow, 2, Setting(stage=stage))[0]
     said = [line for line in first if "overflow" in line.lower()]
     names = [name for name, _ in specimen("mlp").build().named_parameters()]
@@ -159,7 +159,7 @@ def too_small(setting: Setting) -> str:
     return ""
 
 
-def test_a_scale_that_cannot_fall_is_an_error_on_every_rank() -> None:
+def test_overflow_at_the_minimum_scale_raises_on_every_rank() -> None:
     for said in run_ranks(too_small, 2, Setting(stage=2)):
         assert said.startswith("LossError") and "min_loss_scale" in said
 
@@ -174,7 +174,7 @@ def cast_by_engine(setting: Setting) -> list[float]:
     return losses
 
 
-def test_auto_cast_casts_the_inputs(stage: int) -> None:
+def test_fp16_auto_cast_casts_the_inputs(stage: int) -> None:
     for losses in run_ranks(cast_by_engine, 2, Setting(stage=stage)):
         assert all(loss == loss for loss in losses)
 
@@ -209,6 +209,6 @@ def ends_of_backward(stage: int, plain: bool, precision: str) -> list[int]:
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("plain", [False, True])
-def test_backwards_inside_a_backward_do_not_end_it(stage: int, plain: bool, precision: str) -> None:
+def test_nested_backwards_do_not_end_the_outer_backward(stage: int, plain: bool, precision: str) -> None:
     for counts in run_ranks(ends_of_backward, 2, stage, plain, precision):
         assert counts == [1, 1]

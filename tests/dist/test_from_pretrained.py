@@ -99,13 +99,13 @@ def differences(name: str, directory: str, how: str, **kwargs: Any) -> dict[str,
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "how"), [(1, "ours"), (2, "ours"), (3, "theirs")])
-def test_loaded_values_are_those_of_a_plain_load(name: str, ranks: int, how: str, tmp_path: Path) -> None:
+def test_loaded_values_equal_a_plain_load(name: str, ranks: int, how: str, tmp_path: Path) -> None:
     directory = save(name, tmp_path, shards=3 if ranks > 1 else 1)
     for seen in run_ranks(differences, ranks, name, str(directory), how, timeout=120):
         assert not seen["said"]
 
 
-def test_each_rank_reads_its_own_bytes_only(tmp_path: Path) -> None:
+def test_each_rank_reads_only_its_bytes(tmp_path: Path) -> None:
     directory = save("llama", tmp_path)
     seen = run_ranks(differences, 3, "llama", str(directory), "ours")
     total = sum(one["read"] for one in seen)
@@ -114,7 +114,7 @@ def test_each_rank_reads_its_own_bytes_only(tmp_path: Path) -> None:
         assert one["read"] == pytest.approx(one["size"] / 3, rel=0.02)
 
 
-def test_a_conversion_reads_once_not_once_a_rank(tmp_path: Path) -> None:
+def test_conversion_reads_each_byte_once(tmp_path: Path) -> None:
     directory = save("qwen_moe", tmp_path)
     seen = run_ranks(differences, 2, "qwen_moe", str(directory), "ours")
     assert sum(one["read"] for one in seen) == seen[0]["size"]
@@ -123,7 +123,7 @@ def test_a_conversion_reads_once_not_once_a_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "word"), [("llama", "lm_head"), ("llama", "down_proj"), ("bert", "dense"), ("gpt2", "mlp")]
 )
-def test_missing_keys_are_initialised_as_in_a_plain_load(name: str, word: str, tmp_path: Path) -> None:
+def test_missing_keys_are_initialized_as_in_a_plain_load(name: str, word: str, tmp_path: Path) -> None:
     directory = save(name, tmp_path)
     drop(directory, word)
     for seen in run_ranks(differences, 2, name, str(directory), "ours"):
@@ -169,7 +169,7 @@ def garble(directory: Path) -> None:
 
 BROKEN = {
     "another shape": (widen, 1, "down_proj.*28"),
-    "cut short": (shorten, 1, "model.safetensors is cut short"),
+    "cut short": (shorten, 1, "model.safetensors is truncated"),
     "no shard": (lose_a_shard, 3, r"model-\d+.*is missing"),
     "garbage": (garble, 1, "not a safetensors file"),
     "no config": (lambda d: (d / "config.json").unlink(), 1, "no config.json"),
@@ -185,7 +185,7 @@ def test_broken_files_are_named(how: str, tmp_path: Path) -> None:
     assert "CheckpointError" in raised.value.kinds
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="nowhere") as raised:
         run_ranks(load, 1, str(tmp_path / "nowhere"))
     assert "CheckpointError" in raised.value.kinds
@@ -221,7 +221,7 @@ def trained(directory: str, sharded: bool) -> tuple[list[float], dict[str, torch
     return losses, values
 
 
-def test_it_trains_as_a_model_that_was_loaded_whole(tmp_path: Path, transport: str) -> None:
+def test_training_equals_that_of_a_plain_load(tmp_path: Path, transport: str) -> None:
     directory = str(save("gpt2", tmp_path))
     whole_run = run_ranks(trained, 2, directory, False, transport=transport)
     for (losses, values), (expected, wanted) in zip(
@@ -258,7 +258,7 @@ def peak_of_load(directory: str) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
-def test_memory_rises_by_a_ranks_share_and_two_tensors(tmp_path: Path) -> None:
+def test_memory_grows_by_one_shard_and_two_tensors(tmp_path: Path) -> None:
     import transformers as t
 
     save("llama", tmp_path / "small")

@@ -61,7 +61,7 @@ def gathered(setting: Setting, precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gathered_parameters_are_whole(precision: str, stage: int, transport: str) -> None:
+def test_gathered_parameters_have_full_values(precision: str, stage: int, transport: str) -> None:
     model = oracle.build(specimen("tied"), 0)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     model = model.to(Recipe(precision=precision).dtype)
@@ -105,9 +105,7 @@ def edited(modifier: int | None, setting: Setting, precision: str) -> dict[str, 
 
 
 @pytest.mark.parametrize(("modifier", "precision"), [(0, "bf16"), (2, "fp32")])
-def test_what_the_modifier_rank_writes_holds_everywhere(
-    modifier: int, precision: str, stage: int, transport: str
-) -> None:
+def test_writes_of_the_modifier_rank_reach_all_ranks(modifier: int, precision: str, stage: int, transport: str) -> None:
     recipe = Recipe(ranks=3, steps=2, precision=precision)
     model = oracle.build(specimen("tied"), 0)
     weight = model.blocks[1].up.weight
@@ -156,7 +154,7 @@ def rewritten(setting: Setting) -> dict[str, Any]:
     return {"grads": grads, "norm": norm, "states": states, "params": params, "firsts": firsts, "loss": loss}
 
 
-def test_full_setters_count(stage: int, transport: str) -> None:
+def test_full_setters_take_effect(stage: int, transport: str) -> None:
     subject = specimen("odd_shapes")
     model = oracle.build(subject, 0)
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -212,7 +210,7 @@ def local_parts(setting: Setting) -> dict[str, Any]:
     return {"grads": grads, "whole": whole, "parts": parts, "full": full, "doubled": doubled}
 
 
-def test_local_parts_make_the_whole(stage: int, transport: str) -> None:
+def test_local_parts_assemble_to_the_full_value(stage: int, transport: str) -> None:
     found = run_ranks(local_parts, 3, Setting(stage=stage, transport=transport), transport=transport)
     for name, full in found[0]["full"].items():
         for kind in range(3):
@@ -244,7 +242,7 @@ def norm_of_what_is_read(accumulation: int, setting: Setting) -> list[tuple[floa
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_grad_norm_is_the_norm_of_the_whole_unclipped_gradient(accumulation: int, stage: int, transport: str) -> None:
+def test_grad_norm_is_that_of_the_full_unclipped_gradient(accumulation: int, stage: int, transport: str) -> None:
     setting = Setting(stage=stage, transport=transport)
     for seen in run_ranks(norm_of_what_is_read, 2, accumulation, setting, transport=transport):
         for wanted, found in seen:
@@ -264,7 +262,7 @@ def grads_at_every_micro_batch() -> list[dict[str, Any]]:
     return [before, between, after]
 
 
-def test_there_is_a_gradient_only_between_backward_and_step() -> None:
+def test_gradient_exists_only_between_backward_and_step() -> None:
     recipe = Recipe(ranks=2)
     wanted = expected("unused_always", recipe).grads[0]
     for before, between, after in run_ranks(grads_at_every_micro_batch, 2):
@@ -306,7 +304,7 @@ def edit_before_a_slow_peer(stage: int, way: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("stage", "way"), [(1, "in place"), (2, "in place"), (2, "set"), (3, "set")])
-def test_an_edit_does_not_reach_a_peer_that_is_late(stage: int, way: str) -> None:
+def test_edit_does_not_affect_a_slower_peer(stage: int, way: str) -> None:
     wanted = run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="gloo")[0]
     for found in run_ranks(edit_before_a_slow_peer, 2, stage, way, transport="shm"):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -338,7 +336,7 @@ def edit_beside(way: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("way", ["set", "unfrozen"])
-def test_an_edit_in_place_outlives_a_change_of_something_else(way: str) -> None:
+def test_in_place_edit_survives_other_changes(way: str) -> None:
     for edited, found in run_ranks(edit_beside, 2, way):
         assert (found - edited).abs().max() < 0.1 < edited.abs().max()
 
@@ -359,7 +357,7 @@ def resized(stage: int) -> list[str]:
     return said
 
 
-def test_a_parameter_that_is_resized_is_named() -> None:
+def test_resized_parameter_is_named() -> None:
     for found in run_ranks(resized, 2, 3):
         assert all("'2.weight' had shape (8, 64) at initialize and has (9, 64) now" in said for said in found)
     for found in run_ranks(resized, 2, 1):

@@ -54,7 +54,7 @@ def _what_works() -> list[str]:
     return works
 
 
-def test_gloos_column_is_what_gloo_does() -> None:
+def test_gloo_column_matches_gloo() -> None:
     wanted = [
         name for table in (collective_support(), operator_support()) for name, have in table.items() if have["gloo"]
     ]

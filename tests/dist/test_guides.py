@@ -103,7 +103,7 @@ _BF16 = {
 @pytest.mark.parametrize(
     ("changes", "bound"), [({"FSDP2": (), "windlass": ()}, 1e-6), (_KEPT, 1e-6), (_BF16, 1e-2)], ids=["3", "2", "bf16"]
 )
-def test_the_program_of_fsdp2_and_its_translation_have_the_same_losses(changes: Any, bound: float) -> None:
+def test_fsdp2_program_and_its_translation_have_equal_losses(changes: Any, bound: float) -> None:
     for theirs, ours in run_ranks(fsdp2, 2, changes, transport="gloo"):
         assert len(theirs) == 6 and theirs[4] < theirs[2] < theirs[0]
         assert ours == pytest.approx(theirs, abs=bound)
@@ -133,7 +133,7 @@ def _go_on(code: dict[str, str], file: str) -> list[float]:
     return names["losses"]
 
 
-def test_a_run_of_fsdp2_goes_on_in_windlass(tmp_path: Path) -> None:
+def test_fsdp2_run_resumes_in_windlass(tmp_path: Path) -> None:
     for theirs, ours in run_ranks(taken_along, 2, str(tmp_path / "whole.pt"), transport="gloo"):
         assert len(theirs) == 4 and ours == pytest.approx(theirs, abs=1e-6)
 
@@ -155,7 +155,7 @@ def accelerates(name: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kept", "windlass"])
-def test_accelerate_alone_with_the_stand_in_and_left_behind_have_the_same_losses(name: str) -> None:
+def test_accelerate_plain_with_stand_in_and_translated_have_equal_losses(name: str) -> None:
     pytest.importorskip("accelerate")
     from windlass.compat.stand_in_path import STAND_IN_FOLDER
 

@@ -28,7 +28,7 @@ def summed(value: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_a_world_of_any_size_runs_on_the_warm_pool(world: int) -> None:
+def test_any_world_size_runs_on_the_warm_pool(world: int) -> None:
     results = run_ranks(summed, world, 2.0, env={"EXTRA": "x"}, transport="gloo")
     assert [r["rank"] for r in results] == list(range(world))
     for rank, result in enumerate(results):
@@ -43,7 +43,7 @@ def test_a_world_of_any_size_runs_on_the_warm_pool(world: int) -> None:
         }
 
 
-def test_processes_are_reused_and_the_environment_is_put_back() -> None:
+def test_processes_are_reused_and_the_environment_is_restored() -> None:
     first = run_ranks(summed, 2, 1.0, env={"EXTRA": "x"})
     second = run_ranks(summed, 2, 1.0)
     assert [r["pid"] for r in first] == [r["pid"] for r in second]
@@ -56,7 +56,7 @@ def fails_on(rank: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_failure_tells_its_rank_and_traceback_and_the_pool_lives_on() -> None:
+def test_failure_has_rank_and_traceback_and_the_pool_survives() -> None:
     with pytest.raises(RankError, match=r"rank 1 raised(.|\n)*fails_on(.|\n)*the broken part") as caught:
         run_ranks(fails_on, 3, 1)
     assert caught.value.rank == 1
@@ -77,7 +77,7 @@ def dies() -> None:
     os._exit(7)
 
 
-def test_a_hang_shows_every_stack_a_death_its_exit_code_and_the_pool_starts_again() -> None:
+def test_hang_shows_stacks_death_shows_exit_code_and_the_pool_restarts() -> None:
     pool = Pool(size=1)
     try:
         pool.run(summed, 1, 1.0)  # imports this module first, so that the import is not what hangs
@@ -90,7 +90,7 @@ def test_a_hang_shows_every_stack_a_death_its_exit_code_and_the_pool_starts_agai
         pool.end()
 
 
-def test_a_start_that_takes_too_long_leaves_nobody_who_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_start_leaves_no_late_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(size=1)
     try:
         with monkeypatch.context() as hasty, pytest.raises(RankTimeout, match="did not import torch"):
@@ -105,7 +105,7 @@ def returns_a_lambda() -> Any:
     return lambda: None
 
 
-def test_a_result_that_cannot_travel_is_an_error_not_a_hang() -> None:
+def test_unpicklable_result_is_an_error_and_not_a_hang() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(returns_a_lambda, 1)
     assert caught.value.kinds == ("PicklingError",)

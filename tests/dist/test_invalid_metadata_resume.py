@@ -145,5 +145,5 @@ def _forge(folder: str, stage: int) -> None:
     engine.destroy()
 
 
-def test_nothing_changes_before_plain_data_is_known_to_be_right(tmp_path: Path) -> None:
+def test_nothing_changes_before_plain_data_is_validated(tmp_path: Path) -> None:
     run_ranks(_forge, 2, str(tmp_path), 3, timeout=300)

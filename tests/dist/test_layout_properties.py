@@ -22,7 +22,7 @@ def divisor(ranks: int, choice: int) -> int:
 
 
 @given(NUMELS, RANKS)
-def test_parameters_lie_in_order_without_overlap(numels: list[int], ranks: int) -> None:
+def test_parameters_are_in_order_without_overlap(numels: list[int], ranks: int) -> None:
     layout = Layout(tuple(numels), ranks)
     end = 0
     for offset, numel in zip(layout.offsets, numels, strict=True):
@@ -42,7 +42,7 @@ def test_padding_is_bounded(numels: list[int], ranks: int) -> None:
 
 
 @given(NUMELS, RANKS, st.integers(0, 100))
-def test_cuts_tile_the_buffer(numels: list[int], ranks: int, choice: int) -> None:
+def test_shards_tile_the_buffer(numels: list[int], ranks: int, choice: int) -> None:
     layout = Layout(tuple(numels), ranks)
     count = divisor(ranks, choice)
     end = 0
@@ -54,7 +54,7 @@ def test_cuts_tile_the_buffer(numels: list[int], ranks: int, choice: int) -> Non
 
 
 @given(NUMELS, RANKS.filter(lambda n: n > 1), st.integers(2, 1024))
-def test_a_count_that_does_not_divide_is_refused(numels: list[int], ranks: int, count: int) -> None:
+def test_indivisible_count_is_refused(numels: list[int], ranks: int, count: int) -> None:
     layout = Layout(tuple(numels), ranks)
     if ranks % count:
         with pytest.raises(ValueError, match=str(count)):
@@ -63,7 +63,7 @@ def test_a_count_that_does_not_divide_is_refused(numels: list[int], ranks: int, 
 
 @settings(deadline=None)
 @given(NUMELS, RANKS, st.integers(0, 100))
-def test_pieces_of_all_cuts_make_every_element_once(numels: list[int], ranks: int, choice: int) -> None:
+def test_fragments_of_all_shards_cover_every_element_once(numels: list[int], ranks: int, choice: int) -> None:
     layout = Layout(tuple(numels), ranks)
     count = divisor(ranks, choice)
     covered: dict[int, int] = defaultdict(int)
@@ -80,7 +80,7 @@ def test_pieces_of_all_cuts_make_every_element_once(numels: list[int], ranks: in
 
 @settings(deadline=None)
 @given(NUMELS, RANKS, st.floats(0, 1), st.floats(0, 1))
-def test_pieces_and_gaps_tile_any_span(numels: list[int], ranks: int, a: float, b: float) -> None:
+def test_fragments_and_gaps_tile_any_span(numels: list[int], ranks: int, a: float, b: float) -> None:
     layout = Layout(tuple(numels), ranks)
     start, stop = sorted((int(a * layout.padded), int(b * layout.padded)))
     parts = [(start + p.offset, start + p.offset + p.numel) for p in layout.pieces(start, stop)]

@@ -68,9 +68,10 @@ def _survive(axis: str, stage: int, plain: bool) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize(
-    ("axis", "stage", "plain"), [("tp", 0, False), ("tp", 3, True), ("sp", 1, True), ("sp", 3, False), ("ep", 2, False)]
+    ("axis", "stage", "plain"),
+    [("tp", 0, False), ("tp", 3, True), ("sp", 1, True), ("sp", 3, False), ("ep", 2, False), ("ep", 3, True)],
 )
-def test_a_loss_that_fails_on_one_rank_drops_the_batch_on_all(axis: str, stage: int, plain: bool) -> None:
+def test_failed_loss_on_one_rank_drops_the_batch_on_all(axis: str, stage: int, plain: bool) -> None:
     for rank, (said, same) in enumerate(run_ranks(_survive, 2, axis, stage, plain)):
         assert same and len(said) == 1, (rank, said)
         if rank == FAULTY:
@@ -85,7 +86,7 @@ def _no_step(axis: str) -> list[str]:
     return _loop(engine, [0, 1, 2], {1: "step"}, False)
 
 
-def test_a_step_that_one_rank_leaves_out_is_told_on_the_others() -> None:
+def test_step_skipped_by_one_rank_raises_on_the_others() -> None:
     told = run_ranks(_no_step, 2, "tp")
     assert told[FAULTY] == ["1: ValueError: no such metric"]
     assert (

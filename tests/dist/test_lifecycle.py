@@ -74,7 +74,7 @@ def failing_update(settings: list[Setting]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_an_optimizer_that_raises_on_one_rank_is_told_to_all_at_the_next_step(transport: str) -> None:
+def test_optimizer_error_on_one_rank_raises_on_all_at_the_next_step(transport: str) -> None:
     settings = [Setting(stage=stage) for stage in range(4)]
     for rank, told in enumerate(run_ranks(failing_update, 2, settings, transport=transport)):
         for heard in told:
@@ -131,7 +131,7 @@ def evaluated_then_trained(setting: Setting) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_evaluation_engine_is_superseded(stage: int, transport: str) -> None:
+def test_evaluation_engine_is_replaced(stage: int, transport: str) -> None:
     setting = Setting(stage=stage, transport=transport)
     wanted = oracle.build(specimen("mlp"), 0)
     for rank, (first, second, third) in enumerate(run_ranks(evaluated_then_trained, 2, setting, transport=transport)):
@@ -177,7 +177,7 @@ def destroyed(setting: Setting) -> dict[str, Any]:
     }
 
 
-def test_destroy_gives_the_plain_model_back(stage: int, transport: str) -> None:
+def test_destroy_restores_the_plain_model(stage: int, transport: str) -> None:
     for found in run_ranks(destroyed, 2, Setting(stage=stage, transport=transport), transport=transport):
         assert relative_error(found["values"], found["wanted"])[0] == 0.0
         assert not found["hooks"]
@@ -230,6 +230,6 @@ def patience(timeout_s: float) -> list[float]:
     return found
 
 
-def test_no_collective_gives_up_before_the_watchdog_does() -> None:
+def test_collective_timeout_exceeds_the_watchdog_timeout() -> None:
     assert run_ranks(patience, 2, 7200.0)[0] == [10800.0, 10800.0]
     assert run_ranks(patience, 2, 60.0)[0] == [1800.0, 1800.0]

@@ -104,13 +104,13 @@ def check(seen: list[list[Tensors]], ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 4), (3, 2), (3, 4)])
-def test_each_rank_reads_what_it_has(stage: int, ranks: int, transport: str) -> None:
+def test_each_rank_reads_its_experts(stage: int, ranks: int, transport: str) -> None:
     seen = run_ranks(read_all, ranks, stage, {}, transport=transport)
     assert len(seen[0][0]) > len(seen[1][0])  # two experts on rank 0, one on rank 1
     check(seen, ranks)
 
 
-def test_each_rank_reads_what_it_has_of_what_rests_elsewhere(tmp_path: Path) -> None:
+def test_each_rank_reads_its_offloaded_experts(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     check(run_ranks(read_all, 2, 3, {"offload_param": disk, "offload_optimizer": disk}), 2)
     late = {"offload_optimizer": {"device": "cpu", "delayed_update": True}}
@@ -154,7 +154,7 @@ def set_all(stage: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (2, 2), (3, 4)])
-def test_each_rank_sets_what_it_has(stage: int, ranks: int) -> None:
+def test_each_rank_sets_its_experts(stage: int, ranks: int) -> None:
     run_ranks(set_all, ranks, stage, transport="gloo")
 
 
@@ -173,7 +173,7 @@ def split_unequally() -> str:
     return ""
 
 
-def test_experts_that_would_be_other_units_on_each_rank_are_refused() -> None:
+def test_experts_with_different_units_per_rank_are_refused() -> None:
     """Experts that would form different units on each rank are refused.
 
     One expert stays below the number of elements at which a block is split, two do not.

@@ -94,7 +94,7 @@ HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu
         ("gpt2", None, {**PARTS, "recompute": False}),
     ],
 )
-def test_stages(stage: int, name: str, how: dict[str, Any] | None, long: dict[str, Any] | None) -> None:
+def test_every_stage(stage: int, name: str, how: dict[str, Any] | None, long: dict[str, Any] | None) -> None:
     run_ranks(trains, 2, name, stage, STRICT, how, long)
 
 
@@ -125,7 +125,7 @@ def kept_elsewhere(home: str, folder: str) -> int:
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_inputs_of_layers_wait_elsewhere(home: str, tmp_path: Path) -> None:
+def test_offloaded_layer_inputs(home: str, tmp_path: Path) -> None:
     """Exactly the hidden states before two layers are offloaded: 32 features of each token of two samples."""
     moved = run_ranks(kept_elsewhere, 2, home, str(tmp_path), env={"WINDLASS_EMULATE_DEVICE": "1GB"})
     assert moved == [2 * 2 * tokens * 32 * 4 for tokens in (31 + 32, 32 + 32)]

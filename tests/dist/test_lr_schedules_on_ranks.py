@@ -88,7 +88,7 @@ def plain_rates(way: str, skipped: set[int]) -> list[float]:
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("way", ["instance", "callable", "name", "config"])
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 3), (4, 1)])
-def test_the_rate_of_every_step(way: str, ranks: int, accumulation: int) -> None:
+def test_rate_of_every_step(way: str, ranks: int, accumulation: int) -> None:
     stage = {1: 0, 2: 3, 4: 2}[ranks]
     wanted = plain_rates(way, set())
     for found in run_ranks(rates, ranks, way, accumulation, Setting(stage=stage), "fp32", None):
@@ -138,9 +138,11 @@ def with_a_group_more(kind: str) -> tuple[list[float], str]:
     return found, said
 
 
-def test_a_schedule_after_a_group_was_added() -> None:
+def test_schedule_after_adding_a_group() -> None:
     for found, said in run_ranks(with_a_group_more, 2, "WarmupLR"):
         assert found == pytest.approx([LR * 3 / 4, 0.003]) and not said
     for found, said in run_ranks(with_a_group_more, 2, "LambdaLR"):
         assert found[1] == 0.003
-        assert "LambdaLR was made for 1 optimizer groups, and there are 2" in said and "engine.lr_scheduler" in said
+        assert (
+            "LambdaLR was constructed for 1 optimizer groups, and there are 2" in said and "engine.lr_scheduler" in said
+        )

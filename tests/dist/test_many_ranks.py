@@ -26,7 +26,7 @@ def many() -> Iterator[Pool]:
 
 
 @pytest.mark.parametrize("name", ["tied", "odd_shapes"])
-def test_eight_ranks_train_as_one(name: str, many: Pool) -> None:
+def test_eight_ranks_train_as_one_process(name: str, many: Pool) -> None:
     recipe = Recipe(ranks=8, accumulation=2, steps=3)
     settings = [
         Setting(stage, config=(("comm", {"transport": transport}),))
@@ -40,7 +40,7 @@ def test_eight_ranks_train_as_one(name: str, many: Pool) -> None:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_sixteen_ranks_train_as_one(transport: str, many: Pool) -> None:
+def test_sixteen_ranks_train_as_one_process(transport: str, many: Pool) -> None:
     recipe = Recipe(ranks=16, accumulation=1, steps=3)
     setting = Setting(stage=3, config=(("comm", {"transport": transport}),))
     said = complaints(
@@ -50,7 +50,7 @@ def test_sixteen_ranks_train_as_one(transport: str, many: Pool) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(3, 3), (1, 2)])
-def test_a_checkpoint_of_sixteen_ranks_goes_on_at_three(first: int, second: int, many: Pool, tmp_path: Any) -> None:
+def test_checkpoint_of_sixteen_ranks_resumes_on_three(first: int, second: int, many: Pool, tmp_path: Any) -> None:
     row = Row(Layout(16, first), Layout(3, second), model="tied", micro_batches=48)
     wanted = many.run(save_and_go_on, 16, row, str(tmp_path), env=LATE, timeout=300.0)
     found = many.run(take_up, 3, row, str(tmp_path), env=LATE, timeout=300.0)

@@ -62,7 +62,7 @@ def test_payload_is_exact(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("stage", "replicas"), [*((stage, 1) for stage in range(4)), (1, 2), (2, 2), (3, 2)])
-def test_bytes_of_the_data_axis_are_the_formulas(stage: int, replicas: int) -> None:
+def test_bytes_of_the_data_axis_equal_the_formulas(stage: int, replicas: int) -> None:
     """`parallel.volumes` gives the received bytes; sent bytes include padding."""
     recipe = Recipe(ranks=4, accumulation=3, optimizer_params=SGD)
     zero = FROZEN_KNOBS + ((("mics_shard_size", 4 // replicas),) if replicas > 1 else ())
@@ -77,7 +77,7 @@ def test_bytes_of_the_data_axis_are_the_formulas(stage: int, replicas: int) -> N
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_default_knobs_never_carry_more(accumulation: int, stage: int, transport: str) -> None:
+def test_default_options_never_send_more(accumulation: int, stage: int, transport: str) -> None:
     recipe = Recipe(accumulation=accumulation)
     setting = Setting(stage=stage, transport=transport, persistence=100_000)
     wanted = volume(stage, accumulation) * elements("four_blocks")
@@ -86,7 +86,7 @@ def test_default_knobs_never_carry_more(accumulation: int, stage: int, transport
             assert 0 < report["payload_elements"] <= wanted
 
 
-def test_one_rank_carries_nothing(stage: int) -> None:
+def test_one_rank_sends_nothing(stage: int) -> None:
     for reports in run_ranks(reported, 1, "mlp", Recipe(ranks=1), Setting(stage=stage), 2):
         assert [report["payload_elements"] for report in reports] == [0, 0]
 
@@ -105,7 +105,7 @@ def at_rest(report: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("grad_bytes", [2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bytes_at_rest_are_exact(stage: int, ranks: int, grad_bytes: int) -> None:
+def test_bytes_between_steps_are_exact(stage: int, ranks: int, grad_bytes: int) -> None:
     """The bytes of all slots between steps equal the formulas.
 
     Slots are 16-bit parameters (2P), gradients of 2 or 4 bytes, and fp32 masters with two AdamW moments (12P). With
@@ -134,7 +134,7 @@ def test_bytes_at_rest_are_exact(stage: int, ranks: int, grad_bytes: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_fp32_parameters_at_rest_are_cut_at_stage_3(ranks: int, transport: str) -> None:
+def test_fp32_parameters_are_sharded_between_steps_at_stage_3(ranks: int, transport: str) -> None:
     setting = Setting(stage=3, transport=transport)
     for reports in run_ranks(reported, ranks, "four_blocks", Recipe(ranks=ranks), setting, 1, transport=transport):
         sizes, padding = at_rest(reports[0]), reports[0]["padding_elements"]

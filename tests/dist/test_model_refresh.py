@@ -236,9 +236,9 @@ def refused_refresh() -> list[str]:
     return found
 
 
-def test_what_a_refresh_refuses_leaves_the_engine_as_it_was() -> None:
+def test_refused_refresh_leaves_the_engine_unchanged() -> None:
     for refused, saved, unseen in run_ranks(refused_refresh, 2):
-        assert "optimizer group 0, parameter 3" in refused and "out of the group" in refused
+        assert "optimizer group 0, parameter 3" in refused and "from the group" in refused
         assert "'layers.1.0.weight' is new" in saved and "engine.refresh()" in saved
         assert "'more.0.weight' has a gradient" in unseen and "engine.refresh()" in unseen
 
@@ -259,6 +259,6 @@ def behind_the_engine() -> str:
     return str(refused.value)
 
 
-def test_a_step_that_would_leave_out_a_gradient_is_refused() -> None:
+def test_step_that_would_ignore_a_gradient_is_refused() -> None:
     for said in run_ranks(behind_the_engine, 2):
         assert "engine.refresh()" in said

@@ -136,7 +136,7 @@ def mixed(precisions: tuple[str, str], homes: tuple[str, str], folder: str, plai
         pytest.param(("fp16", "bf16"), ("host", "device"), False, marks=pytest.mark.slow),
     ],
 )
-def test_each_engine_has_its_own_precision_and_homes(
+def test_each_engine_has_its_own_precision_and_tiers(
     precisions: tuple[str, str], homes: tuple[str, str], plain: bool, tmp_path: Any
 ) -> None:
     """Each engine keeps its precision and tiers, and removes its own loss scale from its gradients.
@@ -195,6 +195,6 @@ def after_a_failure() -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def test_a_backward_that_failed_leaves_no_loss_scale_to_others() -> None:
+def test_failed_backward_leaves_no_loss_scale() -> None:
     for after, before in run_ranks(after_a_failure, 2):
         assert all(torch.equal(after[name], before[name]) for name in before)

@@ -80,7 +80,7 @@ def disks(tmp_path: Path, ranks: int, each: int) -> list[str]:
     [(2, 1, 3, True, {}), (4, 2, 1, False, {}), (2, 1, 1, True, {"format": "deepspeed"}), (2, 2, 2, True, {})],
     ids=["two nodes", "two nodes of two, behind", "files of deepspeed", "one disk"],
 )
-def test_every_node_has_the_whole_checkpoint(
+def test_every_node_has_the_full_checkpoint(
     ranks: int, each: int, stage: int, blocking: bool, more: dict[str, Any], tmp_path: Path
 ) -> None:
     places = disks(tmp_path, ranks, each)

@@ -25,6 +25,7 @@ from tests.dist.equivalence_runs import (
     whole_params,
 )
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 from windlass.base.errors import ModelError
@@ -46,6 +47,7 @@ def homes(state: str, param: str, folder: Any, **optimizer: Any) -> tuple[tuple[
     return tuple(found)
 
 
+PLACES = [(1, "gloo"), (2, "gloo"), (2, "shm")]  # ranks and transport: one rank shares no memory
 CASES = [
     (0, "cpu", "none"),
     (0, "nvme", "none"),
@@ -79,20 +81,25 @@ def hold(name: str, recipe: Recipe, settings: list[Setting], env: dict[str, str]
     return traces
 
 
-@pytest.mark.parametrize("env", [LATE, EMULATED, {}], ids=["late", "emulated", "no device of its own"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_homes_change_no_result(ranks: int, env: dict[str, str], transport: str, tmp_path: Any) -> None:
-    if ranks == 1 and transport == "shm":
-        pytest.skip("one rank has nobody to share memory with")
+ENVIRONMENTS = {"late": LATE, "emulated": EMULATED, "no device of its own": {}}
+
+
+@in_shares
+@pytest.mark.parametrize("device", ENVIRONMENTS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_tiers_do_not_change_results(place: tuple[int, str], device: str, every: bool, tmp_path: Any) -> None:
+    """Every tier trains as the oracle. In `make test` each tier meets each device and each place once, in turn."""
+    ranks, transport = place
+    cases = share(CASES, PLACES.index(place) + list(ENVIRONMENTS).index(device), 3, every)
     recipe = Recipe(ranks=ranks, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
-    settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in CASES]
-    hold("tied", recipe, settings, env)
+    settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases]
+    hold("tied", recipe, settings, ENVIRONMENTS[device])
 
 
 @pytest.mark.parametrize(
     "name", ["frozen", "layer_reuse", "unused_by_step", "checkpoint_reentrant", "lora", "odd_shapes"]
 )
-def test_awkward_models_from_other_homes(name: str, transport: str, tmp_path: Any) -> None:
+def test_unusual_models_on_other_tiers(name: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, steps=3)
     cases = [(2, "cpu", "none"), (3, "nvme", "nvme"), (3, "cpu", "cpu")]
     hold(name, recipe, [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases], LATE)
@@ -100,13 +107,13 @@ def test_awkward_models_from_other_homes(name: str, transport: str, tmp_path: An
 
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits_from_other_homes(precision: str, transport: str, tmp_path: Any) -> None:
+def test_16_bit_models_on_other_tiers(precision: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, accumulation=3, steps=3, precision=precision)
     hold("mlp", recipe, [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in CASES], LATE)
 
 
 @pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "Adagrad", "Adafactor"])
-def test_any_optimizer_rests_anywhere(optimizer: str, transport: str, tmp_path: Any) -> None:
+def test_any_optimizer_on_any_tier(optimizer: str, transport: str, tmp_path: Any) -> None:
     recipe = Recipe(ranks=2, steps=3, optimizer=optimizer, optimizer_params=(("lr", 1e-3),))
     cases = [(1, "none", "none"), (2, "cpu", "none"), (3, "nvme", "cpu")]
     settings = [Setting(stage=s, transport=transport, zero=homes(a, b, tmp_path)) for s, a, b in cases]
@@ -115,8 +122,9 @@ def test_any_optimizer_rests_anywhere(optimizer: str, transport: str, tmp_path: 
         assert not bitwise_difference(plain, found), setting
 
 
-def test_homes_agree_bitwise(transport: str, tmp_path: Any) -> None:
-    recipe = Recipe(ranks=2, accumulation=2, steps=4, optimizer="AdamW", optimizer_params=ADAMW)
+@in_shares
+def test_tiers_agree_bitwise(transport: str, every: bool, tmp_path: Any) -> None:
+    recipe = Recipe(ranks=2, accumulation=2, steps=3, optimizer="AdamW", optimizer_params=ADAMW)
     settings = [Setting(stage=3, transport=transport, zero=homes(a, b, tmp_path)) for a, b in
                 [("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")]]  # fmt: skip
     settings.append(Setting(stage=3, transport=transport, zero=homes("nvme", "nvme", tmp_path, gradient_device="nvme")))
@@ -124,6 +132,8 @@ def test_homes_agree_bitwise(transport: str, tmp_path: Any) -> None:
     settings.append(
         Setting(stage=3, transport=transport, zero=(*homes("nvme", "cpu", tmp_path), ("sub_group_size", 1500)))
     )
+    first, *others = settings
+    settings = [first, *share(others, transport == "shm", 2, every)]
     first, *others = train_all("four_blocks", recipe, settings, 2, LATE)
     for setting, found in zip(settings[1:], others, strict=True):
         assert not bitwise_difference(first, found), setting
@@ -152,7 +162,7 @@ def bytes_of(folder: str, state: str, param: str) -> dict[str, Any]:
     return found
 
 
-def test_the_device_holds_what_rests_there_and_nothing_else(tmp_path: Any) -> None:
+def test_device_contains_only_its_own_slots(tmp_path: Any) -> None:
     plain = run_ranks(bytes_of, 2, str(tmp_path), "none", "none", env=EMULATED, transport="gloo")[0]
     away = run_ranks(bytes_of, 2, str(tmp_path), "cpu", "cpu", env=EMULATED, transport="gloo")[0]
     assert {home for (slot, home) in away["slots"] if slot in ("exp_avg", "exp_avg_sq", "grad")} == {"host"}
@@ -180,7 +190,7 @@ def fill_up() -> str:
     return ""
 
 
-def test_a_full_device_says_what_did_not_fit() -> None:
+def test_full_device_names_the_slot() -> None:
     for said in run_ranks(fill_up, 2, env={"WINDLASS_EMULATE_DEVICE": "20K"}, transport="gloo"):
         assert said.startswith("DeviceMemoryError") and "20,480" in said and "WINDLASS_EMULATE_DEVICE" in said
 
@@ -213,7 +223,7 @@ def park_between_steps(stage: int, parks: bool) -> RankTrace:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_states_leave_the_device_and_come_back(stage: int) -> None:
+def test_states_are_offloaded_and_reloaded(stage: int) -> None:
     still, moved = (
         run_ranks(park_between_steps, 2, stage, parks, env=LATE, transport="gloo") for parks in (False, True)
     )
@@ -251,7 +261,7 @@ def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("gradients", "most"), [("cpu", 30), ("nvme", 38)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_on_disk_moves_what_it_must(ranks: int, gradients: str, most: int, tmp_path: Any) -> None:
+def test_step_on_disk_transfers_the_expected_bytes(ranks: int, gradients: str, most: int, tmp_path: Any) -> None:
     """A step with all data on NVMe moves the minimal number of bytes per element.
 
     Parameters are read twice (4) and written once (2), master and moments are read and written (24), and so are
@@ -282,7 +292,7 @@ def float64_losses(state: str) -> list[float]:
     return losses
 
 
-def test_float64_rests_in_host_memory_too() -> None:
+def test_float64_in_host_memory() -> None:
     plain, away = (run_ranks(float64_losses, 2, state, env=EMULATED) for state in ("none", "cpu"))
     assert away == plain
 
@@ -314,7 +324,7 @@ def step_after_a_failure(state: str, folder: str, stage: int, fails: bool) -> di
 
 
 @pytest.mark.parametrize(("state", "stage"), [("cpu", 1), ("cpu", 2), ("nvme", 2)])
-def test_a_step_that_failed_leaves_nothing_to_the_next(state: str, stage: int, tmp_path: Any) -> None:
+def test_failed_step_does_not_affect_the_next(state: str, stage: int, tmp_path: Any) -> None:
     ways = [run_ranks(step_after_a_failure, 2, state, str(tmp_path), stage, fails, env=LATE) for fails in (False, True)]
     for plain, again in zip(*ways, strict=True):
         assert all(torch.equal(plain[name], again[name]) for name in plain)
@@ -363,7 +373,7 @@ def narrow_after_a_failure(state: str, folder: str, fails: bool) -> dict[str, to
 
 
 @pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
-def test_a_step_that_failed_leaves_no_divisor_and_no_copies(state: str, tmp_path: Any) -> None:
+def test_failed_step_leaves_no_divisor_and_no_copies(state: str, tmp_path: Any) -> None:
     plain, again = (
         run_ranks(narrow_after_a_failure, 2, state, str(tmp_path), fails, env=LATE) for fails in (False, True)
     )
@@ -406,9 +416,7 @@ def growing(state: str, folder: str, optimizer: str, sub_group: int) -> dict[str
 
 @pytest.mark.parametrize(("optimizer", "sub_group"), [("AdamW", 1 << 30), ("AdamW", 100), ("Muon", 1 << 30)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_states_made_later_do_not_spoil_those_on_disk(
-    ranks: int, optimizer: str, sub_group: int, tmp_path: Any
-) -> None:
+def test_late_states_do_not_overwrite_those_on_disk(ranks: int, optimizer: str, sub_group: int, tmp_path: Any) -> None:
     plain, away = (
         run_ranks(growing, ranks, state, str(tmp_path), optimizer, sub_group, env=LATE) for state in ("none", "nvme")
     )
@@ -444,7 +452,7 @@ def hollow(stage: int, state: str, param: str, folder: str) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize(("stage", "state", "param"), [(2, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "nvme")])
-def test_units_without_elements_rest_anywhere(stage: int, state: str, param: str, tmp_path: Any) -> None:
+def test_units_without_elements_on_any_tier(stage: int, state: str, param: str, tmp_path: Any) -> None:
     plain = run_ranks(hollow, 2, 2, "none", "none", "", env=LATE)[0]
     for found in run_ranks(hollow, 2, stage, state, param, str(tmp_path), env=LATE):
         assert all(torch.equal(found[name], plain[name]) for name in plain)
@@ -476,7 +484,7 @@ def half_a_step(state: str, stage: int, folder: str) -> bool:
 
 
 @pytest.mark.parametrize(("state", "stage"), [("cpu", 1), ("cpu", 2), ("nvme", 2)])
-def test_what_half_a_step_updated_has_arrived(state: str, stage: int, tmp_path: Any) -> None:
+def test_parameters_updated_by_a_partial_step_are_published(state: str, stage: int, tmp_path: Any) -> None:
     assert all(run_ranks(half_a_step, 1, state, stage, str(tmp_path), env=LATE))
 
 
@@ -501,13 +509,13 @@ def reads_ahead(folder: str, edits: bool, accumulation: int) -> tuple[list[int],
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_records_are_read_while_the_backward_goes_on(ranks: int, tmp_path: Any) -> None:
+def test_records_are_read_during_the_backward(ranks: int, tmp_path: Any) -> None:
     """Records are prefetched in the last backward of a step only, since earlier reads would hold memory for longer."""
     for counts, _ in run_ranks(reads_ahead, ranks, str(tmp_path), False, 2, env=LATE):
         assert [count > 0 for count in counts] == [False, True] * 3
 
 
-def test_what_was_read_ahead_does_not_undo_an_edit(tmp_path: Any) -> None:
+def test_prefetched_records_do_not_undo_an_edit(tmp_path: Any) -> None:
     on_disk = [found for _, found in run_ranks(reads_ahead, 2, str(tmp_path), True, 1, env=LATE)]
     alone = run_ranks(edits_between, 2, env=LATE)
     for mine, wanted in zip(on_disk, alone, strict=True):
@@ -559,7 +567,7 @@ def late_states(state: str, folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_states_that_appear_late_find_their_place_on_disk(ranks: int, tmp_path: Any) -> None:
+def test_late_states_are_stored_on_disk(ranks: int, tmp_path: Any) -> None:
     wanted, found = (run_ranks(late_states, ranks, state, str(tmp_path), env=EMULATED) for state in ("none", "nvme"))
     for mine, alone in zip(found, wanted, strict=True):
         assert all(torch.equal(mine[name], alone[name]) for name in alone)
@@ -602,6 +610,6 @@ def without_memory(failing: int) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize("failing", [1, 2, 9])
-def test_a_gather_that_finds_no_memory_can_be_tried_again(failing: int) -> None:
+def test_gather_out_of_memory_can_be_retried(failing: int) -> None:
     users, error = run_ranks(without_memory, 1, failing, env=LATE)[0]
     assert not any(users) and error == 0

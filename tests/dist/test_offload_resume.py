@@ -14,7 +14,7 @@ from tests import oracle
 from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, whole_params
 from tests.dist.harness import run_ranks
-from tests.dist.test_offload import LATE, homes
+from tests.dist.test_offload import LATE, PLACES, homes
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
@@ -210,11 +210,8 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "gloo"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_taken_up_in_the_same_homes_bitwise(ranks: int, transport: str, tmp_path: Any) -> None:
-    if ranks == 1 and transport == "shm":
-        pytest.skip("one rank has nobody to share memory with")
+@pytest.mark.parametrize(("ranks", "transport"), [*PLACES[:2], pytest.param(*PLACES[2], marks=pytest.mark.slow)])
+def test_resumes_bitwise_on_the_same_tiers(ranks: int, transport: str, tmp_path: Any) -> None:
     # `slow` runs every pair on both transports
     settings = SAME[::2] if ranks == 2 and transport == "gloo" else SAME[1::2]
     cases = [Case(one, one, name="unused_by_step", trained=n % 2 == 0) for n, one in enumerate(settings)]
@@ -231,12 +228,12 @@ ACROSS = [
 ]
 
 
-def test_taken_up_in_other_homes_and_stages(tmp_path: Any) -> None:
+def test_resumes_on_other_tiers_and_stages(tmp_path: Any) -> None:
     hold([Case(one, other, trained=True) for one, other in ACROSS], 2, "shm", tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_taken_up_in_sixteen_bits(precision: str, tmp_path: Any) -> None:
+def test_resumes_in_16_bits(precision: str, tmp_path: Any) -> None:
     recipe = Recipe(precision=precision, optimizer="AdamW", optimizer_params=ADAMW)
     both = at(3, "nvme", "nvme", *SMALL)
     hold([Case(both, both, recipe, "lora"), Case(at(2, "cpu"), both, recipe)], 2, "gloo", tmp_path)
@@ -267,12 +264,12 @@ def with_optimizers(settings: list[Setting], second: Setting | None = None) -> l
     return found
 
 
-def test_any_optimizer_is_taken_up(tmp_path: Any) -> None:
+def test_any_optimizer_resumes(tmp_path: Any) -> None:
     hold(with_optimizers([at(2, "cpu", "none", *SMALL), at(3, "nvme", "nvme", *SMALL)]), 2, "gloo", tmp_path)
 
 
 @pytest.mark.slow
-def test_any_optimizer_is_taken_up_in_other_homes(transport: str, tmp_path: Any) -> None:
+def test_any_optimizer_resumes_on_other_tiers(transport: str, tmp_path: Any) -> None:
     cases = with_optimizers([at(2), at(1, "nvme", "none", *SMALL)], at(3, "nvme", "cpu", *SMALL))
     hold([case for case in cases if "8bit" not in case.client], 2, transport, tmp_path)
 
@@ -299,7 +296,7 @@ def recoded(cases: list[Case], folder: str) -> list[tuple[list[str], list[str]]]
     return found
 
 
-def test_states_in_8_bits_are_cut_and_converted(tmp_path: Any) -> None:
+def test_8_bit_states_are_resharded_and_converted(tmp_path: Any) -> None:
     one, other = at(2, "cpu"), at(3, "nvme", "nvme", *SMALL)
     cases = [
         Case(one, other, client="adam 8bit", trained=True),
@@ -333,7 +330,7 @@ def through_a_state_dict(case: Case, folder: str) -> list[str]:
     return close(*moments)
 
 
-def test_states_in_8_bits_in_a_plain_state_dict(tmp_path: Any) -> None:
+def test_8_bit_states_in_a_plain_state_dict(tmp_path: Any) -> None:
     case = Case(at(2, "cpu"), at(3, "nvme", "none", *SMALL), client="adam 8bit")
     for said in run_ranks(through_a_state_dict, 2, case, str(tmp_path), env=LATE, transport="gloo"):
         assert not said
@@ -355,7 +352,7 @@ def saved_while_parked(folder: str) -> str:
     return said
 
 
-def test_states_that_are_offloaded_for_a_while_are_not_saved(tmp_path: Any) -> None:
+def test_offloaded_states_are_not_saved(tmp_path: Any) -> None:
     (said,) = run_ranks(saved_while_parked, 1, str(tmp_path), env=LATE)
     assert said == "ModelError: save_checkpoint: states are offloaded; call engine.reload_states() first"
 
@@ -387,7 +384,7 @@ WORLDS: list[dict[str, Any]] = [
     [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow)],
     ids=["1 to 2", "2 to 1", "2 to 4"],
 )
-def test_taken_up_by_other_ranks(before: int, after: int, tmp_path: Any) -> None:
+def test_resumes_on_other_ranks(before: int, after: int, tmp_path: Any) -> None:
     small = at(3, "nvme", "nvme", *SMALL)
     cases = [Case(small, at(2, "cpu"), **what) for what in WORLDS[::2]]
     cases += [Case(at(1, "cpu"), small, **what) for what in WORLDS[1::2]]
@@ -398,10 +395,8 @@ EVERY = [*SAME, at(1, "nvme"), at(2, "cpu"), at(3), at(3, "nvme", "cpu"), at(3, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "transport"), PLACES)
 @pytest.mark.parametrize("number", range(len(EVERY)))
-def test_every_home_taken_up_in_every_other(number: int, ranks: int, transport: str, tmp_path: Any) -> None:
-    if ranks == 1 and transport == "shm":
-        pytest.skip("one rank has nobody to share memory with")
+def test_every_tier_resumes_on_every_other(number: int, ranks: int, transport: str, tmp_path: Any) -> None:
     cases = [Case(EVERY[number], other, trained=(number + n) % 2 == 0) for n, other in enumerate(EVERY)]
     hold(cases, ranks, transport, tmp_path)

@@ -15,6 +15,7 @@ from tests import oracle
 from tests.custom_optimizers import Foreign
 from tests.dist.equivalence_runs import Setting, ds_config, hold_all, specimen, whole_params
 from tests.dist.harness import RankError, run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.models import Place, cast
 from tests.oracle import Recipe, relative_error
 
@@ -41,9 +42,11 @@ def recipe_for(name: str, params: dict[str, Any], **more: Any) -> Recipe:
 STAGES = [Setting(stage=stage, transport=transport) for stage, transport in enumerate(("gloo", "shm", "gloo", "shm"))]
 
 
+@in_shares
 @pytest.mark.parametrize("name", BY_NAME)
-def test_torch_optimizers_by_name(name: str) -> None:
-    hold_all("unused_by_step", recipe_for(name, BY_NAME[name]), STAGES)
+def test_torch_optimizers_by_name(name: str, every: bool) -> None:
+    stages = share(STAGES, list(BY_NAME).index(name), 2, every)
+    hold_all("unused_by_step", recipe_for(name, BY_NAME[name]), stages)
 
 
 OWN: dict[str, dict[str, Any]] = {
@@ -54,9 +57,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+@in_shares
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OWN)
-def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: str) -> None:
+def test_windlass_optimizers_equal_one_process(name: str, precision: str, every: bool) -> None:
     """LAMB's norms and Muon's matrices use full parameters, wherever the shard boundaries are."""
     from windlass.optim.optimizer_factory import build_optimizer
 
@@ -68,7 +72,8 @@ def test_own_optimizers_equal_themselves_in_one_process(name: str, precision: st
         return build_optimizer(name, OWN[name], masters)
 
     recipe = recipe_for(name, OWN[name], precision=precision)
-    hold_all("mlp", recipe, STAGES, wanted=oracle.train(specimen("mlp"), recipe, factory))
+    stages = share(STAGES, list(OWN).index(name) + (precision == "bf16"), 2, every)
+    hold_all("mlp", recipe, stages, wanted=oracle.train(specimen("mlp"), recipe, factory))
 
 
 class Stranger(Foreign):
@@ -146,7 +151,7 @@ CLIENTS = [(kind, way) for kind in ("adamw", "sgd", "stranger") for way in ("ins
 
 
 @pytest.mark.parametrize(("kind", "way"), [*CLIENTS, ("adamw", "model_parameters")])
-def test_the_clients_optimizer(kind: str, way: str, stage: int) -> None:
+def test_optimizer_of_the_caller(kind: str, way: str, stage: int) -> None:
     wanted = client_oracle(kind, "groups" if way == "model_parameters" else way)
     for found in run_ranks(with_client, 2, kind, way, Setting(stage=stage)):
         error, where = relative_error(found["params"], wanted.params)
@@ -164,7 +169,7 @@ def foreign() -> None:
     windlass.initialize(model=model, optimizer=optimizer, config=config)
 
 
-def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
+def test_optimizer_of_other_parameters_is_refused() -> None:
     with pytest.raises(RankError, match="optimizer") as caught:
         run_ranks(foreign, 2)
     assert "ModelError" in caught.value.kinds
@@ -185,7 +190,7 @@ def half_the_model(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def test_parameters_outside_the_optimizer_stay(stage: int) -> None:
+def test_parameters_outside_the_optimizer_are_unchanged(stage: int) -> None:
     before = dict(oracle.build(specimen("mlp"), 0).named_parameters())
     for found in run_ranks(half_the_model, 2, Setting(stage=stage)):
         for name, value in found.items():
@@ -244,7 +249,7 @@ def go_on(name: str, setting: Setting) -> list[float]:
 
 
 @pytest.mark.parametrize("name", WARM)
-def test_states_of_single_numbers_are_taken_over_and_loaded(name: str, stage: int) -> None:
+def test_scalar_states_are_taken_over_and_loaded(name: str, stage: int) -> None:
     for found in run_ranks(go_on, 2, name, Setting(stage=stage)):
         assert max(found) < 1e-6, found
 
@@ -268,7 +273,7 @@ def of_a_narrow_model(name: str, setting: Setting) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW", "Muon"])
-def test_states_of_a_narrow_model_become_as_wide_as_its_masters(name: str) -> None:
+def test_states_of_a_16_bit_model_are_widened_to_the_master_dtype(name: str) -> None:
     for said in run_ranks(of_a_narrow_model, 2, name, Setting(stage=2)):
         assert not said
 
@@ -308,7 +313,7 @@ def counted(setting: Setting) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sub_group", [1 << 30, 100])
-def test_a_rule_counts_its_steps_and_hooks_run_once_a_step(sub_group: int, stage: int) -> None:
+def test_counters_and_hooks_advance_once_per_step(sub_group: int, stage: int) -> None:
     wanted = oracle.train(specimen("mlp"), Recipe(steps=3), lambda p: Counting([{"params": p[n::2]} for n in (0, 1)]))
     found = run_ranks(counted, 2, Setting(stage=stage, zero=(("sub_group_size", sub_group),)))
     for one in found:
@@ -360,5 +365,5 @@ def diaries(setting: Setting) -> float:
     return relative_error(ends[1], ends[0])[0]
 
 
-def test_states_that_are_no_tensors_are_saved_and_loaded(stage: int) -> None:
+def test_non_tensor_states_are_saved_and_loaded(stage: int) -> None:
     assert run_ranks(diaries, 2, Setting(stage=stage)) == [0.0, 0.0]

@@ -59,7 +59,7 @@ def ddp_rank(name: str, recipe: Recipe) -> RankTrace:
         ("cross_attention", 3, 1),
     ],
 )
-def test_ddp_holds_the_law(name: str, ranks: int, accumulation: int, optimizer: str) -> None:
+def test_ddp_equals_the_oracle(name: str, ranks: int, accumulation: int, optimizer: str) -> None:
     params = SGD if optimizer == "SGD" else adamw(specimen(name))
     recipe = Recipe(ranks=ranks, accumulation=accumulation, optimizer=optimizer, optimizer_params=params)
     found = run_ranks(ddp_rank, ranks, name, recipe)
@@ -67,7 +67,7 @@ def test_ddp_holds_the_law(name: str, ranks: int, accumulation: int, optimizer: 
     assert not said, "\n".join(said)
 
 
-def test_the_law_sees_a_wrong_scale_a_lost_rank_and_a_lost_tensor() -> None:
+def test_oracle_detects_a_wrong_scale_a_lost_rank_and_a_lost_tensor() -> None:
     recipe = Recipe(ranks=2)
     right = expected("mlp", recipe)
     grads = right.grads[0]

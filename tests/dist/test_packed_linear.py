@@ -177,7 +177,7 @@ WAYS: dict[str, tuple[type[AdaptedModel], bool, tuple[tuple[str, Any], ...]]] = 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_other_ways_at_stage_3_train_alike(way: str, transport: str) -> None:
+def test_other_options_at_stage_3_train_alike(way: str, transport: str) -> None:
     kind, born_sharded, zero = WAYS[way]
     recipe = Recipe(precision="bf16", steps=4)
     plain = run_ranks(losses_of, 1, AdaptedModel, False, Setting(0), recipe)[0]
@@ -206,7 +206,7 @@ def bytes_at_rest(precision: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "shm"), (2, "gloo"), (4, "gloo")])
-def test_packed_bytes_at_rest_are_divided_by_the_ranks(ranks: int, transport: str, precision: str) -> None:
+def test_packed_bytes_are_sharded_over_the_ranks(ranks: int, transport: str, precision: str) -> None:
     whole = sum(value.numel() for value in packed_bytes(oracle.build(ADAPTED).state_dict()).values())
     assert whole == 2 * (HIDDEN * WIDTH + 4 * HIDDEN) - 4 * (HIDDEN - WIDTH) + (2 + 4) * HIDDEN * WIDTH
     for held, padding in run_ranks(bytes_at_rest, ranks, precision, transport=transport):
@@ -257,7 +257,7 @@ def resume(folder: str, stage: int, precision: str, seed: int) -> tuple[list[flo
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("ranks", "stages"), [((2, 1), (3, 3)), ((1, 2), (3, 3)), ((2, 2), (1, 3)), ((4, 2), (3, 0))])
-def test_checkpoints_keep_the_bytes(
+def test_checkpoints_preserve_the_packed_bytes(
     ranks: tuple[int, int], stages: tuple[int, int], precision: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "saved"
@@ -291,7 +291,7 @@ def adapters_alone(folder: str) -> list[str]:
     return said
 
 
-def test_adapters_go_on_over_their_packed_base_alone(tmp_path: Path) -> None:
+def test_adapters_resume_over_their_packed_base(tmp_path: Path) -> None:
     for same, other in run_ranks(adapters_alone, 2, str(tmp_path)):
         assert same == ""
         assert "was saved with another base model" in other and "blocks.0.rise.base.int8_weight" in other

@@ -99,7 +99,7 @@ def plain() -> list[float]:
 
 
 @pytest.mark.parametrize("more", [specs(default=False), specs(default=True), own_table()])
-def test_a_users_rules_cut_what_they_say(more: dict[str, Any]) -> None:
+def test_user_rules_shard_the_named_layers(more: dict[str, Any]) -> None:
     wanted = plain()
     for losses, shapes in run_ranks(trained, 2, more):
         torch.testing.assert_close(losses, wanted, rtol=BOUND, atol=0)
@@ -141,7 +141,7 @@ KINDS: list[tuple[dict[str, Any], str, set[str]]] = [
 
 
 @pytest.mark.parametrize(("parallel", "axis", "operations"), KINDS)
-def test_each_kind_trains_as_one_process_and_talks_as_it_says(
+def test_each_kind_trains_as_one_process_with_the_expected_traffic(
     parallel: dict[str, Any], axis: str, operations: set[str]
 ) -> None:
     (one, _), *_ = run_ranks(along, 1, {}, "tp")

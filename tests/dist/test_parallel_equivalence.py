@@ -33,5 +33,5 @@ _CASES = [
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
-def test_it_trains_as_one_process(case: Case) -> None:
+def test_layout_trains_as_one_process(case: Case) -> None:
     check(case)

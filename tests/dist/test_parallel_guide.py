@@ -105,7 +105,7 @@ AXES |= {"copies": "llama", "long": "llama"}
 
 
 @pytest.mark.parametrize("tag", AXES)
-def test_a_configuration_of_the_guide_trains_as_one_process(tag: str) -> None:
+def test_guide_configuration_trains_as_one_process(tag: str) -> None:
     said = {axis: size for axis, size in configs()[tag]["parallel"].items() if axis in GRID}
     world = 4 if tag == "copies" else math.prod(said.values())
     found = run_ranks(trained, world, tag, AXES[tag], "train", timeout=120)
@@ -153,7 +153,7 @@ def row_of_layers() -> tuple[list[float], list[int], dict[str, torch.Tensor]]:
     return names["losses"], dataset.read, weights
 
 
-def test_a_row_of_layers_trains_as_one_process() -> None:
+def test_layer_list_trains_as_one_process() -> None:
     found = run_ranks(row_of_layers, 2, timeout=120)
     names: dict[str, Any] = {}
     exec(program("a row of layers"), names)
@@ -245,8 +245,8 @@ def _plainly(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[f
     return losses
 
 
-def test_the_message_is_the_one_printed_and_the_table_mends_it() -> None:
-    (printed,) = re.findall(r"```text\n(tensor parallelism can't cut.*?)\n```", TEXT, re.DOTALL)
+def test_message_matches_the_guide_and_its_table_works() -> None:
+    (printed,) = re.findall(r"```text\n(tensor parallelism can't shard.*?)\n```", TEXT, re.DOTALL)
     for message, losses in run_ranks(with_table, 2):
         assert message == printed.replace("\n", " ")
         assert len(losses) == 2 * SAMPLES // 4
@@ -273,7 +273,7 @@ def own_layers() -> tuple[tuple[int, int], list[float]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_layers_of_ones_own_train_as_the_whole(world: int) -> None:
+def test_user_defined_layers_train_as_one_process(world: int) -> None:
     from windlass.comm.mesh_axis import single_rank_axis as lonely
 
     names: dict[str, Any] = {}
@@ -333,7 +333,7 @@ def own_experts(name: str) -> tuple[str, int, list[float], int]:
 
 
 @pytest.mark.parametrize("name", ["experts of your own model", "experts that nobody knows"])
-def test_experts_of_ones_own_train_as_one_process(name: str) -> None:
+def test_user_defined_experts_train_as_one_process(name: str) -> None:
     names: dict[str, Any] = {}
     exec(program(name).split("\nregister_experts(")[0], names)
     torch.manual_seed(5)
@@ -365,7 +365,7 @@ def own_loader(tag: str, kind: str, change: tuple[str, str]) -> tuple[tuple[int,
 
 
 @pytest.mark.parametrize(("tag", "kind", "readers"), [("tensor", "llama", 1), ("experts", "mixtral", 2)])
-def test_a_loader_that_counts_readers_has_each_sample_once(tag: str, kind: str, readers: int) -> None:
+def test_loader_over_data_loading_ranks_has_each_sample_once(tag: str, kind: str, readers: int) -> None:
     found = run_ranks(own_loader, 2, tag, kind, ("", ""))
     by_number = {number: seen for (_, number), seen in found}
     assert len(by_number) == readers
@@ -374,7 +374,7 @@ def test_a_loader_that_counts_readers_has_each_sample_once(tag: str, kind: str, 
     assert len(everything) == len(set(everything)) == SAMPLES
 
 
-def test_a_loader_that_counts_ranks_is_noticed() -> None:
+def test_loader_over_all_ranks_is_refused() -> None:
     change = ("num_replicas=readers, rank=reader", "num_replicas=2, rank=engine.global_rank")
     with pytest.raises(RankError, match="are neighbours along tp and got different inputs"):
         run_ranks(own_loader, 2, "tensor", "llama", change)
@@ -410,7 +410,7 @@ def moved(folder: str) -> tuple[str, str, list[torch.Tensor], list[float]]:
     return before, after, watched.seen + watched_too.seen, names["losses"]
 
 
-def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
+def test_checkpoint_of_one_layout_resumes_in_another(tmp_path: Path) -> None:
     found = run_ranks(moved, 2, str(tmp_path), timeout=120)
     (wanted,) = alone("llama", [found[0][2]])
     for before, after, seen, losses in found:
@@ -418,7 +418,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
         assert len(seen) == 8 and losses == pytest.approx(wanted, rel=1e-5)
 
 
-def test_the_formulas_are_those_of_the_source() -> None:
+def test_formulas_match_the_source() -> None:
     from windlass.parallel.comm_volumes import (
         StepWorkload,
         compute_data_parallel_volumes,
@@ -455,7 +455,7 @@ def test_the_formulas_are_those_of_the_source() -> None:
 
 
 @pytest.mark.parametrize("keys", [16, 4, 1])
-def test_the_formulas_of_attention_are_those_of_the_source(keys: int) -> None:
+def test_attention_formulas_match_the_source(keys: int) -> None:
     from windlass.parallel.comm_volumes import StepWorkload, compute_sequence_parallel_volumes
     from windlass.parallel.model_shape import ModelShape
 
@@ -474,7 +474,7 @@ def test_the_formulas_of_attention_are_those_of_the_source(keys: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_guide(tmp_path: Path) -> None:
+def test_commands_of_the_guide_run(tmp_path: Path) -> None:
     source = Path(json.__file__).parents[1]
     names = ("argparse.py", "typing.py", "inspect.py", "subprocess.py", "pathlib.py")
     (tmp_path / "notes.txt").write_text("".join((source / name).read_text() for name in names))

@@ -32,12 +32,12 @@ _CASES = [
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
-def test_whole_rules_step_parts_as_one_process_steps_the_whole(case: Case) -> None:
+def test_whole_parameter_rules_on_parts_equal_one_process(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.parametrize(("rule", "params"), [("Lamb", LAMB), ("Adafactor", ROWS)])
-def test_their_states_are_laid_out_again_over_other_axes(rule: str, params: Any, tmp_path: Path) -> None:
+def test_whole_parameter_states_are_resharded_over_other_axes(rule: str, params: Any, tmp_path: Path) -> None:
     cut = Case("llama", (("tp", 2),), stage=1, optimizer=rule, params=params, bound=5e-5)
     dense = Case("llama", (("tp", 1),), stage=3, optimizer=rule, params=params, bound=5e-5)
     # one data-loading rank on two ranks of tp, then on one rank; and back
@@ -87,7 +87,7 @@ def _codes_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((a - b).abs().max()) / float(b.abs().max()) for a, b in pairs)
 
 
-def test_states_of_8_bits_of_parts_go_on_and_go_to_other_layouts(tmp_path: Path) -> None:
+def test_8_bit_states_of_parts_resume_in_any_layout(tmp_path: Path) -> None:
     cut, dense = {"tp": 2}, {"tp": 1}
     saved, again, back = (str(tmp_path / name) for name in ("cut", "dense", "back"))
     first = run_ranks(eight_bits, 2, cut, 1, 2, saved, None)
@@ -117,6 +117,6 @@ def refused() -> str:
     return str(caught.value)
 
 
-def test_whole_rules_with_states_of_8_bits_say_why_not() -> None:
+def test_whole_parameter_rules_with_8_bit_states_are_refused() -> None:
     for said in run_ranks(refused, 2):
         assert "CPULamb" in said and "rounded once more at each step" in said and "is sharded over tp" in said

@@ -206,7 +206,7 @@ def taken_up(name: str, stage: int, home: str, folder: str) -> dict[str, Any]:
     ("stage", "home"),
     [(3, "nvme"), pytest.param(0, "none", marks=pytest.mark.slow), pytest.param(2, "cpu", marks=pytest.mark.slow)],
 )
-def test_a_part_is_loaded_by_choice(name: str, stage: int, home: str, tmp_path: Any) -> None:
+def test_selected_parts_are_loaded(name: str, stage: int, home: str, tmp_path: Any) -> None:
     for found in run_ranks(taken_up, 2, name, stage, home, str(tmp_path), env=LATE):
         assert REFUSED[name] in found["refused"] and found["kept"] == 0.0
         for text in SAID[name]:
@@ -239,7 +239,7 @@ def only_the_module(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_the_module_alone(tmp_path: Any) -> None:
+def test_module_only(tmp_path: Any) -> None:
     for found in run_ranks(only_the_module, 2, str(tmp_path)):
         assert found == {"error": 0.0, "steps": 0, "states": [], "rates": [0.001, 0.01], "random": True}
 
@@ -270,7 +270,7 @@ def with_a_schedule(folder: str) -> list[float]:
     return rates
 
 
-def test_a_schedule_of_other_groups_goes_on(tmp_path: Any) -> None:
+def test_schedule_with_other_groups_continues(tmp_path: Any) -> None:
     assert run_ranks(with_a_schedule, 2, str(tmp_path)) == [pytest.approx([0.001 / 8, 0.01 / 8])] * 2
 
 
@@ -297,7 +297,7 @@ def thawed_with_an_average(home: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("home", ["none", "nvme"])
-def test_an_average_of_what_was_thawed_begins_with_a_copy(home: str, tmp_path: Any) -> None:
+def test_average_of_unfrozen_parameters_starts_with_a_copy(home: str, tmp_path: Any) -> None:
     for found in run_ranks(thawed_with_an_average, 2, home, str(tmp_path)):
         assert len(found) == 6 and all(found.values()), found
 
@@ -320,5 +320,5 @@ def average_of_before(folder: str) -> bool:
     return same and average.updates == 1
 
 
-def test_an_average_that_was_saved_before_it_began_begins_anew(tmp_path: Any) -> None:
+def test_average_saved_before_its_first_update_restarts(tmp_path: Any) -> None:
     assert run_ranks(average_of_before, 2, str(tmp_path)) == [True, True]

@@ -30,7 +30,7 @@ ZERO_KNOBS: list[Knob] = [
 
 
 @pytest.mark.parametrize("knob", ZERO_KNOBS, ids=lambda knob: f"{knob[0]}={knob[1]}")
-def test_a_knob_of_zero_changes_no_result(knob: Knob) -> None:
+def test_options_do_not_change_results(knob: Knob) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3)
     transports = {1: "gloo", 2: "shm", 3: "gloo"}
     hold_all("tied", recipe, [Setting(stage=s, transport=t, zero=(knob,)) for s, t in transports.items()])
@@ -44,30 +44,32 @@ SCALES: list[tuple[Knob, ...]] = [
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda scale: "+".join(f"{k}={v}" for k, v in scale))
-def test_scaling_before_or_after_the_reduction(scale: tuple[Knob, ...], transport: str) -> None:
+def test_predivide_and_postdivide_factors(scale: tuple[Knob, ...], transport: str) -> None:
     recipe = Recipe(ranks=3, accumulation=2, steps=3)
     hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=scale) for s in range(4)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gradients_may_be_summed_over_ranks_and_not_averaged(ranks: int, transport: str) -> None:
+def test_gradients_can_be_summed_over_ranks(ranks: int, transport: str) -> None:
     config = (("gradient_allreduce_op", "sum"),)
     recipe = Recipe(ranks=ranks, accumulation=2, steps=3, summed=True, clipping=0.0)
     hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
+    for scale in (("prescale_gradients", True), ("gradient_predivide_factor", 4.0)):
+        hold_all("tied", recipe, [Setting(stage=s, transport=transport, config=(*config, scale)) for s in (0, 2)])
     wire = (*config, ("communication_data_type", "bf16"))
     settings = [Setting(stage=s, transport=transport, config=wire) for s in (0, 3)]
     hold_all("mlp", Recipe(ranks=ranks, steps=3, summed=True, clipping=0.5), settings, exact=False)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_gradients_may_travel_in_16_bits(dtype: str, transport: str) -> None:
+def test_gradients_can_be_reduced_in_16_bits(dtype: str, transport: str) -> None:
     config = (("communication_data_type", dtype),)
     settings = [Setting(stage=s, transport=transport, config=config) for s in range(4)]
     hold_all("mlp", Recipe(ranks=2, steps=3), settings, exact=False)
 
 
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
-def test_gradients_may_be_accumulated_in_either_dtype(grad_dtype: str, transport: str) -> None:
+def test_gradients_can_be_accumulated_in_either_dtype(grad_dtype: str, transport: str) -> None:
     recipe = Recipe(ranks=2, accumulation=2, steps=3, precision="bf16")
     config = (("data_types", {"grad_accum_dtype": grad_dtype}),)
     hold_all("mlp", recipe, [Setting(stage=s, transport=transport, config=config) for s in range(4)])
@@ -92,7 +94,7 @@ SHARDINGS: list[tuple[int, Knob]] = [
         pytest.param(3, "bf16", "shm", marks=pytest.mark.slow),
     ],
 )
-def test_cuts_over_fewer_ranks(accumulation: int, precision: str, transport: str) -> None:
+def test_sharding_over_fewer_ranks(accumulation: int, precision: str, transport: str) -> None:
     """hpZ gathers again from a smaller group; MiCS keeps replicas of sharded states."""
     recipe = Recipe(ranks=4, accumulation=accumulation, precision=precision, steps=3)
     settings = [Setting(stage=stage, transport=transport, zero=(knob,)) for stage, knob in SHARDINGS]
@@ -103,7 +105,7 @@ def start_only(config: dict[str, Any]) -> None:
     start(specimen("mlp"), config).destroy()
 
 
-def test_a_shard_size_that_does_not_divide_the_world_is_refused() -> None:
+def test_indivisible_shard_size_is_refused() -> None:
     config = ds_config(Recipe(), Setting(stage=3, zero=(("mics_shard_size", 2),)))
     with pytest.raises(RankError, match="mics_shard_size") as caught:
         run_ranks(start_only, 3, config)
@@ -124,13 +126,13 @@ def unused_is_an_error(stage: int) -> str:
     return ""
 
 
-def test_unused_parameters_are_named_when_they_are_not_to_be_ignored(stage: int) -> None:
+def test_unused_parameters_are_named_if_not_ignored(stage: int) -> None:
     for said in run_ranks(unused_is_an_error, 2, stage):
         assert "forgotten" in said or "blocks.1" in said
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sparse_gradients_of_embeddings_are_added_up_like_dense_ones(ranks: int) -> None:
+def test_sparse_embedding_gradients_are_reduced_like_dense_ones(ranks: int) -> None:
     recipe = Recipe(ranks=ranks, accumulation=2, steps=3)
     zero = (("contiguous_gradients", False),)
     settings = [Setting(stage=stage, config=(("sparse_gradients", True),)) for stage in range(4)]

@@ -58,13 +58,13 @@ def test_every_schedule_and_number_of_micro_batches(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["several", "named", "in place", "tied", "thrice", "row frozen", "row ragged"])
-def test_what_passes_between_layers_may_be_anything(name: str) -> None:
+def test_any_nested_value_passes_between_layers(name: str) -> None:
     _hold(name, 3, _settings(3, (1, 4)))
     _hold(name, 4, [Setting("1f1b", 5), Setting("interleaved", 3, 2), Setting("zero-bubble", 6)])
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "llama checkpointed", "gpt2", "mixtral", "falcon"])
-def test_models_of_transformers(name: str) -> None:
+def test_transformers_models(name: str) -> None:
     _hold(name, 2, _settings(2, (1, 3)))
     _hold(name, 4, [Setting("1f1b", 5), Setting("interleaved", 5, 2), Setting("zero-bubble", 4)])
 
@@ -75,7 +75,7 @@ def _row_bytes(micros: int) -> int:
 
 
 @pytest.mark.parametrize("setting", [Setting("1f1b", 5), Setting("interleaved", 4, 2), Setting("zero-bubble", 3)])
-def test_only_activations_cross_a_cut(setting: Setting) -> None:
+def test_only_activations_are_sent_between_stages(setting: Setting) -> None:
     """Each rank receives exactly one activation and one gradient per stage boundary and micro-batch."""
     once = _row_bytes(setting.micros)
     found = [one[0].moved for one in run_ranks(steps, 2, "row", [setting], True)]
@@ -84,7 +84,7 @@ def test_only_activations_cross_a_cut(setting: Setting) -> None:
     assert all(moved.keys() <= {"activations", "gradients"} for moved in found)
 
 
-def test_only_hidden_states_cross_a_cut_of_a_transformer() -> None:
+def test_only_hidden_states_are_sent_between_transformer_stages() -> None:
     found = [one[0].moved for one in run_ranks(steps, 3, "llama", [Setting("1f1b", 4)], True)]
     tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
     width = transformer("llama").config.hidden_size
@@ -93,7 +93,7 @@ def test_only_hidden_states_cross_a_cut_of_a_transformer() -> None:
 
 
 @pytest.mark.parametrize("setting", [Setting("1f1b", 4), Setting("interleaved", 4, 2)])
-def test_logits_of_routers_go_along_as_the_formula_says(setting: Setting) -> None:
+def test_router_logits_are_sent_as_in_the_formula(setting: Setting) -> None:
     found = [one[0].moved for one in run_ranks(steps, 2, "mixtral", [setting], True)]
     tokens = sum(text(micro)["input_ids"].numel() for micro in range(4))
     shape = from_transformers(transformer("mixtral").config.to_dict())
@@ -111,19 +111,19 @@ def test_logits_of_routers_go_along_as_the_formula_says(setting: Setting) -> Non
         assert moved.get("gradients", 0) == said.get("gradients of activations", 0) + back
 
 
-def test_shapes_are_told_once_for_each_shape_of_a_micro_batch() -> None:
+def test_shapes_are_sent_once_per_micro_batch_shape() -> None:
     first = [one[0].moved.get("headers", 0) for one in run_ranks(steps, 2, "row", [Setting("1f1b", 3)])]
     longer = [one[0].moved.get("headers", 0) for one in run_ranks(steps, 2, "row", [Setting("1f1b", 8)])]
     assert first == longer and first[0] == 0 < first[1] < 3 * 400  # three lengths, for any number of micro-batches
 
 
-def test_a_gradient_of_each_shared_parameter_goes_to_each_other_holder() -> None:
+def test_shared_parameter_gradients_are_sent_to_every_holder() -> None:
     settings = [Setting("1f1b", 2)]
     tied = [one[0] for one in run_ranks(steps, 3, "tied", settings)]
     assert [("tied_modules.embed.weight" in one.grads) for one in tied] == [True, False, True]
 
 
-def test_without_gradients_a_pipeline_gives_losses_and_outputs() -> None:
+def test_evaluation_returns_losses_and_outputs() -> None:
     for name, each in (("row", 1), ("row", 2), ("llama tied", 2), ("several", 1)):
         wanted = _expected(name, 4).losses
         found = run_ranks(evaluate, 3 if each == 1 else 4, name, 4, each)
@@ -139,6 +139,6 @@ def test_in_16_bits_losses_fall(name: str) -> None:
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_a_stage_whose_result_changes_by_itself_is_told_what_to_say() -> None:
+def test_changing_output_shape_raises_and_names_the_option() -> None:
     with pytest.raises(RankError, match=r"stage 0 returned torch.float32 \[2, 2, 8\] .* dynamic_shape=True"):
         run_ranks(unlike, 2, timeout=20.0)

@@ -82,7 +82,7 @@ def test_schedules_and_models(case: Case) -> None:
     ],
     ids=str,
 )
-def test_a_run_goes_on_in_another_layout(before: Case, after: Case, tmp_path: Path) -> None:
+def test_run_resumes_in_another_layout(before: Case, after: Case, tmp_path: Path) -> None:
     """A checkpoint of one layout continues in another.
 
     Both layouts have the same product of data-loading ranks and micro-batches, and read the same data in another order.
@@ -107,7 +107,7 @@ def test_a_run_goes_on_in_another_layout(before: Case, after: Case, tmp_path: Pa
     ],
     ids=str,
 )
-def test_stages_beside_other_axes(case: Case) -> None:
+def test_stages_combined_with_other_axes(case: Case) -> None:
     _hold(case, 4)
 
 
@@ -122,7 +122,7 @@ def test_stages_beside_other_axes(case: Case) -> None:
     ],
     ids=str,
 )
-def test_an_error_of_one_stage_is_raised_by_all_and_the_next_batch_follows(case: Case, faulty: int, ranks: int) -> None:
+def test_error_of_one_stage_raises_on_all_and_the_next_batch_trains(case: Case, faulty: int, ranks: int) -> None:
     stage = faulty // (ranks // case.pp)
     faults = tuple(
         fault
@@ -159,7 +159,7 @@ def test_an_error_of_one_stage_is_raised_by_all_and_the_next_batch_follows(case:
 
 
 @pytest.mark.parametrize("kind", ["windlass", "deepspeed"])
-def test_what_an_engine_of_a_pipeline_answers_and_refuses(kind: str) -> None:
+def test_queries_and_refusals_of_a_pipeline_engine(kind: str) -> None:
     first, last = run_ranks(manners, 2, kind)
     assert "PipelineEngine" in first["bases"] and ("DeepSpeedEngine" in first["bases"]) is (kind == "deepspeed")
     assert (first["first"], first["last"], last["first"], last["last"]) == (True, False, False, True)
@@ -180,17 +180,17 @@ def test_what_an_engine_of_a_pipeline_answers_and_refuses(kind: str) -> None:
     assert first["trained"] == last["trained"] == pytest.approx(last["eval"][0]) and first["again"] < first["trained"]
 
 
-def test_stages_that_read_other_micro_batches_are_told() -> None:
+def test_stages_that_read_different_micro_batches_raise() -> None:
     with pytest.raises(RankError, match="ranks 0 and 1 are stages of one pipeline and got different"):
         run_ranks(read_apart, 2)
 
 
-def test_training_data_comes_again_and_again() -> None:
+def test_training_data_is_repeated() -> None:
     first, last = run_ranks(from_a_loader, 2)
     assert first == last and len(first) == 5
 
 
-def test_an_optimizer_over_the_whole_model_steps_what_is_left_of_it() -> None:
+def test_optimizer_of_the_full_model_steps_the_local_stage() -> None:
     by_groups, by_config = (run_ranks(own_optimizer, 2, groups)[0] for groups in (True, False))
     error, where = relative_error(by_groups, by_config)
     assert error <= BOUND, f"{where} off by {error:.2e}"
@@ -236,7 +236,7 @@ def test_parameters_are_gathered_and_gradients_reduced_once_a_step_or_once_a_mic
             assert 4 * elements <= other.payload["gather"] <= 8 * elements
 
 
-def test_where_a_stage_does_not_fit_it_is_gathered_for_each_micro_batch() -> None:
+def test_stage_that_does_not_fit_is_gathered_per_micro_batch() -> None:
     tight = run_ranks(too_small, 2, env={"WINDLASS_EMULATE_DEVICE": "64K"}, timeout=60.0)
     roomy = run_ranks(too_small, 2, env={"WINDLASS_EMULATE_DEVICE": "4M"}, timeout=60.0)
     assert [found["held"] for found in tight] == [0, 0] and all(found["held"] for found in roomy)
@@ -244,7 +244,7 @@ def test_where_a_stage_does_not_fit_it_is_gathered_for_each_micro_batch() -> Non
     assert [found["loss"] for found in tight] == pytest.approx([found["loss"] for found in roomy], rel=BOUND)
 
 
-def test_a_stage_that_is_unfrozen_learns_once_all_ranks_refresh() -> None:
+def test_unfrozen_stage_trains_after_all_ranks_refresh() -> None:
     (first, state, said), (last, _, _) = run_ranks(unfreeze, 2)
     losses, wanted = unfrozen_alone()
     assert "call engine.refresh() on every rank of the pipeline first" in said

@@ -91,7 +91,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("what", WORDS)
-def test_refused_by_name_on_every_rank(what: str) -> None:
+def test_invalid_input_is_refused_by_name_on_every_rank(what: str) -> None:
     for said in run_ranks(refusal, 2, what):
         for word in WORDS[what]:
             assert word in said
@@ -123,7 +123,7 @@ def apart() -> list[str]:
     return said
 
 
-def test_ranks_that_build_different_models_are_told_in_which_parameter() -> None:
+def test_ranks_with_different_models_raise_with_the_parameter() -> None:
     for frozen, other, narrow, group in run_ranks(apart, 2, timeout=20):
         for said in (frozen, other, narrow, group):
             assert said.startswith("ModelError: the model is not the same on all ranks"), said
@@ -179,7 +179,7 @@ BAD_DISKS = {
 
 
 @pytest.mark.parametrize("what", BAD_DISKS)
-def test_a_disk_that_one_rank_cannot_use_is_named_on_all_and_changes_nothing(what: str, tmp_path: Path) -> None:
+def test_unusable_disk_of_one_rank_raises_on_all_and_changes_nothing(what: str, tmp_path: Path) -> None:
     for said, same, left in run_ranks(bad_disk, 2, what, str(tmp_path)):
         assert said.startswith("StorageError: ") and "rank 1: " in said and "rank 0" not in said.replace("rank0", "")
         for word in BAD_DISKS[what]:
@@ -203,7 +203,7 @@ def space_taken(folder: str, optimizer: str) -> list[int]:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD"])
-def test_all_the_space_is_taken_before_anything_moves(optimizer: str, tmp_path: Path) -> None:
+def test_all_space_is_reserved_before_any_transfer(optimizer: str, tmp_path: Path) -> None:
     for before, after in run_ranks(space_taken, 2, str(tmp_path), optimizer):
         assert before == after > 0
 
@@ -245,7 +245,7 @@ def _began(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
-def test_files_are_private_and_only_the_dead_ones_are_removed(tmp_path: Path) -> None:
+def test_files_are_private_and_only_those_of_dead_processes_are_removed(tmp_path: Path) -> None:
     (found,) = run_ranks(files_of, 1, str(tmp_path))
     assert found["directory"] == [0o700] and found["file"] == (0o600, 0)
     assert not found["dead"] and found["live"] == "of a process" and found["left"]
@@ -281,7 +281,7 @@ print("next", len(os.listdir(folder)), flush=True)
 """
 
 
-def test_however_a_run_ends_nothing_of_it_stays(tmp_path: Path) -> None:
+def test_no_file_remains_after_any_exit(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.stdout.split("\n")[:4] == ["exit 0", "raise 0", "kill 1", "next 0"], done.stderr[-2000:]
 
@@ -307,7 +307,7 @@ def nan_loss(setting: Setting) -> list[str]:
     return [said, str(finite)]
 
 
-def test_a_nan_leaves_the_weights_finite_and_is_told(stage: int) -> None:
+def test_nan_loss_raises_and_leaves_the_weights_finite(stage: int) -> None:
     for said, finite in run_ranks(nan_loss, 2, Setting(stage=stage)):
         assert said.startswith("LossError") and "nan" in said.lower()
         assert finite == "True"
@@ -324,7 +324,9 @@ def set_by_hand(stages: list[int]) -> None:
         engine = windlass.initialize(model=model, config=config)[0]
         before = engine.full_state_dict()
         engine.backward(engine(torch.ones(1, 3)).sum())
-        with pytest.raises(ModelError, match=r"'bias'.grad was set by hand \(1 such\).*torch.autograd.backward"):
+        with pytest.raises(
+            ModelError, match=r"'bias'.grad was assigned by the script \(1 such parameters\).*torch.autograd.backward"
+        ):
             model.bias.grad = torch.ones(1)
         assert all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
         engine.zero_grad()
@@ -342,5 +344,5 @@ def set_by_hand(stages: list[int]) -> None:
         engine.destroy()
 
 
-def test_a_gradient_set_by_hand_is_not_passed_over() -> None:
+def test_manually_set_gradient_is_not_ignored() -> None:
     run_ranks(set_by_hand, 2, [0, 3])

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.dist import pipeline_engine_runs
+import windlass
+from tests.dist import parallel_runs, pipeline_engine_runs
 from tests.dist.equivalence_runs import ADAMW, Setting, ds_config, specimen, start
 from tests.dist.harness import run_ranks
 from tests.dist.test_offload import homes
@@ -29,6 +30,17 @@ CASES = [
     (3, "cpu", "cpu", {}),
     (2, "cpu", "none", {"delayed_update": True}),
 ]
+
+OFFLOADED_ACTIVATIONS = {"activation_checkpointing": {"cpu_checkpointing": True}}
+AXES = {
+    "tp": parallel_runs.Case("llama", (("tp", 2),), stage=1),
+    "sp": parallel_runs.Case("llama", (("sp", 2),), stage=3),
+    "ring": parallel_runs.Case("llama", (("sp", 2),), stage=2, sequence="ring"),
+    "ep": parallel_runs.Case("mixtral", (("ep", 2),), stage=3),
+    "offloaded activations": parallel_runs.Case("llama", (("tp", 1),), 3, world=2, more=(("recompute", True),)),
+    "adapters over a pipeline": parallel_runs.Case("llama-lora", (("pp", 2),), stage=3, more=(("recompute", True),)),
+    "whole rule": parallel_runs.Case("llama", (("tp", 2),), stage=1, optimizer="Lamb", params=(("lr", 1e-3),)),
+}
 
 LASTING = ("files", "threads", "python threads", "shared memory")
 
@@ -81,6 +93,29 @@ def pipeline_steps() -> tuple[Any, Callable[[int], None]]:
     return engine, lambda number: pipeline_engine_runs.one_step(engine, case, number % 7) and None
 
 
+def axes_steps(name: str) -> tuple[Any, Callable[[int], None]]:
+    case = AXES[name]
+    config = parallel_runs.config_of(case) | (OFFLOADED_ACTIVATIONS if name == "offloaded activations" else {})
+    engine = windlass.initialize(model=parallel_runs.build(case.model, tied=False), config=config)[0]
+    _, reader = engine.data_loading_ranks
+
+    def step(number: int) -> None:
+        batch = parallel_runs.batch(number % 7, 0, reader)
+        if engine.mesh.pp.size > 1:
+            engine.train_batch(iter([batch]))
+        else:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+    return engine, step
+
+
+def begin(case: Any, folder: str) -> tuple[Any, Callable[[int], None]]:
+    if isinstance(case, str):
+        return pipeline_steps() if case == "pipeline" else axes_steps(case)
+    return zero_steps(case, folder)
+
+
 def settle(engine: Any) -> None:
     """Wait for all transfers, since the last writes of a step continue in the next one."""
     homes = engine._sharded.tiers
@@ -91,7 +126,7 @@ def settle(engine: Any) -> None:
 
 def runs(folder: str, cases: list[Any], warm: int, steps: int) -> Iterator[tuple[Any, dict[str, int], dict[str, int]]]:
     for case in cases:
-        engine, step = pipeline_steps() if case == "pipeline" else zero_steps(case, folder)
+        engine, step = begin(case, folder)
         for number in range(warm):
             step(number)
         settle(engine)
@@ -126,12 +161,12 @@ def hold(cases: list[Any], warm: int, steps: int, growth: int, transport: str, f
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_some_steps_keep_no_object(transport: str, tmp_path: Path) -> None:
-    hold([CASES[3], "pipeline"], 10, 40, 64 << 20, transport, tmp_path, 300)
+def test_steps_leave_no_objects(transport: str, tmp_path: Path) -> None:
+    hold([CASES[3], "pipeline", "ep", "offloaded activations"], 10, 40, 64 << 20, transport, tmp_path, 300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-@pytest.mark.parametrize("case", [*CASES, "pipeline"], ids=str)
-def test_two_thousand_steps_keep_nothing(case: Any, transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [*CASES, "pipeline", *AXES], ids=str)
+def test_two_thousand_steps_leave_no_resources(case: Any, transport: str, tmp_path: Path) -> None:
     hold([case], 200, 2000, 4 << 20, transport, tmp_path, 3600)

@@ -117,7 +117,7 @@ def configuration(kind: str, stage: int, **more: Any) -> dict[str, Any]:
         ("deepseek", 1, {"tp": 2}, 2),
     ],
 )
-def test_biases_move_as_in_one_process(kind: str, stage: int, parallel: dict[str, int], ranks: int) -> None:
+def test_biases_are_updated_as_in_one_process(kind: str, stage: int, parallel: dict[str, int], ranks: int) -> None:
     seen = run_ranks(train, ranks, kind, configuration(kind, stage, parallel=parallel), transport="gloo", timeout=120)
     readers = ranks // parallel.get("tp", 1)
     losses, moved = plain(kind, readers)
@@ -157,7 +157,7 @@ def skipped() -> list[Tensor]:
     return biases(engine.module)
 
 
-def test_a_step_that_is_skipped_moves_nothing() -> None:
+def test_skipped_step_updates_no_bias() -> None:
     (moved,) = run_ranks(skipped, 1)
     assert all(bool((bias == 0).all()) for bias in moved)
 
@@ -173,6 +173,6 @@ def refused() -> str:
     return ""
 
 
-def test_a_rate_without_anything_to_balance_is_refused() -> None:
+def test_update_rate_without_a_router_bias_is_refused() -> None:
     (said,) = run_ranks(refused, 1)
     assert "Linear has no router with a buffer e_score_correction_bias" in said

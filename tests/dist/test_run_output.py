@@ -48,7 +48,7 @@ def rows(path: Path) -> list[float]:
         return [float(row[1]) for row in list(csv.reader(file))[1:]]
 
 
-def test_monitors_say_what_the_engine_says(tmp_path: Path) -> None:
+def test_monitors_write_the_engine_values(tmp_path: Path) -> None:
     found = run_ranks(monitored, 2, str(tmp_path))
     files = {path.stem.lower(): rows(path) for path in tmp_path.rglob("*.csv")}
     assert all(len(values) == STEPS for values in files.values()), files

@@ -82,6 +82,6 @@ def refused() -> str:
     return str(told.value)
 
 
-def test_mlps_that_gather_tokens_are_not_computed_in_parts() -> None:
+def test_mlps_that_gather_tokens_cannot_be_tiled() -> None:
     """An MLP that gathers tokens is refused: ranks with different numbers of tiles would deadlock."""
     assert all("tiled_mlp=False" in told for told in run_ranks(refused, 2))

@@ -82,7 +82,7 @@ def loaded(from_first: bool) -> None:
 
 
 @pytest.mark.parametrize("from_first", [False, True])
-def test_a_model_takes_parts_as_they_are(from_first: bool) -> None:
+def test_model_accepts_sharded_batches(from_first: bool) -> None:
     run_ranks(loaded, 2, from_first)
 
 
@@ -159,7 +159,7 @@ def test_a_registered_model_and_its_loader(world: int, pads: bool, by_name: bool
 
 
 @pytest.mark.parametrize("pads", [True, False])
-def test_positions_that_a_model_derives_are_those_of_whole_sequences(pads: bool) -> None:
+def test_derived_positions_are_those_of_whole_sequences(pads: bool) -> None:
     """Positions derived from the mask (OPT) or from non-padding ids (RoBERTa) are those of full sequences.
 
     A shard of a sequence does not contain them.
@@ -205,7 +205,7 @@ def distributed_attention(tokens_first: bool, heads: int, keys: int, sizes: list
     ("tokens_first", "heads", "keys", "sizes"),
     [(True, 4, 4, [6, 6]), (False, 4, 2, [5, 4]), (True, 7, 7, [3, 3, 3, 3]), (False, 4, 1, [2, 5, 1, 4])],
 )
-def test_attention_of_ones_own(tokens_first: bool, heads: int, keys: int, sizes: list[int]) -> None:
+def test_user_defined_attention(tokens_first: bool, heads: int, keys: int, sizes: list[int]) -> None:
     run_ranks(distributed_attention, len(sizes), tokens_first, heads, keys, sizes)
 
 
@@ -227,7 +227,7 @@ def cross_entropy() -> None:
     check_close(own.grad, logits.grad.narrow(0, start, sizes[axis.index]), "gradient")
 
 
-def test_the_cross_entropy_of_all_tokens() -> None:
+def test_cross_entropy_of_all_tokens() -> None:
     run_ranks(cross_entropy, 2)
 
 
@@ -241,7 +241,7 @@ def _mlp(self: _Layer, x: Tensor) -> Tensor:
     return self.down(self.up(x).relu())
 
 
-def test_computations_in_parts_by_their_old_names() -> None:
+def test_tiled_computations_under_deepspeed_names() -> None:
     from windlass.compat.tiled_compute import (
         SequenceTiledCompute,
         TiledFusedLogitsLoss,
@@ -312,7 +312,7 @@ def wrong() -> list[str]:
     return said
 
 
-def test_what_is_wrong_with_them_is_told() -> None:
+def test_invalid_loaders_are_refused() -> None:
     said = run_ranks(wrong, 2)
     assert said[0] == said[1]
     wanted = ["eager", "sequence_parallel_size = 3", "scatter_idx = 1", "rotary_pos_emb", "labels", "1 tokens"]

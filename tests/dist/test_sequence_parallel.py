@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 
 VOCABULARY = 40
 BOUND = 1e-5
@@ -165,7 +166,7 @@ ON = [(2, "ulysses"), (2, "ring"), (3, "ulysses"), (3, "ring"), (4, "ring, unbal
 
 
 @pytest.mark.parametrize(("world", "way"), [*ON, (4, "ulysses"), (4, "ring"), (4, "both, unbalanced")])
-def test_every_kind_of_batch_of_an_odd_length(world: int, way: str) -> None:
+def test_every_kind_of_batch_with_odd_length(world: int, way: str) -> None:
     run_ranks(law, world, way, [("llama", {}, kind, 13) for kind in BATCHES])
 
 
@@ -181,8 +182,9 @@ def test_every_kind_of_head(world: int, way: str) -> None:
     run_ranks(law, world, way, heads)
 
 
-@pytest.mark.parametrize(("world", "way"), [*ON, (4, "ulysses")])
-def test_models_of_other_kinds(world: int, way: str) -> None:
+@in_shares
+@pytest.mark.parametrize(("number", "world", "way"), [(n, *on) for n, on in enumerate([*ON, (4, "ulysses")])])
+def test_models_of_other_architectures(number: int, world: int, way: str, every: bool) -> None:
     models: list[tuple[str, dict[str, Any], str, int]] = [
         ("gpt2", {}, "plain", 13),
         ("gpt2", {"tie_word_embeddings": False}, "packed", 13),
@@ -195,11 +197,11 @@ def test_models_of_other_kinds(world: int, way: str) -> None:
         *((name, {}, kind, 13) for name in ("opt", "roberta") for kind in ("plain", "left", "holes")),
         ("biogpt", {}, "left", 13),
     ]
-    run_ranks(law, world, way, models)
+    run_ranks(law, world, way, share(models, number, 3, every))
 
 
 @pytest.mark.parametrize(("world", "way"), [(2, "ulysses"), (3, "ring"), (4, "both")])
-def test_the_loss_that_balances_routers_is_that_of_whole_sequences(world: int, way: str) -> None:
+def test_router_loss_is_that_of_whole_sequences(world: int, way: str) -> None:
     kinds = [("mixtral", "plain"), ("mixtral", "right"), ("mixtral", "packed"), ("qwen2_moe", "left")]
     run_ranks(law, world, way, [(name, {}, kind, 13) for name, kind in kinds])
 
@@ -279,7 +281,7 @@ def dropping(way: str, recompute: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("world", "way", "recompute"), [(2, "ulysses", True), (3, "ring", False), (4, "both", False)])
-def test_ranks_drop_the_weights_that_one_process_drops(world: int, way: str, recompute: bool) -> None:
+def test_attention_dropout_equals_that_of_one_process(world: int, way: str, recompute: bool) -> None:
     run_ranks(dropping, world, way, recompute)
 
 
@@ -307,7 +309,7 @@ def loss_bytes(ranks: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ulysses_moves_four_times_the_tokens_over_the_ranks(ranks: int) -> None:
+def test_ulysses_traffic_equals_the_formula(ranks: int) -> None:
     """A layer moves `4 N h / P` elements less the part that each rank keeps, and as many in the backward."""
     one_way = 4 * SAMPLES * TOKENS * FEATURES // ranks * (ranks - 1) // ranks
     wanted = {"all_to_all": 2 * LAYERS * one_way * FLOAT, "all_reduce": loss_bytes(ranks)}
@@ -315,7 +317,7 @@ def test_ulysses_moves_four_times_the_tokens_over_the_ranks(ranks: int) -> None:
     assert moved == [wanted] * ranks
 
 
-def test_ulysses_moves_fewer_heads_of_keys_as_often_as_they_are_used() -> None:
+def test_ulysses_sends_shared_key_heads_once_per_user() -> None:
     """One key head for four query heads is sent to each of four ranks."""
     queries_and_output = 2 * SAMPLES * TOKENS * FEATURES // 4 * 3 // 4
     keys_and_values = 2 * SAMPLES * TOKENS // 4 * 3 * (FEATURES // 4)
@@ -325,7 +327,7 @@ def test_ulysses_moves_fewer_heads_of_keys_as_often_as_they_are_used() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_ring_moves_keys_and_values_round_and_their_gradients_home(ranks: int) -> None:
+def test_ring_traffic_equals_the_formula(ranks: int) -> None:
     block = 2 * SAMPLES * TOKENS // ranks * (FEATURES // 2)  # two key heads of four
     forward, backward = (ranks - 1) * block, (ranks - 1) * block + ranks * block
     wanted = {"pass_on": LAYERS * (forward + backward) * FLOAT, "all_reduce": loss_bytes(ranks)}
@@ -333,14 +335,14 @@ def test_a_ring_moves_keys_and_values_round_and_their_gradients_home(ranks: int)
     assert moved == [wanted] * ranks
 
 
-def test_a_ring_stops_where_a_window_ends() -> None:
+def test_ring_stops_at_the_end_of_the_window() -> None:
     """With 6 tokens per rank and a window of 5, one previous block is enough, and gradients return one rank."""
     block = 2 * SAMPLES * TOKENS // 4 * (FEATURES // 2)
     moved = run_ranks(bytes_of, 4, "ring, unbalanced", "mistral", {}, TOKENS)
     assert [one["pass_on"] for one in moved] == [LAYERS * (block + block + 2 * block) * FLOAT] * 4
 
 
-def test_both_together_move_what_each_moves_among_its_own() -> None:
+def test_combined_traffic_is_the_sum_of_both() -> None:
     one_way = (2 * FEATURES + 2 * FEATURES // 2) * SAMPLES * TOKENS // 4 // 2  # half of a quarter of the tokens
     block = 2 * SAMPLES * TOKENS // 2 * (FEATURES // 4)  # one key head of half the tokens
     wanted = {
@@ -351,7 +353,7 @@ def test_both_together_move_what_each_moves_among_its_own() -> None:
     assert run_ranks(bytes_of, 4, "both", "llama", {}, TOKENS) == [wanted] * 4
 
 
-# ------------------------------------------------------------------------------------------- what a model is asked for
+# ----------------------------------------------------------------------------- attributes that are read from a model
 
 
 def outputs(way: str) -> None:
@@ -383,7 +385,7 @@ def outputs(way: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "way"), [(2, "ulysses"), (4, "both"), (3, "ring")])
-def test_without_labels_outputs_are_whole(world: int, way: str) -> None:
+def test_outputs_without_labels_are_full_sequences(world: int, way: str) -> None:
     run_ranks(outputs, world, way)
 
 
@@ -430,7 +432,7 @@ def other_calls() -> None:
         check_mean(axis, gradients, expected, "recomputed")
 
 
-def test_calls_of_other_kinds() -> None:
+def test_generation_and_other_calls() -> None:
     run_ranks(other_calls, 2)
 
 
@@ -454,7 +456,7 @@ def interleaved() -> None:
     check_mean(axis, {n: p.grad for n, p in model.named_parameters()}, wanted, "interleaved")
 
 
-def test_forwards_that_wait_for_their_backwards() -> None:
+def test_several_forwards_before_their_backwards() -> None:
     run_ranks(interleaved, 2)
 
 
@@ -567,7 +569,7 @@ def refused() -> list[str]:
 
 
 REFUSALS = [
-    "ModelError: Linear is no model of transformers",
+    "ModelError: Linear is not a transformers model",
     'ConfigError: sp_mode = "stripes" is unknown; write "ulysses"',
     r"ConfigError: ulysses_degree = 3 does not divide the 2 ranks along sp; \[1, 2\] would",
     'ConfigError: ulysses_degree = 2 of 2 ranks contradicts sp_mode = "ring"',
@@ -579,7 +581,7 @@ REFUSALS = [
     "ModelError: LlamaForCausalLM got output_attentions",
     "ModelError: LlamaForCausalLM got logits_to_keep",
     r"ModelError: attention_mask is \[2, 1, 8, 8\]",
-    r"ModelError: speaker has the shape \[2, 8\] of one value a token",
+    r"ModelError: speaker has the shape \[2, 8\] of one value per token",
     "ModelError: the batch describes packed documents by one of cu_seq_lens_q",
     r"ModelError: labels has the shape \[2, 7\], but the sequences have 8 tokens",
     r"ModelError: a batch with the keys \['labels'\] has neither input_ids",
@@ -588,7 +590,7 @@ REFUSALS = [
 ]
 
 
-def test_what_can_not_be_cut_is_told() -> None:
+def test_unshardable_inputs_are_refused() -> None:
     said = run_ranks(refused, 2)
     assert said[0] == said[1] and len(said[0]) == len(REFUSALS)
     for found, wanted in zip(said[0], REFUSALS, strict=True):

@@ -220,14 +220,14 @@ def _nothing() -> Any:
         pytest.param(False, 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_built_sharded_has_the_bits_of_one_built_whole(floor: bool, ranks: int) -> None:
+def test_sharded_init_is_bitwise_equal_to_plain_init(floor: bool, ranks: int) -> None:
     names = [*ZOO, *HF_ZOO, *AWKWARD]
     for said in run_ranks(all_differences, ranks, names, floor, timeout=120):
         assert not said
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_models_of_transformers_have_the_bits_of_plain_ones(ranks: int) -> None:
+def test_transformers_models_are_bitwise_equal_to_plain_ones(ranks: int) -> None:
     pytest.importorskip("transformers")
     names = [f"hf_{name}" for name in ("llama", "gpt2", "bert", "t5", "qwen_moe")]
     for said in run_ranks(all_differences, ranks, names, True, timeout=120):
@@ -275,7 +275,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_trains_as_a_model_built_whole(ranks: int, transport: str) -> None:
+def test_sharded_init_trains_as_plain_init(ranks: int, transport: str) -> None:
     recipe = Recipe(ranks, steps=2, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params)
     settings = [Setting(s.stage, persistence=s.persistence, zero=s.zero, transport=transport) for s in SETTINGS]
     names = ["tied", "lora", "odd_shapes"] if ranks == 2 else ["tied", "odd_shapes"]
@@ -285,7 +285,7 @@ def test_it_trains_as_a_model_built_whole(ranks: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_awkward_models_and_narrow_precisions_train_so_too(precision: str) -> None:
+def test_unusual_models_and_precisions_train_as_plain_init(precision: str) -> None:
     recipe = Recipe(2, steps=2, precision=precision, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params)
     names = ["t5"] if precision == "bf16" else ["untidy", "frozen_first", "convolutions", "weight_norm", "t5"]
     for said in run_ranks(train_both, 2, names, recipe, [Setting(3)], transport="shm", timeout=180):
@@ -293,7 +293,7 @@ def test_awkward_models_and_narrow_precisions_train_so_too(precision: str) -> No
 
 
 @pytest.mark.parametrize("zero", [{"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}])
-def test_fewer_ranks_a_cut_and_second_copies(zero: dict[str, Any]) -> None:
+def test_mics_and_secondary_shards(zero: dict[str, Any]) -> None:
     recipe = Recipe(4, steps=2, optimizer="AdamW", optimizer_params=RECIPE.optimizer_params)
     settings = [Setting(3, zero=tuple(zero.items()))]
     for said in run_ranks(train_both, 4, ["tied"], recipe, settings, transport="gloo", timeout=120):
@@ -320,7 +320,7 @@ def said_at_stage(stage: int) -> list[str]:
     return [line for line in lines if "zero.Init" in line]
 
 
-def test_a_stage_that_keeps_models_whole_says_so_in_one_line() -> None:
+def test_stage_without_sharded_parameters_logs_one_line() -> None:
     for said in run_ranks(said_at_stage, 2, 1):
         assert len(said) == 1 and "sharded 2 parameters" in said[0] and "stage 1 gathers" in said[0]
     assert run_ranks(said_at_stage, 2, 3) == [[], []]
@@ -382,7 +382,7 @@ def accesses() -> dict[str, Any]:
     return dict(before=before, read=read, refused=refused, unchanged=unchanged, changed=changed, trained=trained)
 
 
-def test_before_initialize_values_are_whole_or_refused() -> None:
+def test_values_before_initialize_are_full_or_refused() -> None:
     for seen in run_ranks(accesses, 2, transport="shm"):
         assert set(seen["refused"]) == {"forward", "data", "copy_", "fill_", "state_dict", "deepcopy", "twice"}
         for name, text in seen["refused"].items():
@@ -471,7 +471,7 @@ def from_a_file(directory: str) -> tuple[bool, list[str], list[str]]:
     return isinstance(model.weight, nn.Parameter), said, named
 
 
-def test_pieces_can_lie_in_a_file_that_has_no_name(tmp_path: Path) -> None:
+def test_shards_can_be_in_an_unlinked_file(tmp_path: Path) -> None:
     for _, said, named in run_ranks(from_a_file, 2, str(tmp_path)):
         assert not said and not named
 
@@ -541,7 +541,7 @@ def peak_of(megabytes: int, layers: int) -> dict[str, float]:
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
 # `test_from_pretrained` and `test_sharded_init_partition` check the same for loaded and for tensor-parallel models
 @pytest.mark.slow
-def test_memory_rises_by_a_ranks_share_and_two_tensors(transport: str) -> None:
+def test_memory_grows_by_one_shard_and_two_tensors(transport: str) -> None:
     ranks = 3
     for seen in fresh_ranks(peak_of, ranks, 96, 24, transport=transport):
         allowed = seen["model"] / ranks + 2 * seen["largest"]
@@ -563,7 +563,7 @@ def other_code() -> None:
         raise AssertionError("rank 1's values were lost")
 
 
-def test_what_one_rank_does_alone_counts_inside_gathered_parameters() -> None:
+def test_changes_of_one_rank_count_inside_gathered_parameters() -> None:
     run_ranks(other_code, 2)
 
 

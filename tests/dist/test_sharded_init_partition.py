@@ -49,7 +49,7 @@ def peak(directory: str, small: str, axes: dict[str, int]) -> dict[str, float]:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="proportional memory is Linux's")
 @pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=str)
-def test_memory_rises_by_a_ranks_part(tmp_path: Path, axes: dict[str, int]) -> None:
+def test_memory_grows_by_one_part(tmp_path: Path, axes: dict[str, int]) -> None:
     large(str(tmp_path / "large"))
     build("llama", tied=False).save_pretrained(tmp_path / "small")  # type: ignore[operator]
     arguments = (str(tmp_path / "large"), str(tmp_path / "small"), axes)
@@ -94,7 +94,7 @@ def refused() -> dict[str, Any]:
     return {"said": said, "same": same}
 
 
-def test_what_cannot_be_cut_is_as_it_was() -> None:
+def test_refused_model_is_unchanged() -> None:
     for seen in run_ranks(refused, 2):
         assert seen["same"]
         assert "no experts" in seen["said"]["no plan"]

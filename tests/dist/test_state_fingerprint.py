@@ -36,7 +36,7 @@ def trained(model: str, optimizer: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("tied", "AdamW"), ("lora", "Muon"), ("unused_by_step", "stranger")])
-def test_one_for_all_layouts(model: str, optimizer: str, tmp_path: Any) -> None:
+def test_fingerprint_is_equal_for_all_layouts(model: str, optimizer: str, tmp_path: Any) -> None:
     first, second = run_ranks(trained, 2, model, optimizer, str(tmp_path), env=LATE, timeout=120)
     assert first == second
     assert len(set(first)) == 1, dict(zip(LAYOUTS, first, strict=True))
@@ -79,7 +79,7 @@ def after_changes(layout: Layout, folder: str) -> dict[str, str]:
     [Layout(2, 3, "disk"), pytest.param(Layout(2, 0), marks=pytest.mark.slow)],
     ids=["stage 3 on disk", "stage 0"],
 )
-def test_another_after_one_bit(layout: Layout, tmp_path: Any) -> None:
+def test_one_bit_changes_the_fingerprint(layout: Layout, tmp_path: Any) -> None:
     found, other = run_ranks(after_changes, 2, layout, str(tmp_path), env=LATE, timeout=120)
     assert found == other
     assert found.pop("nothing again") == found["nothing"]
@@ -123,7 +123,7 @@ def loaded_wrongly(folder: str) -> tuple[str, list[str]]:
     return wrong, [line for line in said if "fingerprint" in line]
 
 
-def test_a_load_is_held_against_what_was_saved(tmp_path: Any) -> None:
+def test_load_compares_the_fingerprint(tmp_path: Any) -> None:
     for wrong, said in run_ranks(loaded_wrongly, 2, str(tmp_path)):
         assert "was loaded, but parameters differ from the saved ones: their fingerprint is " in wrong
         assert len(said) == 1 and said[0].startswith("fingerprint ")
@@ -156,5 +156,5 @@ def logged(every: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("every", "lines"), [(2, 2), (0, 0)])
-def test_it_is_logged_when_asked(every: int, lines: int) -> None:
+def test_fingerprint_is_logged_at_its_interval(every: int, lines: int) -> None:
     assert [len(found) for found in run_ranks(logged, 2, every)] == [lines, lines]

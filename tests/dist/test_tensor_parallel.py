@@ -73,7 +73,9 @@ def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
 
 
 @pytest.mark.parametrize(("name", "changes", "ranks", "options"), [_quick(law) for law in LAWS], ids=str)
-def test_a_cut_model_is_the_whole_one(name: str, changes: dict[str, Any], ranks: int, options: dict[str, Any]) -> None:
+def test_sharded_model_equals_the_full_model(
+    name: str, changes: dict[str, Any], ranks: int, options: dict[str, Any]
+) -> None:
     for apart in run_ranks(trained_beside, ranks, name, changes, options):
         assert apart.loss < EXACT, apart
         assert apart.logits < EXACT, apart
@@ -83,7 +85,7 @@ def test_a_cut_model_is_the_whole_one(name: str, changes: dict[str, Any], ranks:
 
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2"])
-def test_it_is_so_to_the_precision_of_the_loss(name: str, options: dict[str, Any]) -> None:
+def test_sharded_loss_has_full_precision(name: str, options: dict[str, Any]) -> None:
     """All but the loss has 64 bits; transformers computes the loss in 32 bits too."""
     for apart in run_ranks(trained_beside, 3, name, {}, options, 2, torch.float64):
         assert apart.logits < 1e-13, apart
@@ -111,7 +113,7 @@ def moved_and_foretold(name: str, options: dict[str, Any]) -> tuple[dict[str, in
     ("options", "ranks"), [({}, 2), ({}, 3), (NORMS, 2), (NORMS, 3), ({"tp_overlap_chunks": 2}, 2)]
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "olmo2"])
-def test_bytes_are_those_of_the_formula(name: str, options: dict[str, Any], ranks: int) -> None:
+def test_bytes_equal_the_formula(name: str, options: dict[str, Any], ranks: int) -> None:
     for moved, foretold in run_ranks(moved_and_foretold, ranks, name, options):
         assert moved == foretold
 
@@ -154,7 +156,7 @@ def losses_of_parts(sizes: list[int], dtype: torch.dtype, z_loss: float) -> tupl
 @pytest.mark.parametrize(
     ("sizes", "dtype"), [([5, 5], "float32"), ([1, 9, 4], "float32"), ([6, 7], "bfloat16")], ids=str
 )
-def test_losses_of_parts_are_those_of_the_whole(sizes: list[int], dtype: str, z_loss: float) -> None:
+def test_vocabulary_parallel_losses_equal_the_full_loss(sizes: list[int], dtype: str, z_loss: float) -> None:
     exact = 1e-6 if dtype == "float32" else 1e-2
     for loss, gradient in run_ranks(losses_of_parts, len(sizes), sizes, getattr(torch, dtype), z_loss):
         assert loss < 1e-6
@@ -165,7 +167,7 @@ def wrong_label() -> None:
     vocab_parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 6]), tensor_axis())
 
 
-def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
+def test_label_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(RankError, match="a label is outside the vocabulary"):
         run_ranks(wrong_label, 2)
 
@@ -175,7 +177,7 @@ def wrong_token() -> None:
     model(input_ids=torch.tensor([[3, VOCABULARY]]))
 
 
-def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
+def test_token_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(RankError, match="a token is outside the vocabulary"):
         run_ranks(wrong_token, 2)
 
@@ -204,7 +206,7 @@ def logits_and_losses(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_logits_stay_cut_only_where_a_model_trains_on_labels(name: str) -> None:
+def test_logits_stay_sharded_only_if_the_model_trains_on_labels(name: str) -> None:
     for seen in run_ranks(logits_and_losses, 2, name):
         assert seen["part"] == seen["cut"] == seen["own"] < VOCABULARY
         assert seen["whole"] == VOCABULARY

@@ -22,11 +22,11 @@ _CASES = [
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
-def test_adapters_of_cut_layers_train_as_one_process(case: Case) -> None:
+def test_adapters_of_sharded_layers_train_as_one_process(case: Case) -> None:
     check(case)
 
 
-def test_adapters_of_cut_layers_are_saved_whole(tmp_path: Path) -> None:
+def test_adapters_of_sharded_layers_are_saved_in_full(tmp_path: Path) -> None:
     cut, dense = Case("llama-lora", (("tp", 2),), stage=2), Case("llama-lora", (("tp", 1),), stage=3)
     run_ranks(train, 2, cut, 2, str(tmp_path))
     wanted = plain("llama-lora", False, 1, 1)

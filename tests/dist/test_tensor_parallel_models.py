@@ -100,7 +100,7 @@ def strange() -> tuple[float, tuple[float, str]]:
     return logits, relative_error(whole_values(model, axis), dict(plain.named_parameters()))
 
 
-def test_a_table_cuts_a_model_that_nobody_knows() -> None:
+def test_table_shards_an_unknown_model() -> None:
     for logits, parameters in run_ranks(strange, 2):
         assert logits < EXACT
         assert parameters[0] < EXACT, parameters
@@ -114,7 +114,7 @@ def placed(name: str) -> tuple[int, int, bool]:
     return here, sum(torch.Size(get_placement(one).global_shape).numel() for one in model.parameters()), tied
 
 
-def test_tied_weights_stay_tied_and_memory_is_shared_out() -> None:
+def test_tied_weights_stay_tied_and_memory_is_sharded() -> None:
     (first, whole, tied), (second, _, also) = run_ranks(placed, 2, "gpt2")
     norms_and_biases = 2 * (4 * 24 + 24 + 24) + 2 * 24 + 32 * 24  # with the embedding of positions
     assert first + second == whole + norms_and_biases
@@ -145,7 +145,7 @@ def of_experts() -> tuple[set[str], bool, list[int]]:
     return set(placement.sharded_axes), same, list(experts.shape)
 
 
-def test_experts_may_be_spread_over_other_ranks() -> None:
+def test_experts_can_be_distributed_over_other_ranks() -> None:
     found = run_ranks(of_experts, 4)
     assert [shape for _, _, shape in found] == [[2, 32, 32], [2, 16, 32]] * 2  # 2 of 4 experts, 16 + 8 of 24 features
     assert all(cut == {"ep", "tp"} and same for cut, same, _ in found)
@@ -157,6 +157,6 @@ def cut_twice() -> None:
     apply_tensor_parallel(model, axis)
 
 
-def test_a_model_is_cut_once() -> None:
+def test_model_is_sharded_once() -> None:
     with pytest.raises(RankError, match="model.embed_tokens.weight is sharded over tp already; shard a model once"):
         run_ranks(cut_twice, 2)

@@ -38,7 +38,7 @@ def generated(name: str, options: dict[str, Any]) -> tuple[list[list[int]], list
     [*((name, {}) for name in ("llama", "qwen3", "gpt2", "phi3", "gpt_bigcode")), ("llama", NORMS), ("mixtral", NORMS)],
     ids=str,
 )
-def test_a_cut_model_generates_with_its_cache(name: str, options: dict[str, Any]) -> None:
+def test_sharded_model_generates_with_its_cache(name: str, options: dict[str, Any]) -> None:
     """Tokens are generated one at a time. Along a sequence of one token, some ranks have none."""
     for wanted, found in run_ranks(generated, 3, name, options):
         assert found == wanted
@@ -54,7 +54,7 @@ def inferred(name: str, options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
-def test_a_cut_model_runs_in_inference_mode(options: dict[str, Any]) -> None:
+def test_sharded_model_runs_in_inference_mode(options: dict[str, Any]) -> None:
     assert max(run_ranks(inferred, 2, "llama", options)) < EXACT
 
 
@@ -74,7 +74,7 @@ def recomputed(name: str, reentrant: bool, options: dict[str, Any]) -> float:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_layers_may_be_recomputed(name: str, reentrant: bool, options: dict[str, Any]) -> None:
+def test_layers_can_be_recomputed(name: str, reentrant: bool, options: dict[str, Any]) -> None:
     assert max(run_ranks(recomputed, 3, name, reentrant, options)) < EXACT
 
 
@@ -90,7 +90,7 @@ def frozen(name: str) -> float:
     return relative_error(whole_gradients(model, axis), wanted)[0]
 
 
-def test_parameters_may_be_frozen() -> None:
+def test_parameters_can_be_frozen() -> None:
     assert max(run_ranks(frozen, 2, "qwen3")) < EXACT
 
 
@@ -141,7 +141,7 @@ def kept_after(options: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
-def test_no_activation_outlives_a_step(options: dict[str, Any]) -> None:
+def test_no_activation_survives_a_step(options: dict[str, Any]) -> None:
     assert run_ranks(kept_after, 2, options) == [[], []]
 
 
@@ -180,7 +180,7 @@ def dropped(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, NORMS], ids=str)
-def test_what_is_cut_drops_other_elements_on_each_rank_and_what_is_whole_the_same(options: dict[str, Any]) -> None:
+def test_dropout_differs_on_sharded_and_agrees_on_replicated_activations(options: dict[str, Any]) -> None:
     first, second = run_ranks(dropped, 2, options)
     assert first["loss"] == second["loss"]
     assert not torch.equal(first["local"], second["local"])
@@ -212,7 +212,7 @@ def replicated_attention() -> tuple[torch.Tensor, bool, float]:
     return masks[0], torch.equal(masks[0], masks[3]) and torch.equal(masks[1], masks[2]), share
 
 
-def test_whole_modules_between_cut_sequences_drop_the_same_on_all_ranks() -> None:
+def test_full_sequence_modules_drop_the_same_elements_on_all_ranks() -> None:
     (first, again, share), (second, also, _) = run_ranks(replicated_attention, 2)
     assert torch.equal(first, second)
     assert again and also

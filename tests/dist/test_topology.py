@@ -49,7 +49,7 @@ def bits(*ranks: int) -> int:
     return sum(1 << rank for rank in ranks)
 
 
-def test_groups_sum_what_they_hold() -> None:
+def test_groups_reduce_over_their_ranks() -> None:
     three = run_ranks(in_three_layouts, 4)
     for rank, (cut, copied, dealt, refused) in enumerate(three):
         stage, place = divmod(rank, 2)
@@ -86,7 +86,7 @@ def read_back() -> tuple[dict[str, int], str]:
     return found, ""
 
 
-def test_a_grid_is_a_scripts_mpu_and_another_order_is_refused_on_every_rank() -> None:
+def test_grid_serves_as_mpu_and_another_rank_order_is_refused() -> None:
     """A grid is accepted as mpu, and another rank order is refused on every rank.
 
     Rank 0 has the same place in every order, so its groups reveal the order, and a problem of one rank is raised on
@@ -94,5 +94,5 @@ def test_a_grid_is_a_scripts_mpu_and_another_order_is_refused_on_every_rank() ->
     """
     for found, refused in run_ranks(read_back, 4):
         assert found == {"pp": 2, "ep": 1, "sp": 1, "tp": 2}
-        assert refused.startswith("rank 0: the mpu counts ranks in another order")
+        assert refused.startswith("rank 0: the mpu orders ranks differently")
         assert "the ranks of get_pipe_parallel_group() is [0, 1]" in refused and "would be [0, 2]" in refused

@@ -60,7 +60,7 @@ def assert_close(found: list[list[float]], wanted: list[list[float]]) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_plain_pytorch_goes_on_from_a_checkpoint(stage: int, tmp_path: Path) -> None:
+def test_plain_pytorch_resumes_from_a_checkpoint(stage: int, tmp_path: Path) -> None:
     wanted = run_ranks(saved_by_an_engine, RANKS, str(tmp_path), stage)
     torch.manual_seed(9)
     model = Net()
@@ -88,7 +88,7 @@ def taken_by_an_engine(stage: int, state: dict[str, Tensor], optimizer: dict[str
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_goes_on_from_plain_pytorch(stage: int) -> None:
+def test_engine_resumes_from_plain_pytorch(stage: int) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(groups_of(model), **LR)
@@ -122,7 +122,7 @@ def misfits(folder: str) -> dict[str, Any]:
     return {"said": said, "same": same, "left": (missing, unexpected), "now": now}
 
 
-def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
+def test_mismatch_is_named_and_changes_nothing(tmp_path: Path) -> None:
     found = run_ranks(misfits, RANKS, str(tmp_path))[0]
     assert not list(tmp_path.iterdir())
     missing, unexpected, shape = found["said"]
@@ -147,7 +147,7 @@ def in_8_bits(folder: str) -> dict[str, Any]:
     return wanted
 
 
-def test_states_in_8_bits_are_decoded(tmp_path: Path) -> None:
+def test_8_bit_states_are_decoded(tmp_path: Path) -> None:
     wanted = run_ranks(in_8_bits, RANKS, str(tmp_path))[0]
     model = Net()
     optimizer = torch.optim.AdamW(groups_of(model))
@@ -184,7 +184,7 @@ def refusals(folder: str) -> dict[str, Any]:
     return {"said": said, "whole": whole}
 
 
-def test_no_empty_weight_is_ever_given_away(tmp_path: Path) -> None:
+def test_no_placeholder_is_returned(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     found = run_ranks(refusals, RANKS, str(tmp_path))[0]
@@ -230,7 +230,7 @@ def with_extra_state(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_what_modules_keep_beside_their_parameters_is_kept(tmp_path: Path) -> None:
+def test_extra_states_and_buffers_are_kept(tmp_path: Path) -> None:
     first, other = run_ranks(with_extra_state, RANKS, str(tmp_path))
     names = sorted(nn.Sequential(Counter(), Counter()).state_dict())
     assert first == {"state": names, "taken": 9, "loaded": 7} and other == {**first, "state": []}

@@ -34,7 +34,7 @@ def settings(transport: str, home: str, *zero: tuple[str, Any]) -> list[Setting]
 
 
 @pytest.mark.parametrize("name", ["towers_reentrant", "experts", "early_exit", "uneven"])
-def test_ranks_that_differ_equal_one_process(name: str, transport: str) -> None:
+def test_ranks_that_run_different_modules_equal_one_process(name: str, transport: str) -> None:
     hold(name, RECIPE, settings(transport, "host"), LATE)
 
 
@@ -45,7 +45,9 @@ def test_ranks_that_differ_equal_one_process(name: str, transport: str) -> None:
 @pytest.mark.parametrize("home", ["device", "host"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", DIFFERING)
-def test_all_that_differ_equal_one_process(name: str, ranks: int, home: str, transport: str, knobs: Any) -> None:
+def test_all_rank_dependent_models_equal_one_process(
+    name: str, ranks: int, home: str, transport: str, knobs: Any
+) -> None:
     recipe = Recipe(ranks=ranks, accumulation=3, steps=6)
     hold(name, recipe, [Setting(stage=0, transport=transport), *settings(transport, home, *knobs)], LATE)
 
@@ -143,7 +145,7 @@ def rounds_of(name: str, transport: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied"])
-def test_ranks_that_agree_say_so_at_most_thrice_a_step(name: str) -> None:
+def test_agreeing_ranks_exchange_at_most_three_messages_per_step(name: str) -> None:
     """Ranks with equal modules agree at most at the begin of the forward, of the backward, and at the step.
 
     With shared memory a forward needs no agreement.
@@ -153,7 +155,7 @@ def test_ranks_that_agree_say_so_at_most_thrice_a_step(name: str) -> None:
             assert told[0] > often and told[1:] == 4 * [often], told
 
 
-def test_what_follows_a_meeting_in_a_forward_is_agreed_on_at_once() -> None:
+def test_order_after_a_sync_point_in_a_forward_needs_no_requests() -> None:
     """A sync point inside a forward adds two rounds: itself, and the begin of the rest, not one per following block."""
     for told in run_ranks(rounds_of, 2, "", "gloo", transport="gloo"):
         assert told[1:] == 4 * [5], told
@@ -169,7 +171,7 @@ def meets_elsewhere() -> None:
         windlass.zero.full_grad(next(engine.module.parameters()))
 
 
-def test_ranks_that_wait_in_different_places_are_told_where() -> None:
+def test_ranks_that_wait_in_different_calls_raise_with_the_calls() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(meets_elsewhere, 2, transport="gloo")
     assert "rank 0 is at a step, rank 1 is at the reading of a gradient" in str(caught.value)
@@ -194,7 +196,7 @@ def meets_elsewhere_and_goes_on() -> list[int]:
     return users
 
 
-def test_what_was_to_be_held_when_ranks_met_elsewhere_is_let_go() -> None:
+def test_units_to_be_kept_are_resharded_if_ranks_sync_elsewhere() -> None:
     for users in run_ranks(meets_elsewhere_and_goes_on, 2, transport="gloo", timeout=20):
         assert not any(users)
 
@@ -214,7 +216,7 @@ def alone_in_a_forward(transport: str) -> list[torch.Tensor]:
     return found
 
 
-def test_an_evaluation_of_one_rank_is_served_by_who_waits_at_a_step(transport: str) -> None:
+def test_rank_at_a_step_joins_the_evaluation_of_another(transport: str) -> None:
     model = oracle.build(specimen("mlp"), 0)
     wanted = model(**specimen("mlp").batch(Place(7, 0, 0)))
     none, both = run_ranks(alone_in_a_forward, 2, transport, transport=transport)
@@ -237,7 +239,7 @@ def alone_before_a_step(transport: str) -> float:
     return float(loss.detach())
 
 
-def test_an_evaluation_of_one_rank_is_served_by_who_waits_for_its_buffers() -> None:
+def test_rank_that_waits_for_buffers_joins_the_evaluation_of_another() -> None:
     first, second = run_ranks(alone_before_a_step, 2, "gloo", transport="gloo", timeout=20)
     assert first == second
 
@@ -261,5 +263,5 @@ def most_kept_back(transport: str) -> list[int]:
     return most
 
 
-def test_a_rank_that_skips_a_block_keeps_no_gradient_back(transport: str) -> None:
+def test_skipped_block_delays_no_gradient(transport: str) -> None:
     assert run_ranks(most_kept_back, 2, transport, transport=transport) == 2 * [[0, 0, 0]]

@@ -135,13 +135,13 @@ def hold(ranks: int, transport: str, cases: list[tuple[Any, ...]], folder: Any) 
             assert relative_error(found["resumed"], found["params"])[0] <= 1e-6
 
 
-def test_as_plain_torch(transport: str, tmp_path: Any) -> None:
+def test_unfreezing_equals_plain_torch(transport: str, tmp_path: Any) -> None:
     hold(2, transport, CASES[transport == "gloo" :: 2], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_as_plain_torch_in_every_case(ranks: int, transport: str, tmp_path: Any) -> None:
+def test_unfreezing_equals_plain_torch_in_every_case(ranks: int, transport: str, tmp_path: Any) -> None:
     hold(ranks, transport, CASES, tmp_path)
 
 
@@ -160,7 +160,7 @@ def in_sixteen_bits(stage: int, home: str, folder: str) -> float:
 
 
 @pytest.mark.parametrize(("stage", "home"), [(2, "cpu"), (3, "nvme")])
-def test_masters_in_sixteen_bits(stage: int, home: str, tmp_path: Any) -> None:
+def test_unfreezing_with_16_bit_master_weights(stage: int, home: str, tmp_path: Any) -> None:
     found = run_ranks(in_sixteen_bits, 2, stage, home, str(tmp_path), env=LATE)
     assert found[0] == found[1] and 0.01 < found[0] < 0.03
 
@@ -179,7 +179,7 @@ def thawed_apart(alone: bool, stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_that_unfreeze_different_parameters_are_told(stage: int, transport: str) -> None:
+def test_ranks_that_unfreeze_different_parameters_raise(stage: int, transport: str) -> None:
     for said in run_ranks(thawed_apart, 2, False, stage, transport=transport, timeout=20):
         assert "'layers.1.weight'" in said and "trained, in group 0 of the optimizer on rank 0" in said
         assert "frozen, in group 0 of the optimizer on rank 1" in said
@@ -239,7 +239,7 @@ def frozen_again(stage: int, home: str, folder: str) -> dict[str, dict[str, torc
     ("stage", "home"),
     [(3, "none"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, "none"), (1, "nvme"), (3, "nvme")])],
 )
-def test_frozen_and_unfrozen_again_with_an_average(stage: int, home: str, transport: str, tmp_path: Any) -> None:
+def test_freeze_and_unfreeze_with_an_average(stage: int, home: str, transport: str, tmp_path: Any) -> None:
     model = Tied()
     stepped = OPTIMIZERS["AdamW"](list(model.parameters()))
     averages: dict[str, torch.Tensor] = {}
@@ -283,7 +283,7 @@ def adapted(folder: str, stage: int, way: str) -> bool:
 
 @pytest.mark.parametrize("way", ["to a new one", "from a new one"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_adapters_of_which_one_was_unfrozen(stage: int, way: str, tmp_path: Any) -> None:
+def test_adapters_with_one_unfrozen(stage: int, way: str, tmp_path: Any) -> None:
     assert run_ranks(adapted, 2, str(tmp_path), stage, way) == [True, True]
     absent = checkpoint.read_plain(tmp_path)["absent"]
     assert "layers.1.weight" in absent and "layers.1.bias" not in absent

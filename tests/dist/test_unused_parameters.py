@@ -44,7 +44,7 @@ def test_an_unused_parameter_is_not_decayed(optimizer: str, stage: int, transpor
 
 
 @pytest.mark.parametrize("name", ["unused_by_step", "unused_by_micro"])
-def test_momentum_and_step_count_wait_with_the_parameter(name: str, stage: int) -> None:
+def test_momentum_and_step_count_of_an_unused_parameter_are_unchanged(name: str, stage: int) -> None:
     """AdamW has a step count per parameter: bias correction of a branch used later has to start from one."""
     recipe = Recipe(ranks=2, accumulation=2, steps=5, optimizer="AdamW", optimizer_params=DECAYING)
     wanted = oracle.train(specimen(name), recipe)
@@ -58,7 +58,7 @@ def divergent(stage: int, transport: str) -> list[dict[str, Any]]:
     return stepped("unused_by_rank", recipe, Setting(stage=stage, transport=transport))
 
 
-def test_ranks_may_run_different_modules(stage: int, transport: str) -> None:
+def test_ranks_can_run_different_modules(stage: int, transport: str) -> None:
     """Ranks may run different modules. More cases are in test_uneven_ranks.py."""
     wanted = oracle.train(specimen("unused_by_rank"), Recipe(ranks=2, steps=5))
     for snapshots in run_ranks(divergent, 2, stage, transport, transport=transport, timeout=30):

@@ -37,7 +37,7 @@ def train_page(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def test_the_update_of_the_page_trains_as_its_rule() -> None:
+def test_update_of_the_page_trains_as_its_rule() -> None:
     cases = [Case(stage=0, clipping=0.1), Case(stage=1, clipping=0.1)]
     plain = Simulation(cases[0])
     before = {name: value.clone() for name, value in plain.masters.items()}

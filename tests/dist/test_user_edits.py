@@ -112,7 +112,7 @@ HABITS += [(habit, stage) for habit in OUTSIDE_A_FORWARD for stage in range(3)]
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("habit", "stage"), HABITS)
-def test_habits_keep_their_meaning(habit: str, stage: int, precision: str) -> None:
+def test_user_habits_work_as_in_plain_pytorch(habit: str, stage: int, precision: str) -> None:
     wanted = in_one_process(habit, precision, 2)
     setting = Setting(stage=stage)
     transport = "shm" if stage in (1, 3) else "gloo"
@@ -209,7 +209,7 @@ def loaded() -> list[list[float]]:
     return batches
 
 
-def test_the_loader_deals_the_data_over_ranks() -> None:
+def test_loader_distributes_data_over_ranks() -> None:
     by_rank = run_ranks(loaded, 2)
     assert len(by_rank[0]) == len(by_rank[1]), "as many micro-batches on every rank"
     assert all(len(batch) == 3 for batches in by_rank for batch in batches[:-1])
@@ -239,7 +239,7 @@ def cycles(setting: Setting) -> list[tuple[int, int]]:
     return counts
 
 
-def test_engines_leave_nothing_behind(stage: int, transport: str) -> None:
+def test_engines_leave_no_resources(stage: int, transport: str) -> None:
     for counts in run_ranks(cycles, 2, Setting(stage=stage), transport=transport):
         assert counts[-1] == counts[1], counts
 
@@ -256,6 +256,6 @@ def dropped(setting: Setting) -> list[tuple[int, int]]:
     return counts
 
 
-def test_forgotten_engines_are_collected(transport: str) -> None:
+def test_unreferenced_engines_are_collected(transport: str) -> None:
     for counts in run_ranks(dropped, 2, Setting(stage=2), transport=transport):
         assert counts[-1] == counts[1], counts

@@ -59,7 +59,7 @@ def with_dropout(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_dropout_draws_the_same_numbers_again(stage: int) -> None:
+def test_dropout_is_replayed_with_the_same_numbers(stage: int) -> None:
     (found,) = verify_training(with_dropout, stage)
     assert_equal(found)
 
@@ -75,7 +75,7 @@ def with_a_checkpoint(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_checkpoint_is_where_the_plain_run_goes_on_from(stage: int, tmp_path: Path) -> None:
+def test_plain_run_resumes_from_a_loaded_checkpoint(stage: int, tmp_path: Path) -> None:
     (found,) = verify_training(with_a_checkpoint, str(tmp_path), stage, steps=4)
     assert_equal(found, steps=4)
 
@@ -93,7 +93,7 @@ def with_edits(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_edits_in_gathered_parameters_count_on_both_sides(stage: int) -> None:
+def test_edits_in_gathered_parameters_apply_to_both_runs(stage: int) -> None:
     (found,) = verify_training(with_edits, stage)
     assert_equal(found)
 
@@ -107,7 +107,7 @@ def with_evaluation(stage: int) -> None:
         train(engine, step)
 
 
-def test_forwards_that_do_not_train_are_left_out() -> None:
+def test_forwards_without_backward_are_ignored() -> None:
     (found,) = verify_training(with_evaluation, 2)
     assert_equal(found)
 
@@ -128,7 +128,7 @@ def joint(stages: tuple[int, int, int]) -> None:
             actor.step()
 
 
-def test_engines_with_a_joint_backward() -> None:
+def test_engines_with_a_joint_backward_are_equal() -> None:
     actor, critic = verify_training(joint, (2, 2, 2))
     assert_equal(actor)
     assert_equal(critic)
@@ -146,7 +146,7 @@ def born_sharded(stage: int) -> None:
             engine.step()
 
 
-def test_a_model_that_was_built_sharded() -> None:
+def test_model_with_sharded_init_is_equal() -> None:
     (found,) = verify_training(born_sharded, 3)
     assert_equal(found)
 
@@ -160,7 +160,7 @@ def unfrozen_in_mid_run() -> None:
     train(engine, 1)
 
 
-def test_a_model_laid_out_again_is_refused() -> None:
+def test_refreshed_model_is_refused() -> None:
     with pytest.raises(RankError, match="layout changed during the run"):
         verify_training(unfrozen_in_mid_run)
 
@@ -181,7 +181,7 @@ def with_weights_in_the_loss(stage: int, precision: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")])
-def test_parameters_that_are_a_part_of_the_loss(stage: int, precision: str) -> None:
+def test_parameters_in_the_loss_are_supported(stage: int, precision: str) -> None:
     (found,) = verify_training(with_weights_in_the_loss, stage, precision)
     assert_equal(found)
     if precision == "bf16":  # under fp16 all these steps overflow
@@ -201,8 +201,8 @@ def with_a_tensor_that_a_hook_kept(stage: int) -> None:
         engine.step()
 
 
-def test_a_tensor_from_inside_of_the_model_is_refused_and_not_called_wrong() -> None:
-    with pytest.raises(RankError, match="depends on a tensor inside of the model by another way"):
+def test_loss_of_an_internal_tensor_is_refused_and_not_reported_as_wrong() -> None:
+    with pytest.raises(RankError, match="depends on a tensor inside the model by another path"):
         verify_training(with_a_tensor_that_a_hook_kept, 1)
 
 
@@ -232,12 +232,12 @@ def with_ranked(mean: bool, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_forward_that_asks_for_its_rank_and_a_hook_on_a_gradient(stage: int) -> None:
+def test_forward_that_reads_its_rank_and_a_gradient_hook_are_supported(stage: int) -> None:
     (found,) = verify_training(with_ranked, False, stage)
     assert_equal(found)
 
 
-def test_a_forward_that_communicates_is_refused() -> None:
+def test_forward_that_communicates_is_refused() -> None:
     with pytest.raises(RankError, match="forward calls torch.distributed.all_reduce"):
         verify_training(with_ranked, True, 1)
 
@@ -262,7 +262,7 @@ def with_a_global(stage: int) -> None:
         train(engine, step)
 
 
-def test_a_forward_that_is_not_repeatable_is_told_as_such() -> None:
+def test_unrepeatable_forward_is_reported() -> None:
     (found,) = verify_training(with_a_global, 1)
     first = found["deviations"][0]
     assert (first["step"], first["phase"], first["tensor"]) == (1, "forward", "output of the model")

@@ -1,1 +1,1 @@
-"""The laws on one CUDA GPU; skipped where there is none."""
+"""Laws on one CUDA GPU; skipped without one."""

@@ -1,11 +1,11 @@
-"""The zoo: small models that are awkward for an engine that releases, gathers and reduces behind the user's back.
+"""Small models that are difficult for an engine which unshards, gathers and reduces implicitly.
 
-Each `Specimen` says how to build a model, how a micro-batch looks at a given place (step, micro-batch, rank) and how
-one micro-batch is trained. Nothing here knows of the engine: the oracle trains the same specimens in plain PyTorch.
+Each `Specimen` has functions that build a model, that make the micro-batch of a step, index and rank, and that train
+one micro-batch. This package does not import the engine: the oracle trains the same specimens in plain PyTorch.
 
-In reading order: `specimen` and `plain`, which the others are made of; `shared`, `adapters`, `unused`, `recomputed`,
-`trained`, `packed`, `buffers`, `strange` and `layers`, by what is awkward; `zoo`, the table of all; `differing`, of
-which each rank runs other modules.
+Reading order: `specimen` and `plain`, on which the others are built; `shared`, `adapters`, `unused`, `recomputed`,
+`training_variants`, `unusual_inputs`, `buffers`, `unusual_modules`, `layers` and `adversarial`, by the difficulty;
+`zoo`, the table of all; `rank_dependent`, whose ranks run different modules.
 """
 
 from tests.models.adapters import LoraBlock, lora

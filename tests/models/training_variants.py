@@ -79,7 +79,7 @@ def discarded(call: Callable[..., Any], batch: Batch, backward: Callable[..., No
 
 
 class Fragile(nn.Module):
-    """Raises in the middle of its forward when told to."""
+    """Raises in the middle of its forward if the input requests it."""
 
     def __init__(self) -> None:
         super().__init__()

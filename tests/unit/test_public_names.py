@@ -15,11 +15,16 @@ import windlass
 
 PUBLIC = {
     "windlass": [
+        "AsyncLLMEngine",
+        "BeamSearchParams",
         "Engine",
+        "LLM",
         "LayerSpec",
         "MoE",
         "PipelineModule",
+        "SamplingParams",
         "StackedMLP",
+        "StructuredOutputsParams",
         "TiedLayerSpec",
         "WindlassError",
         "__version__",

@@ -114,3 +114,25 @@ def test_a_command_reaches_only_tests_that_run_commands(graph: ImportGraph) -> N
     assert "tests/unit/optim/test_muon.py" not in reached
     assert "tests/dist/test_collectives.py" not in reached
     assert reached, "the tests of the command"
+
+
+def test_cached_facts_follow_the_text(toy: Path, tmp_path: Path) -> None:
+    """A second run reads the cache, notices a changed file, and ignores a damaged cache."""
+    cache = tmp_path / "facts.json"
+    first = ImportGraph(toy, list(TOY), cache).edges
+    assert ImportGraph(toy, list(TOY), cache).edges == first == ImportGraph(toy, list(TOY)).edges
+    alone = toy / "tests/test_alone.py"
+    alone.write_text("import windlass.low\n", encoding="utf-8")
+    try:
+        assert "windlass/low.py" in ImportGraph(toy, list(TOY), cache).edges["tests/test_alone.py"]
+    finally:
+        alone.write_text("", encoding="utf-8")
+    cache.write_text(cache.read_text(encoding="utf-8")[:-9], encoding="utf-8")
+    assert ImportGraph(toy, list(TOY), cache).edges == first
+
+
+def test_unchanged_files_are_not_read_again(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "facts.json"
+    first = ImportGraph(toy, list(TOY), cache).edges
+    monkeypatch.setattr("tools.file_facts.facts", None)
+    assert ImportGraph(toy, list(TOY), cache).edges == first

@@ -72,8 +72,8 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContex
 class BoundMask:
     """Mask of a forward together with the backend that made it.
 
-    It travels with the arguments of layers. It has no `__dict__` and is no dataclass, so that searches for tensors in
-    arguments (`base/tensor_tree`) do not descend into it.
+    It travels with the arguments of layers. It has no `__dict__` and is not a dataclass, so that searches for tensors
+    in arguments (`base/tensor_tree`) do not descend into it.
     """
 
     __slots__ = ("backend", "mask")

@@ -27,12 +27,12 @@ class AttentionBackend(Protocol):
 
     Attributes:
         name: of the backend, for messages.
-        supported_arguments: keyword arguments of `attend` that the backend honours, e.g. `softcap`. A layer that passes
-            another one that changes the result is refused with an error that names it.
-        computes_local_heads: `attend` may be called with some heads of a layer, as `heads` says, and whole sequences,
+        supported_arguments: keyword arguments of `attend` that the backend honours, e.g. `softcap`. Any other argument
+        that changes the result raises an error that names it.
+        computes_local_heads: `attend` may be called with some heads of a layer, given by `heads`, and whole sequences,
             so the backend can be combined with Ulysses sequence parallelism.
-        depends_on_head: heads differ in more than their tensors, as slopes of ALiBi do. Such a backend is refused where
-            a layer holds some of its heads without the backend's knowledge (tensor parallelism).
+        depends_on_head: heads differ in more than their tensors, as slopes of ALiBi do. Such a backend is refused under
+        tensor parallelism, where a layer holds some heads without their indices.
     """
 
     name: str
@@ -89,7 +89,7 @@ def get_layer_heads(backend: AttentionBackend, module: nn.Module | None, query: 
     """Return the heads of `query`, which are all heads of the layer.
 
     Raises:
-        ModelError: the layer's config has more heads, and the backend has to know which these are.
+        ModelError: the layer's config has more heads, and the backend needs the index of each head.
     """
     heads = query.shape[1]
     if backend.depends_on_head:
@@ -97,6 +97,6 @@ def get_layer_heads(backend: AttentionBackend, module: nn.Module | None, query: 
         if total != heads:
             raise ModelError(
                 f"{type(module).__name__} computes {heads} of {total} attention heads, and the backend "
-                f'"{backend.name}" has to know which; it cannot be combined with tensor parallelism'
+                f'"{backend.name}" needs the index of each head; it cannot be combined with tensor parallelism'
             )
     return HeadSlice(0, heads, heads)

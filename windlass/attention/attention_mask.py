@@ -43,7 +43,9 @@ class AttentionMask:
         for name, shape in wanted.items():
             tensor = getattr(self, name)
             if tensor is not None and list(tensor.shape) != shape:
-                raise ModelError(f"{name} of an attention mask has the shape {list(tensor.shape)}; give it {shape}")
+                raise ModelError(
+                    f"{name} of an attention mask has the shape {list(tensor.shape)}; pass one of shape {shape}"
+                )
         if self.sequence_ids is not None and self.q_length != self.kv_length:
             raise ModelError(
                 f"an attention mask of {self.q_length} queries and {self.kv_length} keys has sequence_ids; packed "

@@ -15,7 +15,7 @@ from windlass.base.errors import ModelError
 
 
 class SdpaBackend(AttentionBackend):
-    """Backend `"sdpa"`: torch's fused kernels, with a dense mask only where the mask is more than causal or empty."""
+    """Backend `"sdpa"`: torch's fused kernels, with a dense mask unless the mask is causal or empty."""
 
     name = "sdpa"
     supported_arguments = frozenset({"is_causal"})
@@ -77,7 +77,7 @@ def repeat_kv_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     if tensor.shape[1] == heads:
         return tensor
     if tensor.shape[1] == 0 or heads % tensor.shape[1]:
-        raise ModelError(f"{heads} query heads are no multiple of {tensor.shape[1]} key heads")
+        raise ModelError(f"{heads} query heads are not a multiple of {tensor.shape[1]} key heads")
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 

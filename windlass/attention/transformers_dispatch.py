@@ -33,7 +33,7 @@ _IGNORED_ARGUMENTS = {
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
     *("labels", "shift_labels", "token_type_ids", "logits_to_keep", "is_causal"),
 }
-"""Keyword arguments that reach attention functions and do not change what a mask and the tensors say."""
+"""Keyword arguments that reach attention functions and do not change the result."""
 
 _eager = EagerBackend()
 
@@ -58,7 +58,7 @@ def install_attention(model: Any, *backends: AttentionBackend) -> None:
     """
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise ModelError(
-            f"{type(model).__name__} is no model of transformers, so its attention cannot be replaced; call "
+            f"{type(model).__name__} is not a transformers model, so its attention cannot be replaced; call "
             "windlass.attention.attention in its layers"
         )
     check_attention_interface(model, "so its attention cannot be replaced")
@@ -77,13 +77,13 @@ def check_attention_interface(model: Any, consequence: str) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ModelError(
-            f"{name} does not take its attention from transformers' AttentionInterface, {consequence}; a model that "
+            f"{name} does not call its attention through transformers' AttentionInterface, {consequence}; a model that "
             "lists other attn_implementations does"
         )
     for submodule in model.modules():
         if hasattr(submodule, "_can_set_attn_implementation") and not submodule._can_set_attn_implementation():
             raise ModelError(
-                f"{type(submodule).__name__} inside {name} does not take its attention from transformers' "
+                f"{type(submodule).__name__} inside {name} does not call its attention through transformers' "
                 f"AttentionInterface, {consequence}"
             )
 
@@ -179,8 +179,8 @@ def make_transformers_mask(
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in MASK_ARGUMENTS)
     if unknown:
         raise ModelError(
-            f'transformers asks for an attention mask with {unknown}, which the backend "{backend.name}" would not '
-            "see; this release of transformers needs a newer windlass, or attn_implementation without a backend"
+            f'transformers requests an attention mask with {unknown}, which the backend "{backend.name}" does not '
+            "receive; this release of transformers needs a newer windlass, or attn_implementation without a backend"
         )
     parts = RecognizedMask(CAUSAL) if mask_function is None else recognize_mask(mask_function, needs_vmap=use_vmap)
     padding = parts.padding if attention_mask is None else attention_mask
@@ -193,7 +193,7 @@ def make_transformers_mask(
         parts.pattern,
         q_offset,
         kv_offset,
-        None if padding is None else _cut_padding(padding, kv_offset, kv_length),
+        None if padding is None else _slice_padding(padding, kv_offset, kv_length),
         parts.sequence_ids,
         parts.position_ids,
         device,
@@ -201,7 +201,7 @@ def make_transformers_mask(
     return make_bound_mask(backend, description)
 
 
-def _cut_padding(padding: torch.Tensor, kv_offset: int, kv_length: int) -> torch.Tensor:
+def _slice_padding(padding: torch.Tensor, kv_offset: int, kv_length: int) -> torch.Tensor:
     """Return the padding of the keys `[kv_offset, kv_offset + kv_length)`; keys beyond the tensor are padding."""
     missing = kv_offset + kv_length - padding.shape[-1]
     if missing > 0:

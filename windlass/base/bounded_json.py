@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ def parse_json(
     text: str | bytes,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
     max_depth: int = MAX_JSON_DEPTH,
+    finite_numbers: bool = False,
 ) -> Any:
     """Parse JSON.
 
@@ -25,12 +27,18 @@ def parse_json(
         text: a string, or bytes in UTF-8, UTF-16 or UTF-32.
         object_pairs_hook: called for each object with its keys and values in order; its result replaces the object.
         max_depth: maximum nesting of objects and lists.
+        finite_numbers: refuse NaN, Infinity and numbers beyond float64, which Python's parser accepts.
 
     Raises:
         JsonError: the text is not JSON, is nested too deeply, or has a number with thousands of digits.
     """
+    numbers: dict[str, Any] = {}
+    if finite_numbers:
+        numbers = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
     try:
-        data = json.loads(text, object_pairs_hook=object_pairs_hook)
+        data = json.loads(text, object_pairs_hook=object_pairs_hook, **numbers)
+    except JsonError:
+        raise
     except json.JSONDecodeError as error:
         raise JsonError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
     except RecursionError as error:
@@ -57,6 +65,17 @@ def exceeds_depth(data: Any, max_depth: int) -> bool:
         if not row:
             return False
     return True
+
+
+def _refuse_constant(name: str) -> Any:
+    raise JsonError(f"{name} is no JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise JsonError(f"the number {text[:40]} is beyond the range of float64")
+    return value
 
 
 def _too_deep_message(max_depth: int) -> str:

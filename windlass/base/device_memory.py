@@ -111,7 +111,7 @@ def parse_bytes(text: str, source: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ConfigError(f"{source} = {text!r} is no number of bytes; write 1500000, 1.5G or 512MiB")
+        raise ConfigError(f"{source} = {text!r} is not a number of bytes; write 1500000, 1.5G or 512MiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 

@@ -32,6 +32,15 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
+def is_castable(dtype: torch.dtype) -> bool:
+    """Return True if a change of precision may cast values of this dtype: floating-point of at least 16 bits.
+
+    Values of 8 bits and fewer are quantised: they mean something only together with their scales, and the code that
+    reads them expects their format.
+    """
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype for tables: `fp32`, `bf16`, `fp16`, else torch's name."""
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(

@@ -26,7 +26,7 @@ def set_log_level(name: str, source: str) -> None:
     """
     level = name.strip().upper()
     if level not in LOG_LEVELS:
-        raise ConfigError(f"{source} = {name!r} is no level; write one of {', '.join(LOG_LEVELS)}")
+        raise ConfigError(f"{source} = {name!r} is not a log level; write one of {', '.join(LOG_LEVELS)}")
     logger.setLevel(level)
 
 
@@ -49,8 +49,8 @@ class _RankFormatter(logging.Formatter):
     """Formatter that adds the rank if it is not 0 and escapes unprintable characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        who = f"[rank {_rank()}] " if _rank() else ""
-        return f"windlass: {who}{escape_unprintable(super().format(record))}"
+        prefix = f"[rank {_rank()}] " if _rank() else ""
+        return f"windlass: {prefix}{escape_unprintable(super().format(record))}"
 
 
 def _configure_logger() -> None:

@@ -15,6 +15,6 @@ def needs_remote_code(error: BaseException) -> bool:
 def remote_code_refusal(name: object) -> str:
     """Return the message that `name` needs its own code, with the option that allows it."""
     return (
-        f"{name} brings Python code of its own, which is not run; read it, and if you trust it pass "
+        f"{name} contains Python code, which is not run; read it, and if you trust it pass "
         "--trust-remote-code (in Python trust_remote_code=True)"
     )

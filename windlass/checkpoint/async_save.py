@@ -22,9 +22,9 @@ from windlass.storage.staging_memory import aligned_buffer, free_memory
 _NICE = 10
 _SPARE = 1.2  # required free memory, as a multiple of the copy's size
 
-# [Note: collectives of an asynchronous save] All that ranks must agree on before they write is agreed on by the
-# training threads, in `CheckpointSave`. The remaining collective, which reports whether all ranks could write, uses a
-# gloo group of its own, so that it can never match a collective of training.
+# [Note: collectives of an asynchronous save] The ranks agree on everything that precedes the writes in their training
+# threads, in `CheckpointSave`. The remaining collective, which reports whether all ranks could write, uses a gloo group
+# of its own, so that it can never match a collective of training.
 
 
 class AsyncSave:
@@ -147,7 +147,9 @@ class AsyncSave:
         try:
             save.finish(ranks, local_error)
         except BaseException as error:
-            told = error if isinstance(error, CheckpointError) else None
-            self._error = CheckpointError(f"the checkpoint {save.path} was not written: {told or repr(error)}")
+            checkpoint_error = error if isinstance(error, CheckpointError) else None
+            self._error = CheckpointError(
+                f"the checkpoint {save.path} was not written: {checkpoint_error or repr(error)}"
+            )
             self._error.__cause__ = error
             logger.error("%s", self._error)  # logged here too, in case the run ends before `finish`

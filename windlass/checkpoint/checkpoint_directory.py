@@ -156,7 +156,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> tuple
     path = root / name
     if not path.exists() and is_checkpoint(replaced_path(root, name)):
         path = replaced_path(root, name)
-        logger.warning("%s was being replaced when its writer died; reading the former one, %s", name, path)
+        logger.warning("the process that replaced %s died; reading the previous checkpoint, %s", name, path)
     if not path.resolve().is_relative_to(root.resolve()):
         raise CheckpointError(f"{path} leads outside {root}, to {path.resolve()}; pass that directory itself")
     if not path.is_dir():
@@ -174,8 +174,8 @@ def require_space(path: Path, needed: int) -> None:
     free = shutil.disk_usage(path).free
     if free < needed:
         raise CheckpointError(
-            f"no room for the checkpoint {path}: it needs {needed} bytes, {free} are free; nothing was written, former "
-            "checkpoints are untouched. Free some space or save to another disk"
+            f"no room for the checkpoint {path}: it needs {needed} bytes, {free} are free; nothing was written, "
+            "earlier checkpoints are unchanged. Free some space or save to another disk"
         )
 
 
@@ -187,8 +187,8 @@ def disk_errors(path: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; former "
-                "checkpoints are untouched. Free some space or save to another disk"
+                f"disk full while writing {path}: it needs {needed} bytes, {_free_bytes(path)} are free; earlier "
+                "checkpoints are unchanged. Free some space or save to another disk"
             ) from error
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; check path and rights") from error
 
@@ -208,7 +208,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def replaced_path(directory: Path, tag: str) -> Path:
-    """Return the path of the former checkpoint `tag` while a new one replaces it."""
+    """Return the path of the previous checkpoint `tag` while a new one replaces it."""
     return directory / f".{tag}.replaced"
 
 

@@ -148,7 +148,9 @@ def parse_index(text: str, path: Path) -> CheckpointIndex:
     for name, record in index.tensors.items():
         # a forged index could name the entry of another tensor of the same shape and dtype
         if any(chunk.entry != entry_name(name, record.shape, (chunk.offsets, chunk.sizes)) for chunk in record.chunks):
-            raise CheckpointError(f"{path} is not a valid index: a chunk of tensor {name!r} names another one's entry")
+            raise CheckpointError(
+                f"{path} is not a valid index: a chunk of tensor {name!r} names the entry of another tensor"
+            )
     return index
 
 
@@ -178,7 +180,7 @@ def check_files(index: CheckpointIndex, checkpoint: Path) -> None:
     """Check that all data files exist, are regular files in the directory, and have the recorded size.
 
     Raises:
-        CheckpointError: a file does not.
+        CheckpointError: a file is missing, is not a regular file, or has another size.
     """
     for name, size in index.files.items():
         path = checkpoint / name
@@ -192,7 +194,7 @@ def check_files(index: CheckpointIndex, checkpoint: Path) -> None:
             raise CheckpointError(f"the checkpoint file {path} is not a regular file; load another checkpoint")
         if found.st_size != size:
             raise CheckpointError(
-                f"the checkpoint file {path} has {found.st_size} bytes, {size} were written: it was cut short or "
+                f"the checkpoint file {path} has {found.st_size} bytes, {size} were written: it was truncated or "
                 "changed; restore it or load another checkpoint"
             )
 
@@ -204,7 +206,7 @@ def check_entries(index: CheckpointIndex, files: Iterable[str], open_file: Calla
         open_file: opens a file of the checkpoint by its name.
 
     Raises:
-        CheckpointError: an entry is not.
+        CheckpointError: an entry is missing, or differs from the index.
     """
     wanted = set(files)
     by_file: dict[str, list[tuple[TensorRecord, ChunkRecord]]] = {}
@@ -245,7 +247,7 @@ def _check_tensor(name: str, record: TensorRecord, index: CheckpointIndex, path:
     if flat:
         _check_order(name, record, path)
     elif len(record.chunks) > 1 and not _covers_exactly_once(shape, record.chunks):
-        raise CheckpointError(f"{path}: the chunks of tensor {name!r} overlap, and leave out other elements")
+        raise CheckpointError(f"{path}: the chunks of tensor {name!r} overlap, and other elements are missing")
 
 
 def _check_order(name: str, record: TensorRecord, path: Path) -> None:
@@ -257,7 +259,7 @@ def _check_order(name: str, record: TensorRecord, path: Path) -> None:
     for start, size in sorted((flat_start(record.shape, one.offsets), math.prod(one.sizes)) for one in record.chunks):
         if size and start != position:
             raise CheckpointError(
-                f"{path}: the chunks of tensor {name!r} overlap or leave out elements from element {position} on"
+                f"{path}: the chunks of tensor {name!r} overlap, or elements are missing, from element {position} on"
             )
         position += size
 

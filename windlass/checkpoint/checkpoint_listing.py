@@ -21,7 +21,7 @@ from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
 from windlass.checkpoint.stored_checkpoint import read_any_index
 
 _UNFINISHED_NAME = re.compile(r"^\.(?P<tag>.+?)(?:\.\w{8})?\.(?P<step>writing|replaced|removing)$")
-_AT_ONCE = 1 << 22  # bytes that are checksummed at a time
+_CHECKSUM_CHUNK_BYTES = 1 << 22  # bytes that are checksummed at a time
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def find_damage(path: Path, index: CheckpointIndex) -> str:
         for chunk in record.chunks:
             by_file.setdefault(chunk.file, []).append((record, chunk))
     if is_checkpoint(path):
-        scratch = torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu")
+        scratch = torch.empty(_CHECKSUM_CHUNK_BYTES, dtype=torch.uint8, device="cpu")
         for file_name, entries in by_file.items():
             try:
                 with TensorFile(path / file_name) as file:
@@ -133,8 +133,10 @@ def _check_chunk(file: TensorFile, record: TensorRecord, chunk: ChunkRecord, scr
     nbytes = torch.Size(chunk.sizes).numel() * dtype_from_code(record.dtype).itemsize
     file.check_size(chunk.entry, nbytes)
     crc32 = 0
-    for first in range(0, nbytes, _AT_ONCE):
-        crc32 = crc32_of(file.read_part(chunk.entry, first, scratch[: min(_AT_ONCE, nbytes - first)]), crc32)
+    for first in range(0, nbytes, _CHECKSUM_CHUNK_BYTES):
+        crc32 = crc32_of(
+            file.read_part(chunk.entry, first, scratch[: min(_CHECKSUM_CHUNK_BYTES, nbytes - first)]), crc32
+        )
     file.compare_crc32(chunk.entry, crc32, chunk.crc32)
 
 
@@ -145,8 +147,8 @@ def _describe_checkpoint(path: Path, latest: bool, verify: bool) -> ListedCheckp
         problem, done = (find_damage(path, index), True) if verify else ("", False)
     except CheckpointError as error:
         problem = str(error)
-    said: dict[str, Any] = index.plain if index is not None and isinstance(index.plain, dict) else {}
-    layout, progress = _dict(said.get("layout")), _dict(said.get("engine"))
+    plain_data: dict[str, Any] = index.plain if index is not None and isinstance(index.plain, dict) else {}
+    layout, progress = _dict(plain_data.get("layout")), _dict(plain_data.get("engine"))
     return ListedCheckpoint(
         tag=path.name,
         step=_number(progress.get("global_steps")),
@@ -154,7 +156,7 @@ def _describe_checkpoint(path: Path, latest: bool, verify: bool) -> ListedCheckp
         stage=_number(layout.get("stage")),
         ranks=index.world_size if index is not None else None,
         written=(path / INDEX_FILE if (path / INDEX_FILE).is_file() else path).stat().st_mtime,
-        trainable_only=bool(said.get("trainable_only")),
+        trainable_only=bool(plain_data.get("trainable_only")),
         latest=latest,
         problem=problem,
         verified=done,
@@ -184,8 +186,8 @@ def _unfinished_saves(root: Path, children: list[Path]) -> Iterator[UnfinishedSa
             continue
         tag = found["tag"]
         meanings = {
-            "writing": f"a save of {tag!r} is running, or was killed; then the next save removes it",
-            "replaced": f"the former {tag!r}, which "
+            "writing": f"a save of {tag!r} that is running, or was killed; in the second case the next save removes it",
+            "replaced": f"the previous {tag!r}, which "
             + ("the next save removes" if (root / tag).exists() else "loads as that tag"),
             "removing": f"remains of {tag!r}, whose removal was interrupted",
         }

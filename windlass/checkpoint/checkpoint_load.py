@@ -85,20 +85,20 @@ def load(
         for names in (missing, unexpected)
     ]
     if any(wrong):
-        told = "; ".join(
+        summary = "; ".join(
             count_and_names(word, names) for word, names in zip(("missing", "unexpected"), wrong, strict=True)
         )
-        raise CheckpointError(f"{path} does not match: {told}. {advice}")
+        raise CheckpointError(f"{path} does not match: {summary}. {advice}")
     # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
     from windlass.checkpoint import collective_transfer
 
     collective_transfer.load_held_tensors(mine.stored, mine.held, ranks, first, check_first)
     matched = len(asked) - len(missing)
-    told = (
+    summary = (
         f"{plural(matched, 'tensor')} matched, {count_and_names('missing', missing)}, "
         f"{count_and_names('unexpected', unexpected)}"
     )
-    logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {told}")
+    logger.log(logging.WARNING if missing or unexpected else logging.INFO, f"loaded {path}: {summary}")
     return LoadedState(
         tag=name,
         path=path,

@@ -106,8 +106,10 @@ def join_failures(step: str, failures: Mapping[int, str], world_size: int) -> st
         ranks_of.setdefault(text, []).append(rank)
     if world_size == 1:
         return f"{step} failed: {next(iter(ranks_of))}"
-    told = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()]
-    return f"{step} failed on {'; '.join(told)}"
+    rank_failures = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()
+    ]
+    return f"{step} failed on {'; '.join(rank_failures)}"
 
 
 def error_text(error: BaseException) -> str:

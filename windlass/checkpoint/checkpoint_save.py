@@ -35,7 +35,7 @@ def save(
     """Write `state` as `directory`/`tag` and return that path. Collective over the group.
 
     Data is written under a hidden name, fsynced, and renamed once complete; `latest` is written after that. A
-    checkpoint of the same tag is replaced. If the save fails, former checkpoints are intact. Memory: one box of a
+    checkpoint of the same tag is replaced. If the save fails, earlier checkpoints are intact. Memory: one box of a
     tensor at a time, and only for tensors that are not on the CPU; of lazy tensors, one storage handle at a time.
 
     Args:
@@ -107,17 +107,19 @@ class CheckpointSave:
         self._staging: StagingCheckpoint | None = None
         self._nodes: NodeDisks | None = None
         held: dict[str, HeldTensor] = {}
-        told = ranks.run_on_all(
+        targets = ranks.run_on_all(
             "preparing to save", lambda: _prepare_save(held, self._directory, tag, state, ranks.rank)
         )
-        _check_same_target(told)
+        _check_same_target(targets)
         try:
             path = ranks.run_on_first("preparing to save", self._create_staging)
             self._staging_path = path = self._create_node_staging(path, ranks) if use_node_local_storage else path
             # Imported here: the first import of torch.distributed.checkpoint takes as long as that of torch.
             from windlass.checkpoint import collective_transfer
 
-            self._writer = collective_transfer.plan_save(path, held, ranks, told[0][1], [own for _, _, own in told])
+            self._writer = collective_transfer.plan_save(
+                path, held, ranks, targets[0][1], [own for _, _, own in targets]
+            )
             if derived_metadata is not None:
                 self._writer.observe(derived_metadata.add)
         except BaseException:
@@ -151,9 +153,9 @@ class CheckpointSave:
                 return self._finish_on_all_nodes(self._nodes, results, ranks)
             if self._write_extra_files is None:
                 return ranks.run_on_first("finishing the save", lambda: self._commit(results))
-            beside = self._write_extra_files
+            write_extra = self._write_extra_files
             ranks.run_on_first("finishing the save", lambda: self._write_index(results))
-            ranks.run_on_all("writing the files of another format", lambda: beside(self._staging_path) and None)
+            ranks.run_on_all("writing the files of another format", lambda: write_extra(self._staging_path) and None)
             return ranks.run_on_first("finishing the save", self._commit)
         except BaseException:
             self._discard()
@@ -177,8 +179,8 @@ class CheckpointSave:
         """Write the index, copy all files to every node, and commit on each node."""
         ranks.run_on_first("finishing the save", lambda: self._write_index(results))
         nodes.replicate_files(self._staging_path, ranks)
-        if (beside := self._write_extra_files) is not None:
-            ranks.run_on_all("writing the files of another format", lambda: beside(self._staging_path) and None)
+        if (write_extra := self._write_extra_files) is not None:
+            ranks.run_on_all("writing the files of another format", lambda: write_extra(self._staging_path) and None)
             nodes.replicate_files(self._staging_path, ranks)
         made = ranks.run_on_all("finishing the save", lambda: self._commit() if self._staging is not None else None)
         found = made[nodes.local_leader]
@@ -239,7 +241,7 @@ def _prepare_save(
     return where, shared if rank == 0 else None, own
 
 
-def _check_same_target(told: list[tuple[str, Any, Any]]) -> None:
-    if len({where for where, _, _ in told}) > 1:
-        places = "; ".join(f"rank {rank}: {where}" for rank, (where, _, _) in enumerate(told))
+def _check_same_target(targets: list[tuple[str, Any, Any]]) -> None:
+    if len({where for where, _, _ in targets}) > 1:
+        places = "; ".join(f"rank {rank}: {where}" for rank, (where, _, _) in enumerate(targets))
         raise CheckpointError(f"ranks save to different paths ({places}); pass the same directory and tag on all ranks")

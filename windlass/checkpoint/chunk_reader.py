@@ -20,7 +20,7 @@ from windlass.checkpoint.open_file_cache import OpenFileCache
 from windlass.checkpoint.safetensors_file import TensorFile, tensor_bytes
 from windlass.checkpoint.shard_load_planner import Wanted
 
-_AT_ONCE = 1 << 22  # bytes converted, moved to a device, checksummed, or read as one run at a time
+_RUN_BYTES = 1 << 22  # bytes converted, moved to a device, checksummed, or read as one run at a time
 _SMALL = 1 << 18  # bytes of a box to read together with its neighbours: copying it costs less than a read of its own
 
 
@@ -71,9 +71,9 @@ class ChunkReader:
             CheckpointError: the bytes are damaged. The targets' values are then undefined.
         """
         self._expected_parts = Counter(id(one.chunk) for one in wanted)
-        for drawer, parts in _by_drawer(wanted):
+        for handle, parts in _by_handle(wanted):
             boxes = sorted(self._boxes(parts), key=lambda box: (box.parts[0].chunk.file, box.begin))
-            with drawer.open() if drawer is not None else nullcontext():
+            with handle.open() if handle is not None else nullcontext():
                 self._read_boxes(boxes)
 
     def _boxes(self, parts: list[Wanted]) -> Iterable[_Box]:
@@ -89,7 +89,9 @@ class ChunkReader:
         for box in boxes:
             together = self._is_simple(box)
             if run and not (
-                together and (run[-1].file, run[-1].end) == (box.file, box.begin) and box.end - run[0].begin <= _AT_ONCE
+                together
+                and (run[-1].file, run[-1].end) == (box.file, box.begin)
+                and box.end - run[0].begin <= _RUN_BYTES
             ):
                 self._read_run(run)
                 run = []
@@ -172,7 +174,7 @@ class ChunkReader:
         )
         if progress is not None:
             _sum_up(file, entry, progress, begin * size)
-        step = target.numel() if _needs_no_conversion(one, target) else _AT_ONCE // size
+        step = target.numel() if _needs_no_conversion(one, target) else _RUN_BYTES // size
         for first in range(0, target.numel(), max(step, 1)):
             part = target[first : first + step]
             straight = (
@@ -204,20 +206,20 @@ class ChunkReader:
 def _sum_up(file: TensorFile, entry: str, progress: _ChecksumProgress, until: int) -> None:
     """Add the bytes up to `until` to the crc32 although no part wants them: the checksum covers the full box."""
     while progress.position < until:
-        scratch = torch.empty(min(_AT_ONCE, until - progress.position), dtype=torch.uint8, device="cpu")
+        scratch = torch.empty(min(_RUN_BYTES, until - progress.position), dtype=torch.uint8, device="cpu")
         raw = file.read_part(entry, progress.position, scratch)
         progress.crc32 = crc32_of(raw, progress.crc32)
         progress.position += len(raw)
 
 
-def _by_drawer(parts: Iterable[Wanted]) -> list[tuple[LazyStorage | None, list[Wanted]]]:
+def _by_handle(parts: Iterable[Wanted]) -> list[tuple[LazyStorage | None, list[Wanted]]]:
     """Group parts by the storage handle that must be open for them.
 
     Parts that need no handle come first, then the handles in order of appearance.
     """
     found: dict[int, tuple[LazyStorage | None, list[Wanted]]] = {id(None): (None, [])}
     for one in parts:
-        found.setdefault(id(one.drawer), (one.drawer, []))[1].append(one)
+        found.setdefault(id(one.handle), (one.handle, []))[1].append(one)
     return list(found.values())
 
 

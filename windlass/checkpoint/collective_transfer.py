@@ -26,11 +26,11 @@ def plan_save(
     """
     mine: list[HeldTensorInfos] = []
 
-    def told() -> HeldTensorInfos:
+    def describe() -> HeldTensorInfos:
         mine.append(describe_held(held))
         return mine[0]
 
-    everyone = ranks.gather_to_first("saving", told)  # empty on ranks other than the first
+    everyone = ranks.gather_to_first("saving", describe)  # empty on ranks other than the first
 
     def decide() -> list[bytes]:
         chosen, nbytes = assign_writers(everyone)

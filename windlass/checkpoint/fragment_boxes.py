@@ -46,13 +46,13 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[FlatBo
     if start == 0 and 0 < stop == numel:  # fast path for full tensors, the usual case for small ones
         return [FlatBox((0,) * len(shape), shape, 0)]
     strides = _strides(shape)
-    cut: list[FlatBox] = []
+    boxes: list[FlatBox] = []
     position = start
     while position < stop:
         box = _largest_box(shape, strides, position, stop)
-        cut.append(box)
+        boxes.append(box)
         position = box.stop
-    return cut
+    return boxes
 
 
 def flat_start(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:

@@ -150,7 +150,7 @@ def _array(payload: Any, tensors: Mapping[str, torch.Tensor], keys: KeyValidator
 
     code, shape, raw = _items(payload, tensors, keys)
     if not isinstance(code, str) or not _ARRAY_CODE.fullmatch(code):
-        raise ValueError("an array of a type that is neither of numbers nor of text")
+        raise ValueError("an array of a type that contains neither numbers nor text")
     if not isinstance(raw, torch.Tensor) or raw.dtype is not torch.uint8:
         raise TypeError("an array without bytes")
     return numpy.ndarray(shape, code, bytearray(raw.numpy().tobytes()))

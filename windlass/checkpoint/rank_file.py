@@ -73,15 +73,15 @@ class RankFile:
             at = page_up(at + stop - start)
             self._copied_runs.append((names, start, data))
             wanted = [self._items[name] for name in names]
-            for drawer, items in group_items_by_storage(wanted):
-                with drawer.open() if drawer is not None else nullcontext():
+            for handle, items in group_items_by_storage(wanted):
+                with handle.open() if handle is not None else nullcontext():
                     copies += [self._copy_item(item, data[self._offsets[item.name] - start :]) for item in items]
                     for copy in copies:  # the copies read the open handle's memory
                         copy.wait()
                     copies.clear()
-        for drawer in {id(item.storage): item.storage for item in self._items.values()}.values():
-            if isinstance(drawer, OffloadedStorage):
-                drawer.block_writers()
+        for handle in {id(item.storage): item.storage for item in self._items.values()}.values():
+            if isinstance(handle, OffloadedStorage):
+                handle.block_writers()
 
     def write_now(self) -> None:
         """Write now. A later `write` returns the result."""
@@ -96,13 +96,13 @@ class RankFile:
             return self._early_checksums
         sums: dict[str, int] = {}
         copied = {name for names, _, _ in self._copied_runs for name in names}
-        drawers = group_items_by_storage(item for item in self._items.values() if item.name not in copied)
+        handles = group_items_by_storage(item for item in self._items.values() if item.name not in copied)
         try:
             if self._items:
                 with TensorFileWriter(self.path, self.entries, self._layout) as file:
                     for names, start, data in self._copied_runs:
                         file.submit_bytes(names, start, data)
-                    self._write_from_storages(file, drawers, sums)
+                    self._write_from_storages(file, handles, sums)
                     for names, start, data in self._copied_runs:
                         sums |= {name: tensor_crc32(self._entry_bytes(name, data, start)) for name in names}
                         for name in names:
@@ -132,10 +132,10 @@ class RankFile:
         held = 0
         while left:
             wanted = [one for one in left if isinstance(one[0], OffloadedStorage) and one[0].has_waiter]
-            drawer, items = one = wanted[0] if wanted else left[0]
+            handle, items = one = wanted[0] if wanted else left[0]
             left.remove(one)
-            stays = drawer is None or drawer.is_resident
-            with drawer.open() if drawer is not None else nullcontext():
+            stays = handle is None or handle.is_resident
+            with handle.open() if handle is not None else nullcontext():
                 for item in items:
                     tensor = item.get()
                     checksums[item.name] = file.submit(item.name, tensor)
@@ -147,8 +147,8 @@ class RankFile:
                 if not stays:
                     file.wait()
                     held = 0
-            if isinstance(drawer, OffloadedStorage):
-                drawer.release_writers()
+            if isinstance(handle, OffloadedStorage):
+                handle.release_writers()
 
     def _copy_item(self, item: RankFileItem, target: torch.Tensor) -> Pending:
         return copy_to_host(self._view_entry(item.entry, target), item.get().detach())
@@ -166,9 +166,11 @@ class RankFile:
     def _resident_runs(self) -> Iterable[tuple[list[str], int, int]]:
         """Yield runs of resident entries that are adjacent in the file: names, first byte, and end."""
         names = sorted(self._items, key=lambda name: (self._offsets[name], self.entries[name].nbytes))
-        for away, run in groupby(names, key=lambda name: isinstance(self._items[name].storage, OffloadedStorage)):
+        for is_offloaded, run in groupby(
+            names, key=lambda name: isinstance(self._items[name].storage, OffloadedStorage)
+        ):
             found = list(run)
-            if not away:
+            if not is_offloaded:
                 last = found[-1]
                 yield found, self._offsets[found[0]], self._offsets[last] + self.entries[last].nbytes
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import CheckpointError
 from windlass.base.log import logger
 from windlass.base.regular_file import read_regular
@@ -152,8 +153,10 @@ def stored_names(stored: StoredCheckpoint) -> dict[str, str]:
 
 def stored_param_dtype(stored: StoredCheckpoint, name: str) -> torch.dtype:
     """Return the compute dtype of the parameter stored as `name`: its master weights may be wider."""
-    said = stored.engine_data.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
-    dtype = getattr(torch, said, None) if isinstance(said, str) else None
+    recorded_dtype = (
+        stored.engine_data.get("dtypes", {}).get(name.partition("/")[2]) if name.startswith("param/") else None
+    )
+    dtype = getattr(torch, recorded_dtype, None) if isinstance(recorded_dtype, str) else None
     return dtype if isinstance(dtype, torch.dtype) else stored.meta_tensor(name).dtype
 
 
@@ -169,7 +172,7 @@ def _write(
     entries: dict[str, TensorEntry] = {}
     for name, where in held.items():
         like = stored.meta_tensor(where)
-        chosen = dtype if dtype is not None and like.is_floating_point() else stored_param_dtype(stored, where)
+        chosen = dtype if dtype is not None and is_castable(like.dtype) else stored_param_dtype(stored, where)
         entries[name] = TensorEntry(chosen, tuple(like.shape))
     total = sum(entry.nbytes for entry in entries.values())
     require_space(staging, total)
@@ -186,7 +189,7 @@ def _write(
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         _write_json(staging / _INDEX, {"metadata": {"total_size": total, **tied}, "weight_map": weight_map})
-    used = {entry.dtype for entry in entries.values() if entry.dtype.is_floating_point}
+    used = {entry.dtype for entry in entries.values() if is_castable(entry.dtype)}
     companions = _copy_companions(
         (stored.path, stored.path.parent, *companion_dirs), staging, used.pop() if len(used) == 1 else None
     )

@@ -29,7 +29,7 @@ from windlass.storage.safetensors_header import (
 
 # safetensors' own reader is not used: it maps the file, while this one reads directly into the destination, checks the
 # crc32 and holds one entry at a time. The files are ordinary safetensors files (a test reads them with it).
-_AT_ONCE = 1 << 22  # bytes per read that only computes a checksum
+_CHECKSUM_CHUNK_BYTES = 1 << 22  # bytes per read that only computes a checksum
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -229,10 +229,10 @@ class TensorFile:
             begin, end, crc32 = self._checksum_range(entry)
         if (begin, end) in self._verified_ranges:
             return
-        scratch = torch.empty(min(_AT_ONCE, end - begin), dtype=torch.uint8, device="cpu")
+        scratch = torch.empty(min(_CHECKSUM_CHUNK_BYTES, end - begin), dtype=torch.uint8, device="cpu")
         found = 0
-        for first in range(begin, end, _AT_ONCE):
-            raw = tensor_bytes(scratch[: min(_AT_ONCE, end - first)])
+        for first in range(begin, end, _CHECKSUM_CHUNK_BYTES):
+            raw = tensor_bytes(scratch[: min(_CHECKSUM_CHUNK_BYTES, end - first)])
             self._read(first, raw, entry)
             found = crc32_of(raw, found)
         self.compare_crc32(entry, found, crc32)

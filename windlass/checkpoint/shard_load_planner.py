@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     into: Callable[[], torch.Tensor]
-    drawer: LazyStorage | None = None
+    handle: LazyStorage | None = None
     done: Callable[[torch.Tensor], object] | None = None
 
     @property

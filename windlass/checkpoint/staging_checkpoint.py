@@ -69,7 +69,7 @@ class StagingCheckpoint:
     def commit(self) -> Path:
         """Rename the directory to the tag, and return the path.
 
-        A former checkpoint of that tag stays intact until then.
+        An earlier checkpoint of that tag stays intact until then.
         """
         final, former = self._directory / self._tag, replaced_path(self._directory, self._tag)
         with disk_errors(final, 0), rename_lock(self._directory):
@@ -117,11 +117,11 @@ def remove_stale_staging(directory: Path) -> list[Path]:
             continue
         except OSError as error:
             if error.errno not in _NO_LOCKS or not _writer_died_here(path):
-                logger.warning("%s is not removed, because it is unknown if its writer still runs: %s", path, error)
+                logger.warning("%s is not removed, because the process that writes it may still run: %s", path, error)
                 continue
         try:
             if _remove(path):
-                logger.info("removed %s, a leftover of a run that died", path)
+                logger.info("removed %s, which a run that died left behind", path)
         finally:
             _close(lock)
     return living
@@ -159,10 +159,10 @@ def _warn_concurrent_writers(directory: Path, tag: str, others: list[Path]) -> N
 def _read_writer(staging: Path) -> tuple[str, str]:
     """Return the identity of the process that writes a staging directory, and its description."""
     try:
-        process, _, told = read_regular(staging / _LOCK, staging).decode("utf-8", "replace").partition("\n")
+        process, _, description = read_regular(staging / _LOCK, staging).decode("utf-8", "replace").partition("\n")
     except OSError:
-        process, told = "", ""
-    return process.strip(), to_printable(told.strip()) or f"the writer of {staging.name}"
+        process, description = "", ""
+    return process.strip(), to_printable(description.strip()) or f"the writer of {staging.name}"
 
 
 def _remove(path: Path) -> bool:

@@ -30,7 +30,7 @@ from windlass.checkpoint.fragment_boxes import flat_start, is_contiguous
 from windlass.checkpoint.open_file_cache import OpenFileCache
 from windlass.checkpoint.safetensors_file import TensorFile, dtype_from_code
 
-_AT_ONCE = 1 << 20  # elements of a part
+_PART_NUMEL = 1 << 20  # elements of a part
 
 
 def split_checkpoint_path(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
@@ -182,7 +182,7 @@ class StoredCheckpoint:
                 whole[tuple(slice(offset, offset + size) for offset, size in corner)] = box
         return whole
 
-    def iter_parts(self, name: str, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
+    def iter_parts(self, name: str, part_numel: int = _PART_NUMEL) -> Iterator[torch.Tensor]:
         """Yield the full tensor as consecutive flat parts of at most `part_numel` elements.
 
         The next part overwrites a part.
@@ -209,7 +209,7 @@ class StoredCheckpoint:
                 yield part
             file.compare_crc32(chunk.entry, crc32, chunk.crc32)
 
-    def iter_span(self, name: str, start: int, stop: int, part_numel: int = _AT_ONCE) -> Iterator[torch.Tensor]:
+    def iter_span(self, name: str, start: int, stop: int, part_numel: int = _PART_NUMEL) -> Iterator[torch.Tensor]:
         """Yield elements `[start, stop)` of the flat tensor as consecutive parts, as `iter_parts` does.
 
         If only a part of a box is needed, the full box is read once before, because its checksum covers all of it.

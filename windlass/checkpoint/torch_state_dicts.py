@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import CheckpointError
 from windlass.checkpoint.engine_data import require_engine_data
 from windlass.checkpoint.foreign_formats import optimizer_parameter_order
@@ -72,7 +73,7 @@ class PlainCheckpoint:
         with StoredCheckpoint(self._directory, self.tag) as stored:
             for name, where in stored_names(stored).items():
                 value, wanted = stored.read_full(where), stored_param_dtype(stored, where)
-                if dtype is not None and where.startswith("param/") and value.is_floating_point():
+                if dtype is not None and where.startswith("param/") and is_castable(value.dtype):
                     wanted = dtype
                 found[name] = value.to(wanted)
             tied = {alias: name for alias, name in stored.engine_data.get("tied", {}).items() if name in found}
@@ -120,7 +121,8 @@ def _hyperparameters(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str
         return {}  # none of them was trained
     if len(found) > 1:
         raise CheckpointError(
-            f"{stored.path}: parameters of one group were in several groups, or not trained: {', '.join(names)}; build "
+            f"{stored.path}: these parameters of one group were in several groups, or were not trained: "
+            f"{', '.join(names)}; build "
             "the optimizer with the saved groups"
         )
     values = stored.engine_data["groups"][found.pop()]["values"]

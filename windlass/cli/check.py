@@ -46,7 +46,7 @@ def check(
     wrong += report_resolved(console, found.config, world, source, autos)
     wrong += report_disks(console, found.config)
     report_accepted(console, found)
-    _print_list(console, "comments, left out", found.config.comments)
+    _print_list(console, "comments, ignored", found.config.comments)
     outcome = f"{wrong:,} to fix" if wrong else "fine"
     outcome += f" ({plural(warnings, 'warning')})" if warnings else ""
     console.print(f"\n{one_line(config, 200)}: {outcome}")
@@ -95,7 +95,7 @@ def report_strictness(console: Console, found: ValidationResult, client: Client)
     fails = "reads" if client is not Client.NONE else "read"
     console.print(
         f"warning: this is not strict JSON: {reason}. windlass reads it; {readers} {fails} it with json.load, which "
-        "fails there",
+        "rejects it",
         style="bold",
     )
     return 1

@@ -54,7 +54,7 @@ def _print_listing(found: CheckpointListing, directory: Path) -> None:
     if found.problem:
         console.print(f"problem: {found.problem}")
     for left in found.leftovers:
-        console.print(f"left over: {left.name} ({format_size(left.nbytes)}): {left.meaning}")
+        console.print(f"unfinished: {left.name} ({format_size(left.nbytes)}): {left.meaning}")
 
 
 def _listing_row(listed: ListedCheckpoint) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def _listing_row(listed: ListedCheckpoint) -> tuple[str, ...]:
         format_size(listed.nbytes),
         ", ".join(layout) or "?",
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(listed.written)),
-        "DAMAGED" if listed.problem else "verified" if listed.verified else "sizes are right",
+        "DAMAGED" if listed.problem else "verified" if listed.verified else "file sizes match",
     )
 
 

@@ -15,6 +15,10 @@ _EXTRA_OF_PACKAGE = {
     "tensorboard": "monitor",
     "wandb": "monitor",
     "matplotlib": "plot",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+    "jinja2": "serve",
 }
 
 

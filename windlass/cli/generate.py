@@ -15,11 +15,11 @@ def generate(
     directory: Annotated[Path, typer.Argument(help="Hugging Face directory, or OUT of `windlass train`.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to add.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.6,
+    temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.6,
     top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest tokens that together have this probability.")
+        float, typer.Option(help="Sample from the most probable tokens that together have this probability.")
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Seed of the random draws; the same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling; the same seed gives the same text.")] = 0,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,

@@ -53,6 +53,8 @@ COMMANDS = (
     ),
     CliCommand("train", "windlass.cli.train", "train", "Train a causal language model on text, with ZeRO."),
     CliCommand("generate", "windlass.cli.generate", "generate", "Continue a text with a trained model."),
+    CliCommand("serve", "windlass.cli.serve", "serve", "Serve a model over HTTP with OpenAI's interface."),
+    CliCommand("chat", "windlass.cli.chat", "chat", "Talk with a model in the terminal."),
     CliCommand("export", "windlass.cli.export", "export", "Write a checkpoint's weights as Hugging Face safetensors."),
     CliCommand("checkpoints", "windlass.cli.checkpoints", "checkpoints", "List the checkpoints in a directory."),
     CliCommand("check", "windlass.cli.check", "check", "Print problems and resolved values of a configuration."),

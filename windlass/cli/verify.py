@@ -54,7 +54,7 @@ def verify(
     alone: Annotated[
         bool,
         typer.Option(
-            "--alone", help="Train a second plain copy independently, and print how far rounding makes it drift."
+            "--alone", help="Train a second plain copy independently, and print the drift that rounding causes."
         ),
     ] = False,
     trust_remote_code: Annotated[
@@ -75,54 +75,54 @@ def verify(
     screen.width = max(screen.width, _TABLE_WIDTH)
     found: list[VerificationReport] = []
     for count in counts:
-        verdicts = verify_on(order, count)
-        found += verdicts
+        reports = verify_on(order, count)
+        found += reports
         if not as_json:
-            for number, verdict in enumerate(verdicts):
-                name = f", engine {number + 1} of {len(verdicts)}" if len(verdicts) > 1 else ""
-                show_report(screen, verdict, name)
+            for number, report in enumerate(reports):
+                name = f", engine {number + 1} of {len(reports)}" if len(reports) > 1 else ""
+                show_report(screen, report, name)
     if as_json:
-        typer.echo(json.dumps([_replace_non_finite(verdict.to_dict()) for verdict in found], indent=2))
-    if not all(verdict.is_equal for verdict in found):
+        typer.echo(json.dumps([_replace_non_finite(report.to_dict()) for report in found], indent=2))
+    if not all(report.is_equal for report in found):
         raise typer.Exit(1)
 
 
-def show_report(screen: Console, verdict: VerificationReport, name: str = "") -> None:
+def show_report(screen: Console, report: VerificationReport, name: str = "") -> None:
     """Print a report: the compared runs, a row for each step, the tolerances, and the first deviation."""
-    parts = [f"{plural(verdict.ranks, 'rank')}, stage {verdict.stage}{name}"]
-    many = "es" if verdict.micro_batches > 1 else ""
-    parts += [f"{verdict.parameters:,} parameters", f"{verdict.micro_batches} micro-batch{many} a rank and step"]
+    parts = [f"{plural(report.ranks, 'rank')}, stage {report.stage}{name}"]
+    many = "es" if report.micro_batches > 1 else ""
+    parts += [f"{report.parameters:,} parameters", f"{report.micro_batches} micro-batch{many} a rank and step"]
     screen.print(f"plain PyTorch in one process, beside {', '.join(parts)}")
-    screen.print(f"dtypes: {verdict.dtypes}")
-    if verdict.steps:
-        screen.print(_step_table(verdict))
-    for phase, allowed in verdict.tolerances.items():
+    screen.print(f"dtypes: {report.dtypes}")
+    if report.steps:
+        screen.print(_step_table(report))
+    for phase, allowed in report.tolerances.items():
         screen.print(f"  allowed, {phase:<9}{allowed}")
-    for note in verdict.notes:
+    for note in report.notes:
         screen.print(f"  note: {note}")
-    if verdict.is_equal:
-        steps = len(verdict.steps)
+    if report.is_equal:
+        steps = len(report.steps)
         screen.print(f"equal: {plural(steps, 'step')}, every phase within its bound", style="bold green")
         return
-    _show_deviation(screen, verdict.deviations[0])
+    _show_deviation(screen, report.deviations[0])
     others: dict[str, int] = {}
-    for one in verdict.deviations[1:]:
+    for one in report.deviations[1:]:
         others[one.phase] = others.get(one.phase, 0) + 1
     if others:
         counted = ", ".join(f"{count} in {phase}" for phase, count in others.items())
         screen.print(f"  more deviations in that step, which may follow from it: {counted}")
 
 
-def _step_table(verdict: VerificationReport) -> Table:
+def _step_table(report: VerificationReport) -> Table:
     phases = ("forward", "gradient", "reduce", "clip", "update")
     table = Table(
         title="largest difference as a fraction of its tolerance; 0: bitwise equal", title_justify="left", box=None
     )
-    alone = any(row.drift is not None for row in verdict.steps)
+    alone = any(row.drift is not None for row in report.steps)
     for heading in ("step", "loss sharded", "loss plain", *phases, *(("loss alone", "drift") if alone else ())):
         table.add_column(heading, justify="right")
-    bad = {(one.step, one.phase) for one in verdict.deviations}
-    for row in verdict.steps:
+    bad = {(one.step, one.phase) for one in report.deviations}
+    for row in report.steps:
         cells = [f"{row.step}", _format_loss(row.loss), _format_loss(row.plain_loss)]
         for phase in phases:
             skipped = not row.applied and phase in ("reduce", "clip")
@@ -168,7 +168,7 @@ def _check_options(script: list[str] | None, config: str | None, model: str | No
     if script and script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"no such option: {script[0]}; options of the script go after its name")
     if bool(script) == (model is not None):
-        raise ConfigError("name what to verify: a script, or --model (one of the two)")
+        raise ConfigError("nothing to verify: pass a script or --model (one of the two)")
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"no such script: {script[0]}; check the path")
     if model is not None and config is None:

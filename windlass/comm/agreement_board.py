@@ -58,44 +58,44 @@ class SharedMemoryBoard:
 
     def __init__(self, group: RankGroup, counters: Counters, base: int) -> None:
         self._group, self._counters, self._base = group, counters, base
-        self._turn = 0
+        self._number = 0
 
     def post(self, mine: list[int], what: str) -> Posted:
-        self._turn += 1
-        place = self._base + 1 + self._turn % 2 * WIDTH
+        self._number += 1
+        place = self._base + 1 + self._number % 2 * WIDTH
         # Set last: it makes the integers visible to peers.
         for at, number in enumerate(mine):
             self._counters.set(place + at, number)
-        self._counters.raise_to(self._base, self._turn)
-        return _PostedCounters(self, self._turn, len(mine), what)
+        self._counters.raise_to(self._base, self._number)
+        return _PostedCounters(self, self._number, len(mine), what)
 
     def exchange(self, mine: list[int], what: str) -> list[list[int]]:
-        told: list[list[int]] = [[] for _ in range(self._group.size)]
+        values: list[list[int]] = [[] for _ in range(self._group.size)]
         for start in range(0, len(mine), WIDTH):
-            for numbers, more in zip(told, self.post(mine[start : start + WIDTH], what).wait(), strict=True):
+            for numbers, more in zip(values, self.post(mine[start : start + WIDTH], what).wait(), strict=True):
                 numbers += more
-        return told
+        return values
 
-    def shown(self, turn: int) -> bool:
+    def shown(self, exchange_number: int) -> bool:
         """Return True if all ranks have posted their integers of this exchange."""
-        return self._counters.reached(self._base, turn)
+        return self._counters.reached(self._base, exchange_number)
 
-    def read(self, turn: int, count: int, what: str) -> list[list[int]]:
+    def read(self, exchange_number: int, count: int, what: str) -> list[list[int]]:
         """Wait until all ranks have posted the last exchange, and return every rank's integers."""
-        self._counters.wait(self._base, turn, what)
-        place = self._base + 1 + turn % 2 * WIDTH
+        self._counters.wait(self._base, exchange_number, what)
+        place = self._base + 1 + exchange_number % 2 * WIDTH
         return [[self._counters.read(rank, place + at) for at in range(count)] for rank in range(self._group.size)]
 
 
 class _PostedCounters:
-    def __init__(self, board: SharedMemoryBoard, turn: int, count: int, what: str) -> None:
-        self._board, self._turn, self._count, self._what = board, turn, count, what
+    def __init__(self, board: SharedMemoryBoard, exchange_number: int, count: int, what: str) -> None:
+        self._board, self._number, self._count, self._what = board, exchange_number, count, what
 
     def poll(self) -> bool:
-        return self._board.shown(self._turn)
+        return self._board.shown(self._number)
 
     def wait(self) -> list[list[int]]:
-        return self._board.read(self._turn, self._count, self._what)
+        return self._board.read(self._number, self._count, self._what)
 
 
 class WireBoard:
@@ -113,9 +113,9 @@ class WireBoard:
 
 class _PostedMessages:
     def __init__(self, group: RankGroup, mine: list[int]) -> None:
-        self._told = [torch.empty(len(mine), dtype=torch.int64) for _ in range(group.size)]
+        self._received = [torch.empty(len(mine), dtype=torch.int64) for _ in range(group.size)]
         self._mine = torch.tensor(mine, dtype=torch.int64)
-        self._work = dist.all_gather(self._told, self._mine, group=group.cpu_group, async_op=True)
+        self._work = dist.all_gather(self._received, self._mine, group=group.cpu_group, async_op=True)
 
     def poll(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
@@ -123,4 +123,4 @@ class _PostedMessages:
     def wait(self) -> list[list[int]]:
         if self._work is not None:
             self._work.wait()
-        return [numbers.tolist() for numbers in self._told]
+        return [numbers.tolist() for numbers in self._received]

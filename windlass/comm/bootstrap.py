@@ -273,8 +273,10 @@ def _wait_for_all_ranks(seconds: float, met: threading.Event) -> None:
     except (RuntimeError, ValueError):  # torch raises different classes for the failures of a store
         if met.is_set():
             return
-    who = ", ".join(map(str, missing)) or "none, but the ranks cannot connect: check the network"
-    logger.error("rank %d has waited in initialize for %.0f s; missing ranks: %s (of %d)", rank, seconds, who, world)
+    missing_text = ", ".join(map(str, missing)) or "none, but the ranks cannot connect: check the network"
+    logger.error(
+        "rank %d has waited in initialize for %.0f s; missing ranks: %s (of %d)", rank, seconds, missing_text, world
+    )
 
 
 def _warn_of_an_allocation() -> None:

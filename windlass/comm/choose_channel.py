@@ -20,8 +20,8 @@ def choose_channel(
 
     Args:
         requested: auto, shm, gloo or nccl; the environment's `WINDLASS_TRANSPORT` overrides it.
-        device: of the tensors.
-        timeout: how long to wait for a peer in shared memory; other channels have the time-out of the process group.
+        device: device of the tensors.
+        timeout: maximum wait for a peer in shared memory; other channels have the time-out of the process group.
         what: name of the group in reports of the watchdog.
 
     Raises:

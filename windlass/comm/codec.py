@@ -54,7 +54,7 @@ class Codec(Protocol):
         Args:
             encoded: `[encoded_size(n, dtype)]` uint8, contiguous, aligned to 16 bytes.
             out: `[n]`, contiguous, of `dtype` or of the dtype in which sums are computed (`accumulation_dtype`).
-            dtype: of the tensor that was encoded.
+            dtype: dtype of the tensor that was encoded.
         """
         ...
 

@@ -58,6 +58,6 @@ def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
     """Return the mean without the smallest and the largest `share` of the values."""
     if not values:
         return 0.0
-    cut = int(len(values) * share)
-    kept = sorted(values)[cut : len(values) - cut]
+    dropped = int(len(values) * share)
+    kept = sorted(values)[dropped : len(values) - dropped]
     return sum(kept) / len(kept)

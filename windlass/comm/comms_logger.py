@@ -34,8 +34,8 @@ def analyze_stragglers(records: dict[str, dict[int, list[Any]]]) -> dict[str, di
         dist.all_gather_object(everyone, mine)
     late: dict[str, dict[int, dict[str, Any]]] = {}
     for (name, size), latencies in sorted(mine.items()):
-        alike = [other[name, size] for other in everyone if len(other.get((name, size), ())) == len(latencies)]
-        least = [min(turn) for turn in zip(*alike, strict=True)]
+        comparable = [other[name, size] for other in everyone if len(other.get((name, size), ())) == len(latencies)]
+        least = [min(times) for times in zip(*comparable, strict=True)]
         waited = [own - best for own, best in zip(latencies, least, strict=True)]
         late.setdefault(name, {})[size] = {
             "count": len(latencies),

@@ -20,15 +20,14 @@ class CompressedCollectives:
     Every value of a result went through the codec, a rank's own too: a result depends neither on the rank that computes
     it nor on the channel. On a group of one rank nothing is sent, and values stay exact. A sum is computed in float32
     (wider and integer dtypes: in their own), in rank order, then rounded to the dtype of the tensor. Tensors need not
-    be contiguous; no gradient flows through a collective. A tensor is cut along its first dimension into one part for
+    be contiguous; no gradient flows through a collective. A tensor is split along its first dimension into one part for
     each rank; by default the first `rows % size` ranks have one row more than the others, as in `torch.tensor_split`.
 
     `traffic.bytes_moved` counts, by operation, the encoded bytes that this rank received.
 
     Args:
-        channel: moves the bytes, and has the group.
-        codec: or its registered name.
-        traffic: counts; its own by default.
+        channel: moves the bytes between the ranks of its group. codec: a codec, or its registered name. traffic:
+        traffic counters; new ones by default.
 
     Raises:
         CodecError: the codec does not exist, or ranks have different ones. From a collective: it does not accept the
@@ -69,7 +68,7 @@ class CompressedCollectives:
         if len(lengths) != self.size or lengths[self._index] != tensor.shape[0]:
             raise CollectiveArgumentError(
                 f"all_gather got sizes {lengths}, but rank {self._index} of {self.size} has {tensor.shape[0]} rows; "
-                "give the rows of each rank"
+                "pass the number of rows of each rank"
             )
         whole = tensor.new_empty((sum(lengths), *tensor.shape[1:]))
         self._gather_parts(self._encode(tensor), list(whole.split(lengths)), "all_gather")
@@ -83,7 +82,7 @@ class CompressedCollectives:
         Args:
             tensor: `[rows, ...]`, as large on every rank.
             sizes: rows of each rank's part.
-            factor: of the sum.
+            factor: factor of the sum.
 
         Returns:
             `[sizes[index], ...]` of the tensor's dtype, `factor` times the sum.
@@ -105,7 +104,7 @@ class CompressedCollectives:
 
         Args:
             tensor: as large on every rank.
-            factor: of the sum.
+            factor: factor of the sum.
         """
         self._check_dtype(tensor)
         if self.size == 1:
@@ -135,7 +134,8 @@ class CompressedCollectives:
             return tensor
         if sends is None and tensor.shape[0] % self.size:
             raise CollectiveArgumentError(
-                f"all_to_all cannot cut {tensor.shape[0]} rows into {self.size} equal parts; give `sends`, `receives`"
+                f"all_to_all cannot split {tensor.shape[0]} rows into {self.size} equal parts; pass `sends` and "
+                "`receives`"
             )
         rows_out = self._lengths(tensor, sends)
         rows_in = list(receives) if receives is not None else rows_out
@@ -175,11 +175,11 @@ class CompressedCollectives:
     def round_trip(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Return the values that the peers decode of `tensor`; nothing is sent.
 
-        The difference to `tensor` is the error of this rank's message, as error feedback needs it.
+        The difference to `tensor` is the error of this rank's message, for error feedback.
 
         Args:
             tensor: `[rows, ...]`.
-            sizes: rows of the messages into which a collective cuts the tensor; one message by default.
+            sizes: rows of the messages into which a collective splits the tensor; one message by default.
         """
         self._check_dtype(tensor)
         if self.size == 1:
@@ -253,7 +253,8 @@ class CompressedCollectives:
             return [rows // self.size + (rank < rows % self.size) for rank in range(self.size)]
         if len(sizes) != self.size or sum(sizes) != rows:
             raise CollectiveArgumentError(
-                f"{rows} rows cannot be cut into parts of {list(sizes)} for {self.size} ranks; give sizes of that sum"
+                f"{rows} rows cannot be split into parts of {list(sizes)} for {self.size} ranks; pass sizes with "
+                "that sum"
             )
         return list(sizes)
 
@@ -267,13 +268,13 @@ class CompressedCollectives:
     def _check_rows(self, tensor: torch.Tensor) -> None:
         self._check_dtype(tensor)
         if tensor.dim() == 0:
-            raise CollectiveArgumentError("a scalar has no rows to gather or to send; give it as `tensor.view(1)`")
+            raise CollectiveArgumentError("a scalar has no rows to gather or to send; pass `tensor.view(1)`")
 
     def _check_peer(self, index: int) -> None:
         if index not in self._peers:
             raise CollectiveArgumentError(
-                f"group index {index} is no peer of rank {self._index} in a group of {self.size}; give a group index, "
-                "not a global rank"
+                f"group index {index} is not a peer of rank {self._index} in a group of {self.size}; pass a group "
+                "index, not a global rank"
             )
 
     def _compare_codecs(self) -> None:
@@ -284,7 +285,7 @@ class CompressedCollectives:
         dist.all_gather_object(names, self.codec.name, group=self.group.cpu_group)
         if len(set(names)) > 1:
             listed = ", ".join(f"rank {rank}: {name!r}" for rank, name in zip(self.group.ranks, names, strict=True))
-            raise CodecError(f"the ranks of a group use different codecs ({listed}); give all of them the same one")
+            raise CodecError(f"the ranks of a group use different codecs ({listed}); use the same codec on all of them")
 
     def _count(self, operation: str, nbytes: int) -> None:
         self.traffic.add(f"compressed_{operation}", 0, nbytes)

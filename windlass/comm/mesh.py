@@ -6,13 +6,14 @@ import contextlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import finalize
 
 import torch.distributed as dist
 
 from windlass.base.errors import ConfigError
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.comm.mesh_shape import AXES, DATA_AXES, EXPERT_DATA_AXES, MeshShape
-from windlass.comm.rank_group import DataMesh, RankGroup
+from windlass.comm.rank_group import DataMesh, RankGroup, close_process_groups
 
 _alone: list[Any] = []  # group of this rank alone, if it exists: torch creates such a group only once
 
@@ -63,10 +64,14 @@ class _GroupMaker:
                 continue
             # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
             process_group = dist.new_group(list(ranks), timeout=self._timeout)
-            beside = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
+            cpu_group = None if self._talks else dist.new_group(list(ranks), timeout=self._timeout, backend="gloo")
             if self._rank in ranks:
-                mine = RankGroup(process_group, ranks, ranks.index(self._rank), beside)
+                mine = RankGroup(process_group, ranks, ranks.index(self._rank), cpu_group)
         assert mine is not None, f"rank {self._rank} is in none of {partition}"
+        if mine.size > 1:
+            # Modules along tp, ep and sp communicate after their engine is destroyed, so their groups live as long as
+            # the last object that holds them.
+            finalize(mine, close_process_groups, mine.process_group, mine.cpu_process_group).atexit = False
         return mine
 
 
@@ -123,24 +128,24 @@ class Mesh:
         """True if every rank is a data rank of every parameter."""
         return self.dense.data.size == self.world.size and self.experts is self.dense
 
-    def gather_from_world(self, said: Any) -> list[Any]:
+    def gather_from_world(self, value: Any) -> list[Any]:
         """All-gather a plain Python value from all ranks.
 
         If `only_data`, all ranks have the same value, so return only this one. Collective.
         """
         if self.only_data:
-            return [said]
-        return self.world.all_gather_object(said)
+            return [value]
+        return self.world.all_gather_object(value)
 
-    def of_stages(self, said: Any) -> list[Any]:
+    def of_stages(self, value: Any) -> list[Any]:
         """Return the value of the first rank of each pipeline stage, a plain Python value.
 
         With one stage, return only this rank's value. Collective over all ranks.
         """
         if self.pp.size == 1:
-            return [said]
-        heard = self.gather_from_world(said if self.first_of_stage else None)
-        return heard[:: self.grid.world // self.grid.pp]  # pp is the outermost axis
+            return [value]
+        values = self.gather_from_world(value if self.first_of_stage else None)
+        return values[:: self.grid.world // self.grid.pp]  # pp is the outermost axis
 
     def over(self, *axes: str) -> RankGroup:
         """Return this rank's group of the ranks that differ only along these axes.
@@ -166,18 +171,17 @@ class Mesh:
     def close_with_model(self) -> None:
         """Close the groups' sockets, unless modules communicate along tp, ep or sp.
 
-        Sockets of these axes stay open until the process ends. Pipeline stages communicate only through their engine.
+        Sockets of these axes are closed with the last module that uses them. Pipeline stages communicate only through
+        their engine.
         """
         if self.tp.size == self.ep.size == self.sp.size == 1:
             self.close()
 
     def close(self) -> None:
         """Close the groups' sockets. No rank may communicate over them afterwards."""
-        made = [group for group in self._maker.made if group.size > 1] if self._maker is not None else []
-        each = [one for group in made for one in (group.process_group, group.cpu_process_group) if one is not None]
-        for process_group in {id(one): one for one in each}.values():
-            with contextlib.suppress(ValueError):  # it was destroyed with the default group, or earlier
-                dist.destroy_process_group(process_group)
+        for group in self._maker.made if self._maker is not None else ():
+            if group.size > 1:
+                group.destroy()
 
 
 def build_mesh(grid: MeshShape, *, regather: int | None = None, timeout: timedelta | None = None) -> Mesh:

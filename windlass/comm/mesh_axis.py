@@ -183,13 +183,13 @@ class MeshAxis:
                 self.group.broadcast(tensor, source)
         return tensor
 
-    def all_gather_object(self, said: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """All-gather a plain Python value, in the order of the axis."""
         if self.size == 1:
-            return [said]
+            return [value]
         run_pending_checks()
         with self._what():
-            return self.group.all_gather_object(said)
+            return self.group.all_gather_object(value)
 
     def _count(self, operation: str, nbytes: int) -> None:
         self.traffic.add(operation, 0, nbytes)

@@ -58,16 +58,16 @@ def sizes_of_mpu(mpu: Any, world: int) -> dict[str, int]:
         sizes, problem = _read(mpu, world, rank)
     except (AssertionError, RuntimeError, ValueError, TypeError) as error:  # the unit's groups were never created
         problem = f"the mpu failed: {type(error).__name__}: {error}"
-    heard: list[Any] = [(sizes, problem)]
+    gathered: list[Any] = [(sizes, problem)]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        heard *= dist.get_world_size()
-        dist.all_gather_object(heard, (sizes, problem))
-    for other, (_, told) in enumerate(heard):
-        if told:
-            raise ConfigError(f"rank {other}: {told}")
-    for other, (found, _) in enumerate(heard):
-        if found != heard[0][0]:
-            raise ConfigError(f"the mpu has {heard[0][0]} on rank 0 and {found} on rank {other}; all must agree")
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, (sizes, problem))
+    for other, (_, message) in enumerate(gathered):
+        if message:
+            raise ConfigError(f"rank {other}: {message}")
+    for other, (found, _) in enumerate(gathered):
+        if found != gathered[0][0]:
+            raise ConfigError(f"the mpu has {gathered[0][0]} on rank 0 and {found} on rank {other}; all must agree")
     return sizes
 
 
@@ -118,8 +118,8 @@ def _read(mpu: Any, world: int, rank: int) -> tuple[dict[str, int], str]:
     data = _ask(mpu, "data_parallel", "world_size") if hasattr(mpu, "get_data_parallel_world_size") else readers
     # Megatron's data-parallel group may include context parallelism (sp).
     if data not in (readers, readers * sp):
-        told = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, but it has {data}"
-        return sizes, f"{told}; the product of the sizes must be the world size"
+        message = f"the mpu's axes {product} leave {readers} data ranks of a world of {world}, but it has {data}"
+        return sizes, f"{message}; the product of the sizes must be the world size"
     grid = MeshShape(dp_shard=readers // sizes["ep"], **sizes)
     for axis, word in words.items():
         for what, here, wanted in _places(mpu, word, grid, rank, axis):
@@ -157,7 +157,7 @@ def _places(mpu: Any, name: str, grid: MeshShape, rank: int, *axes: str) -> Iter
 
 def _other_order(source: str, what: str, here: Any, wanted: Any, grid: MeshShape) -> str:
     return (
-        f"the {source} counts ranks in another order than the mesh: {what} is {here}, and along {grid}, tp fastest, it "
-        f"would be {wanted}; build it in this order (Megatron's tp-cp-ep-dp-pp), or leave the {source} out and "
-        "write the sizes in the section parallel"
+        f"the {source} orders ranks differently from the mesh: {what} is {here}, and along {grid}, tp fastest, it "
+        f"would be {wanted}; build it in this order (Megatron's tp-cp-ep-dp-pp), or pass no {source} and write the "
+        "sizes in the section parallel"
     )

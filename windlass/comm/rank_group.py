@@ -120,10 +120,7 @@ class RankGroup:
 
     def destroy(self) -> None:
         """Close the sockets of the process groups. No rank may communicate over them afterwards."""
-        for process_group in (self.process_group, self.cpu_process_group):
-            if process_group is not None:
-                with contextlib.suppress(ValueError):  # it was destroyed with the default group, or earlier
-                    dist.destroy_process_group(process_group)
+        close_process_groups(self.process_group, self.cpu_process_group)
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self.cpu_group if tensor.device.type == "cpu" else self.process_group
@@ -144,6 +141,14 @@ class DataMesh:
     shard: RankGroup
     replicate: RankGroup
     secondary: RankGroup | None = None
+
+
+def close_process_groups(*process_groups: dist.ProcessGroup | None) -> None:
+    """Close the sockets of process groups that are still open."""
+    for process_group in process_groups:
+        if process_group is not None:
+            with contextlib.suppress(ValueError):  # it was destroyed with the default group, or earlier
+                dist.destroy_process_group(process_group)
 
 
 def world_group() -> RankGroup:

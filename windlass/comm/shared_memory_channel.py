@@ -11,20 +11,20 @@ from windlass.comm.mesh_axis import run_pending_checks
 from windlass.comm.rank_group import RankGroup
 from windlass.comm.shared_memory import Counters, SharedMemory
 
-WINDOW_BYTES = 1 << 22  # of each pair of ranks; pages are taken when they are first written
+WINDOW_BYTES = 1 << 22  # bytes for each pair of ranks; pages are allocated at the first write
 
 
 class SharedMemoryChannel:
     """Channel through one window for each ordered pair of ranks, and one of each rank that all its peers read.
 
-    A message is cut into chunks of a window. The writer of a window waits until its readers took the chunk before, then
-    copies the next one and raises its `written` counter; a reader copies the chunk out and raises `taken`. A message
-    that fits in one window returns to its sender at once; a longer one needs the receiver meanwhile. Construction is
-    collective.
+    A message is split into chunks of the size of a window. The writer of a window waits until its readers took the
+    chunk before, then copies the next one and raises its `written` counter; a reader copies the chunk out and raises
+    `taken`. A message that fits in one window returns to its sender at once; a longer one needs the receiver meanwhile.
+    Construction is collective.
 
     Args:
         group: CPU ranks of one host.
-        timeout: how long to wait for a peer.
+        timeout: maximum wait for a peer.
         window: bytes of a window.
 
     Raises:
@@ -39,7 +39,8 @@ class SharedMemoryChannel:
         size = group.size
         memory = SharedMemory(group, (size + 1) * window)
         self._blocks = memory.blocks
-        # counters of each rank: written for each peer, taken from each peer, written for all, taken of what is for all
+        # counters of each rank: chunks written for each peer, read from each peer, broadcast, and read from each
+        # broadcast
         self._taken, self._public, self._public_taken = size, 2 * size, 2 * size + 1
         self._counters = Counters(group, 3 * size + 1, timeout)
         self._sent, self._received = [0] * size, [0] * size  # chunks so far, by peer
@@ -99,11 +100,11 @@ class SharedMemoryChannel:
         self._counters.raise_to(self._public, self._public_sent)
 
     def _read_public(self, peer: int, chunk: torch.Tensor) -> None:
-        turn = self._public_received[peer] + 1
-        self._counters.wait_for_rank(peer, self._public, turn, self._what)
+        chunk_number = self._public_received[peer] + 1
+        self._counters.wait_for_rank(peer, self._public, chunk_number, self._what)
         chunk.copy_(self._slot(peer, self.group.size, chunk.numel()))
-        self._public_received[peer] = turn
-        self._counters.raise_to(self._public_taken + peer, turn)
+        self._public_received[peer] = chunk_number
+        self._counters.raise_to(self._public_taken + peer, chunk_number)
 
     def _slot(self, owner: int, reader: int, nbytes: int) -> torch.Tensor:
         """Return the first bytes of the window that `owner` writes for `reader`; the last window is for all."""

@@ -36,7 +36,7 @@ class ShmTransport:
     def __init__(self, group: RankGroup, timeout: timedelta) -> None:
         self.group, self.traffic = group, Traffic()
         self._timeout = timeout
-        self._turns: list[int] = []
+        self._rounds: list[int] = []
         self._lanes: list[int] = []  # first counter of each lane
 
     def allocate(self, needs: list[BufferRequest], device: torch.device, *, lanes: int = 0) -> list[TransportBuffer]:
@@ -88,7 +88,7 @@ class ShmTransport:
     def _open_lanes(self, first: int, lanes: int) -> int:
         """Add lanes whose counters begin at `first`. Return the index after the last counter."""
         self._lanes += [first + _PER_LANE * lane for lane in range(lanes)]
-        self._turns += [0] * lanes
+        self._rounds += [0] * lanes
         return first + _PER_LANE * lanes
 
     def reduce(
@@ -113,7 +113,7 @@ class ShmTransport:
             return ready
         if buffer.pages is not None:
             return self._windows.gather(buffer, ready, elements)
-        turn, counters = buffer.published, self._counters
+        round_number, counters = buffer.published, self._counters
 
         def read() -> None:
             size, moved = self.group.size, 0
@@ -124,11 +124,13 @@ class ShmTransport:
                     local_shard(buffer.local, index, size).copy_(theirs)
                     moved += theirs.numel() * theirs.element_size()
             # Peers may write their shards again after this.
-            counters.raise_to(buffer.key + 1, turn)
+            counters.raise_to(buffer.key + 1, round_number)
             self.traffic.add("gather", elements, moved)
 
         step = FinishingPending(
-            lambda: counters.reached(buffer.key, turn), lambda: counters.wait(buffer.key, turn, "a gather"), read
+            lambda: counters.reached(buffer.key, round_number),
+            lambda: counters.wait(buffer.key, round_number, "a gather"),
+            read,
         )
         return step if ready is DONE else ChainedPending(ready, lambda: step)
 
@@ -138,8 +140,8 @@ class ShmTransport:
     def wait_until_read(self, buffer: TransportBuffer) -> None:
         what = "the release of a buffer"
         self._counters.wait(buffer.key + 1, buffer.published, what)
-        if buffer.mark.turn:
-            self._counters.wait(self._lane(buffer.mark.lane) + 1, buffer.mark.turn, what)
+        if buffer.mark.round_number:
+            self._counters.wait(self._lane(buffer.mark.lane) + 1, buffer.mark.round_number, what)
 
     def free_memory(self, buffer: TransportBuffer) -> None:
         if buffer.pages is not None:
@@ -154,26 +156,26 @@ class ShmTransport:
         """Mark this rank's part of a lane's next sum as readable. Return the turn that peers must have offered."""
         base = self._lane(lane)
         # A peer that has not read the previous turn would look for it at this buffer's ring index.
-        self._counters.wait(base + 1, self._turns[lane], "the previous reduction")
-        self._turns[lane] += 1
-        turn = self._turns[lane]
-        buffer.mark.lane, buffer.mark.turn = lane, turn
+        self._counters.wait(base + 1, self._rounds[lane], "the previous reduction")
+        self._rounds[lane] += 1
+        round_number = self._rounds[lane]
+        buffer.mark.lane, buffer.mark.round_number = lane, round_number
         self._counters.set(base + 2, buffer.ring_index)
         # Set last: it makes the ring index and the buffer's content visible to peers.
-        self._counters.raise_to(base, turn)
-        return turn
+        self._counters.raise_to(base, round_number)
+        return round_number
 
-    def taken(self, lane: int, turn: int) -> None:
+    def taken(self, lane: int, round_number: int) -> None:
         """Record that this rank has read its peers' parts of this turn."""
-        self._counters.raise_to(self._lane(lane) + 1, turn)
+        self._counters.raise_to(self._lane(lane) + 1, round_number)
 
-    def offered(self, lane: int, turn: int) -> bool:
+    def offered(self, lane: int, round_number: int) -> bool:
         """Return True if all peers have offered their parts of this turn."""
-        return self._counters.reached(self._lane(lane), turn)
+        return self._counters.reached(self._lane(lane), round_number)
 
-    def wait(self, lane: int, turn: int) -> None:
+    def wait(self, lane: int, round_number: int) -> None:
         """Block until all peers have offered their parts of this turn."""
-        self._counters.wait(self._lane(lane), turn, "a gradient reduction")
+        self._counters.wait(self._lane(lane), round_number, "a gradient reduction")
 
     def parts(self, lane: int, buffer: TransportBuffer) -> list[torch.Tensor]:
         """Return this rank's shard of every rank's buffer that is offered in a lane, in rank order."""
@@ -207,9 +209,9 @@ class ShmReduction:
         self.squares: torch.Tensor | None = None
         self._transport, self._lane, self._buffer, self._out = transport, lane, buffer, out
         self._add, self._factor, self._elements, self._wire = add, factor, elements, wire
-        turn = self._turn = transport.offer(lane, buffer)
+        round_number = self._round_number = transport.offer(lane, buffer)
         self._step = FinishingPending(
-            lambda: transport.offered(lane, turn), lambda: transport.wait(lane, turn), self._finish
+            lambda: transport.offered(lane, round_number), lambda: transport.wait(lane, round_number), self._finish
         )
 
     def poll(self) -> bool:
@@ -225,7 +227,7 @@ class ShmReduction:
         if self._wire != parts[0].dtype:
             parts = [part.to(self._wire) for part in parts]
         self.squares = ordered_sum(parts, self._out, add=self._add, factor=self._factor, measure=True)
-        self._transport.taken(self._lane, self._turn)
+        self._transport.taken(self._lane, self._round_number)
         moved = (size - 1) * self._out.numel() * self._wire.itemsize
         self._transport.traffic.add("reduce", self._elements if size > 1 else 0, moved)
 

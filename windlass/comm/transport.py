@@ -55,7 +55,7 @@ class OfferMark:
     """Last reduction offered from a buffer: its lane and turn; turn 0 means none."""
 
     lane: int = 0
-    turn: int = 0
+    round_number: int = 0
 
 
 @dataclass

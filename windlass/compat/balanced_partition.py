@@ -40,8 +40,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         row = [(float("inf"), 0.0, 0)] * (count + 1)
         for n in range(parts, count + 1):
             row[n] = min(
-                (max(best[-1][cut][0], sums[n] - sums[cut]), max(best[-1][cut][1], sums[cut] - sums[n]), -cut)
-                for cut in range(parts - 1, n)
+                (max(best[-1][start][0], sums[n] - sums[start]), max(best[-1][start][1], sums[start] - sums[n]), -start)
+                for start in range(parts - 1, n)
             )
         best.append(row)
     bounds = [count]

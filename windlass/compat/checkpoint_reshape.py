@@ -101,6 +101,6 @@ class model_3d_desc:
 
 def _equal_parts(items: Sequence[int], parts: int) -> list[Sequence[int]]:
     """Split a sequence into contiguous parts of equal length."""
-    assert len(items) % parts == 0, f"{len(items)} cannot be cut into {parts} equal parts"
+    assert len(items) % parts == 0, f"{len(items)} cannot be split into {parts} equal parts"
     size = len(items) // parts
     return [items[at : at + size] for at in range(0, len(items), size)]

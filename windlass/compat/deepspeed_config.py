@@ -85,10 +85,10 @@ def _check_sum(config: Config) -> None:
 
 def _axis_sizes_of(mpu: Any, mesh_device: Any) -> dict[str, dict[str, int]]:
     """Return the axis sizes given by `mpu` and by `mesh_device`."""
-    said = {"mpu": known_sizes(mpu)} if mpu is not None else {}
+    sizes = {"mpu": known_sizes(mpu)} if mpu is not None else {}
     if mesh_device is not None:
-        said["mesh_device"] = {"sp": mesh_device.size() // mesh_device["data_parallel"].size()}
-    return said
+        sizes["mesh_device"] = {"sp": mesh_device.size() // mesh_device["data_parallel"].size()}
+    return sizes
 
 
 def _world_size() -> int:

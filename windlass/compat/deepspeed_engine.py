@@ -27,6 +27,7 @@ from windlass.compat.optimizer_classes import optimizer_kind_of, pass_for_basic
 from windlass.compat.optimizer_group_views import (
     MASTER_ATTRIBUTES,
     PARAMETER_ATTRIBUTES,
+    FlatGradients,
     FlatParameters,
     GradientGroups,
     HostGradients,
@@ -178,6 +179,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
             optimizer.get_fp32_grad_partitions = lambda: gradients_in_fp32(optimizer)
         if self.zero_optimization_stage() in (1, 2):
             optimizer.bit16_groups_flat = FlatParameters(optimizer)
+            if kind == "bf16":
+                optimizer.fp32_groups_gradients_flat = FlatGradients(optimizer)
             if self.zero_cpu_offload():
                 optimizer.accumulated_grads_in_cpu = HostGradients(optimizer)
         optimizer.quantize_nontrainable_params = _refused_method(
@@ -203,6 +206,14 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         set_current_engine(self, self._groups)
 
     # Methods that DeepSpeed restricts.
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Declare whether the next `step` ends an accumulation. Not allowed without managed accumulation."""
+        assert self._config.managed_gradient_accumulation, (
+            "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every engine.step() ends a "
+            "step; call step() where one ends, or write true"
+        )
+        super().set_gradient_accumulation_boundary(is_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

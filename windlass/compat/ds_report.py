@@ -143,8 +143,8 @@ def _general_facts() -> Iterator[tuple[str, str]]:
     devices = try_fact(hardware_facts.gpu_devices)
     names = devices if is_unknown(devices) else ", ".join(gpu["name"] for gpu in devices) or None
     yield "devices", _format_fact(names)
-    told = try_fact(gpu_topology.query_topology)
-    yield "nvlink", _format_fact(told if told is None or is_unknown(told) else told["nvlink"])
+    topology = try_fact(gpu_topology.query_topology)
+    yield "nvlink", _format_fact(topology if topology is None or is_unknown(topology) else topology["nvlink"])
     there = try_fact(backend_support.backend_availability)
     usable = there if is_unknown(there) else ", ".join(name for name, one in there.items() if one["available"])
     yield "back ends", _format_fact(usable)

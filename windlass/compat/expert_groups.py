@@ -38,8 +38,8 @@ def _known() -> dict[str, _Groups]:
 def _groups(group_name: str) -> _Groups:
     known = _known()
     if group_name not in known:
-        told = f"known groups: {', '.join(map(repr, known))}" if known else "no engine has MoE layers"
-        raise AssertionError(f"there is no expert-parallel group {group_name!r}: {told}")
+        hint = f"known groups: {', '.join(map(repr, known))}" if known else "no engine has MoE layers"
+        raise AssertionError(f"there is no expert-parallel group {group_name!r}: {hint}")
     return known[group_name]
 
 
@@ -166,8 +166,8 @@ def _get_expert_parallel_ranks(
     Raises:
         AssertionError: the product of the sizes does not divide the world size.
     """
-    cut = tensor_parallel_size_ * pipeline_parallel_size_
-    assert world_size % (cut * expert_parallel_size_) == 0, (
+    model_parallel_size = tensor_parallel_size_ * pipeline_parallel_size_
+    assert world_size % (model_parallel_size * expert_parallel_size_) == 0, (
         f"{world_size} ranks are not a multiple of tensor {tensor_parallel_size_} x pipeline {pipeline_parallel_size_} "
         f"x expert {expert_parallel_size_}"
     )

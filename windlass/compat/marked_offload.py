@@ -44,8 +44,8 @@ class _Held:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.nbytes
-        self.here: PassthroughTensor | None = PassthroughTensor(tensor.detach(), tensor._version)
-        self.away: PackedTensor | PassthroughTensor | None = None
+        self.held_tensor: PassthroughTensor | None = PassthroughTensor(tensor.detach(), tensor._version)
+        self.packed_tensor: PackedTensor | PassthroughTensor | None = None
         self.restored = False
 
 
@@ -149,10 +149,10 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
 
     def _send(self, held: _Held | None) -> None:
         """Start the copy to the host. Do nothing if the graph is already freed (`held` is None)."""
-        if held is None or held.here is None:
+        if held is None or held.held_tensor is None:
             return
-        held.away, held.here = self._keeper.pack(self._keeper.unpack(held.here)), None
-        if isinstance(held.away, PassthroughTensor):  # a layout that cannot be offloaded
+        held.packed_tensor, held.held_tensor = self._keeper.pack(self._keeper.unpack(held.held_tensor)), None
+        if isinstance(held.packed_tensor, PassthroughTensor):  # a layout that cannot be offloaded
             self.stats.skipped_marked_tensors += 1
             return
         self.stats.offloaded_tensors += 1
@@ -163,12 +163,12 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
             found: torch.Tensor = packed
             return found
         first, packed.restored = not packed.restored, True
-        if packed.here is not None:
+        if packed.held_tensor is not None:
             self.stats.kept_last_tensors += first
-            return self._keeper.unpack(packed.here)
-        assert packed.away is not None
-        found = self._keeper.unpack(packed.away)
-        if first and isinstance(packed.away, PackedTensor):
+            return self._keeper.unpack(packed.held_tensor)
+        assert packed.packed_tensor is not None
+        found = self._keeper.unpack(packed.packed_tensor)
+        if first and isinstance(packed.packed_tensor, PackedTensor):
             self.stats.restored_tensors += 1
             self.stats.restored_bytes += packed.nbytes
         return found

@@ -85,7 +85,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                 additional_buffer_factor,
             )
             places = [
-                f"offload_{name}={'cpu' if away else 'none'}" for name, away in _offload_flags(parameters, optimizer)
+                f"offload_{name}={'cpu' if offloaded else 'none'}"
+                for name, offloaded in _offload_flags(parameters, optimizer)
             ]
             rows.append((host, device, ", ".join([*places, f"zero_init={int(built)}"])))
     what = f"{_millions(total_params)} parameters, {_millions(largest_layer_params)} of them in the largest layer"

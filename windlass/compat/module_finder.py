@@ -63,8 +63,8 @@ class StandInModule(ModuleType):
 
 def _live(module: str) -> Mapping[str, Callable[[Any], None]]:
     """Return the setters of the names that are looked up at each access (see [Note: live names])."""
-    home = sys.modules.get(STAND_IN_NAMES[module].target) if is_whole_module(module) else None
-    found: Mapping[str, Callable[[Any], None]] = getattr(home, "LIVE", {})
+    target_module = sys.modules.get(STAND_IN_NAMES[module].target) if is_whole_module(module) else None
+    found: Mapping[str, Callable[[Any], None]] = getattr(target_module, "LIVE", {})
     return found
 
 
@@ -101,11 +101,13 @@ class StandInFinder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Set `__all__`, and copy the names of the windlass module that implements this module, if there is one."""
         if is_whole_module(module.__name__):
-            home = importlib.import_module(STAND_IN_NAMES[module.__name__].target)
-            public = getattr(home, "__all__", [name for name in vars(home) if not name.startswith("_")])
+            target_module = importlib.import_module(STAND_IN_NAMES[module.__name__].target)
+            public = getattr(
+                target_module, "__all__", [name for name in vars(target_module) if not name.startswith("_")]
+            )
             # A table entry for a single name takes precedence.
             own = [name for name in public if f"{module.__name__}.{name}" not in STAND_IN_NAMES]
-            module.__dict__.update({name: getattr(home, name) for name in own})
+            module.__dict__.update({name: getattr(target_module, name) for name in own})
         module.__dict__["__all__"] = sorted(
             {name for name in names_below(module.__name__) if not name.startswith("_")}
             | {name for name in vars(module) if not name.startswith("_")}
@@ -117,10 +119,10 @@ class StandInFinder(MetaPathFinder, Loader):
         Raises:
             ImportError: there is no such `main`.
         """
-        home = STAND_IN_NAMES[fullname].target if is_whole_module(fullname) else ""
-        if not home or not callable(getattr(importlib.import_module(home), "main", None)):
+        target_module = STAND_IN_NAMES[fullname].target if is_whole_module(fullname) else ""
+        if not target_module or not callable(getattr(importlib.import_module(target_module), "main", None)):
             raise ImportError(f"{fullname} is not a program: windlass stands in for DeepSpeed here (docs/compat.md)")
-        return compile(f"import sys\nfrom {home} import main\nsys.exit(main())", home, "exec")
+        return compile(f"import sys\nfrom {target_module} import main\nsys.exit(main())", target_module, "exec")
 
     def is_package(self, fullname: str) -> bool:
         """Return True if the name has submodules. A module without submodules can be run by `python -m`."""

@@ -82,8 +82,8 @@ def _memory_binding(cores: Sequence[int], nodes: list[list[int]]) -> list[str]:
     """Return the flags that bind memory to the one node that has all of these cores; [] if there is no such node."""
     if len(nodes) < 2:
         return []
-    homes = [number for number, node in enumerate(get_numa_cores()) if set(cores) <= set(node)]
-    return ["-m", str(homes[0])] if homes else []
+    matching_nodes = [number for number, node in enumerate(get_numa_cores()) if set(cores) <= set(node)]
+    return ["-m", str(matching_nodes[0])] if matching_nodes else []
 
 
 def _format_ranges(cores: Sequence[int]) -> str:

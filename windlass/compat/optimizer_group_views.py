@@ -100,6 +100,24 @@ class FlatParameters(_ByGroup[torch.Tensor]):
         return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
+class FlatGradients(_ByGroup[torch.Tensor]):
+    """Reduced gradients of each group in fp32, as one flat copy `[elements of the group]`. Collective at each access.
+
+    Parameters without a gradient have zeros.
+    """
+
+    def _view(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        found = [(parameter, safe_get_full_grad(parameter)) for parameter in parameters]
+        if not found:
+            return torch.empty(0)
+        return torch.cat(
+            [
+                torch.zeros(parameter.numel(), device=parameter.device) if grad is None else grad.float().reshape(-1)
+                for parameter, grad in found
+            ]
+        )
+
+
 class HostGradients(Mapping[int, torch.Tensor]):
     """This rank's gradients that are offloaded to host memory until the step, by parameter index over all groups.
 

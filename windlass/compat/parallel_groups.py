@@ -166,8 +166,8 @@ def get_tensor_model_parallel_group() -> dist.ProcessGroup:
     Raises:
         AssertionError: there is no tensor parallelism.
     """
-    told = _ask_mpu("tensor_model_parallel_group", "model_parallel_group")
-    return _process_group_of(told, _tensor_group()) or _raise_no_group("tensor-parallel")
+    answer = _ask_mpu("tensor_model_parallel_group", "model_parallel_group")
+    return _process_group_of(answer, _tensor_group()) or _raise_no_group("tensor-parallel")
 
 
 _overrides: dict[str, int] = {}
@@ -190,8 +190,8 @@ def get_model_parallel_world_size() -> int:
 
 def get_tensor_model_parallel_world_size() -> int:
     """Return the number of ranks that share a tensor."""
-    told = _ask_mpu("tensor_model_parallel_world_size", "model_parallel_world_size")
-    return _overrides.get("world_size") or _size_of(told, _tensor_group())
+    answer = _ask_mpu("tensor_model_parallel_world_size", "model_parallel_world_size")
+    return _overrides.get("world_size") or _size_of(answer, _tensor_group())
 
 
 def get_model_parallel_rank() -> int:
@@ -201,8 +201,8 @@ def get_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_rank() -> int:
     """Return this rank's index among the ranks that share a tensor."""
-    told = _ask_mpu("tensor_model_parallel_rank", "model_parallel_rank")
-    return _overrides["rank"] if "rank" in _overrides else _rank_in(told, _tensor_group())
+    answer = _ask_mpu("tensor_model_parallel_rank", "model_parallel_rank")
+    return _overrides["rank"] if "rank" in _overrides else _rank_in(answer, _tensor_group())
 
 
 def get_tensor_model_parallel_src_rank() -> int:

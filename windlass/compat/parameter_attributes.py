@@ -75,9 +75,9 @@ def _allows_stub(parameter: nn.Parameter) -> bool:
 
     Inside a forward, `detach` must return the values instead, so the parameter's unit gathers them.
     """
-    place, birth = find(parameter), initial_shard.find(parameter)
+    place, init_shard = find(parameter), initial_shard.find(parameter)
     if place is None:
-        return birth is not None and birth.allows_stub
+        return init_shard is not None and init_shard.allows_stub
     return place.model in _stub_models and not place.unit.gather_parameter(parameter, [parameter])
 
 
@@ -111,18 +111,18 @@ def _require_same_parameter(parameter: nn.Parameter) -> None:
     Raises:
         ShardedParameterError: ranks read different parameters. Raised on all of them.
     """
-    place, birth = find(parameter), initial_shard.find(parameter)
-    if birth is not None:
-        group, name = birth.group, f"{birth.label} (number {birth.number})"
+    place, init_shard = find(parameter), initial_shard.find(parameter)
+    if init_shard is not None:
+        group, name = init_shard.group, f"{init_shard.label} (number {init_shard.number})"
     elif place is not None:
         group, name = place.unit.dp_group.group, place.name
     else:
         return
-    told: list[Any] = [name] * group.size
+    names: list[Any] = [name] * group.size
     if group.size > 1:
-        dist.all_gather_object(told, name, group=group.cpu_group)
-    if len(set(told)) > 1:
-        read = ", ".join(f"rank {rank}: {one!r}" for rank, one in zip(group.ranks, told, strict=True))
+        dist.all_gather_object(names, name, group=group.cpu_group)
+    if len(set(names)) > 1:
+        read = ", ".join(f"rank {rank}: {one!r}" for rank, one in zip(group.ranks, names, strict=True))
         raise ShardedParameterError(
             f"ranks read different parameters from a state_dict() at stage 3, where all must read the same one "
             f"({read}); save with engine.save_16bit_model, or read inside `with GatheredParameters(parameters):`"
@@ -135,8 +135,8 @@ def _require_same_parameter(parameter: nn.Parameter) -> None:
 def _ds_id(parameter: nn.Parameter) -> int:
     place = find(parameter)
     if place is None:
-        birth = initial_shard.find(parameter)
-        return _sharded_init_ids.setdefault(birth, next(_id_counter))
+        init_shard = initial_shard.find(parameter)
+        return _sharded_init_ids.setdefault(init_shard, next(_id_counter))
     known = _ids.get(place.model)
     if known is None:  # assign all ids at once, in model order, so that they are the same on every rank
         known = _ids[place.model] = {id(p): next(_id_counter) for p in place.model.model.parameters()}
@@ -161,15 +161,15 @@ def _shard_group(parameter: nn.Parameter) -> Any:
     place = find(parameter)
     if place is not None:
         return place.unit.dp_group.group
-    birth = initial_shard.find(parameter)
-    assert birth is not None
-    return birth.group
+    init_shard = initial_shard.find(parameter)
+    assert init_shard is not None
+    return init_shard.group
 
 
 def _ds_tensor(parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's shard, flat. Like DeepSpeed's, it has the attribute `ds_numel`."""
-    birth = initial_shard.find(parameter)
-    piece = (birth.shard if birth is not None else zero.local_param(parameter)).detach().view(-1)
+    init_shard = initial_shard.find(parameter)
+    piece = (init_shard.shard if init_shard is not None else zero.local_param(parameter)).detach().view(-1)
     piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
     return piece
 

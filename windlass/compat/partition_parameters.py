@@ -84,8 +84,8 @@ class Init(zero.Init):
     parameter attributes, on a single rank too.
     """
 
-    cuts_alone = cuts_nested = True
-    lends_names = True
+    shards_alone = shards_nested = True
+    provides_stubs = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parameter_attributes.install_parameter_attributes()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.base.dtypes import parse_dtype
+from windlass.base.dtypes import is_castable, parse_dtype
 
 
 class Precision:
@@ -74,5 +74,5 @@ class Precision:
 
 def _cast(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
     for tensor in tensors:
-        if tensor.is_floating_point() and tensor.dtype != dtype:
+        if is_castable(tensor.dtype) and tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)

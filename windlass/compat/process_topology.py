@@ -105,7 +105,7 @@ class ProcessTopology:
             ValueError: an axis does not exist.
         """
         if unknown := set(places) - set(self.axes):
-            raise ValueError(f"there are no axes {sorted(unknown)}; there are {self.axes}")
+            raise ValueError(f"there are no axes {sorted(unknown)}; the axes are {self.axes}")
         spans: list[Sequence[int]] = [[places[axis]] if axis in places else self._span(axis) for axis in self.axes]
         if any(not 0 <= places[axis] < self.get_dim(axis) for axis in places):
             return []

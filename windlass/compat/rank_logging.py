@@ -49,7 +49,7 @@ class LoggerFactory:
             ValueError: `name` is None.
         """
         if name is None:
-            raise ValueError("create_logger: name is None; give the logger a name")
+            raise ValueError("create_logger: name is None; pass a name for the logger")
         made = logging.getLogger(name)
         made.propagate = False
         logging.Logger.setLevel(made, level)

@@ -51,17 +51,17 @@ class SequenceAllToAll:
         return input if axis.size == 1 else exchange(input, axis, scatter_idx, gather_idx)
 
 
-def exchange(tensor: torch.Tensor, axis: MeshAxis, cut: int, joined: int) -> torch.Tensor:
-    """Scatter dimension `cut` over the ranks, and concatenate the parts received along `joined`. Collective."""
-    spans = [compute_shard_range(tensor.shape[cut], axis.size, rank) for rank in range(axis.size)]
+def exchange(tensor: torch.Tensor, axis: MeshAxis, scattered: int, joined: int) -> torch.Tensor:
+    """Scatter dimension `scattered` over the ranks, and concatenate the parts received along `joined`. Collective."""
+    spans = [compute_shard_range(tensor.shape[scattered], axis.size, rank) for rank in range(axis.size)]
     own = spans[axis.index][1] - spans[axis.index][0]
     lengths = [int(n) for n in axis.all_gather(torch.tensor([tensor.shape[joined]], device=tensor.device)).tolist()]
     shapes = []
     for length in lengths:
         shape = list(tensor.shape)
-        shape[cut], shape[joined] = own, length
+        shape[scattered], shape[joined] = own, length
         shapes.append(shape)
-    parts = [tensor.narrow(cut, start, stop - start).reshape(-1) for start, stop in spans]
+    parts = [tensor.narrow(scattered, start, stop - start).reshape(-1) for start, stop in spans]
     receives = [torch.Size(shape).numel() for shape in shapes]
     arrived = all_to_all(torch.cat(parts), axis, [part.numel() for part in parts], receives)
     pieces = [flat.view(shape) for flat, shape in zip(arrived.split(receives), shapes, strict=True)]

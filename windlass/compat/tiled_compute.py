@@ -78,12 +78,12 @@ class SequenceTiledCompute:
         *args: Any,
     ) -> torch.Tensor:
         """Call `sequence_tiled_compute`; `args` are the values of both lists of keys, in order."""
-        cut, passed = args[: len(keys_to_shard)], args[len(keys_to_shard) :]
+        sharded, passed = args[: len(keys_to_shard)], args[len(keys_to_shard) :]
         return sequence_tiled_compute(
             fn,
             seqlen,
             shards,
-            dict(zip(keys_to_shard, cut, strict=True)),
+            dict(zip(keys_to_shard, sharded, strict=True)),
             dict(zip(keys_to_pass, passed, strict=True)),
             grad_requiring_tensor_key,
             compute_params,

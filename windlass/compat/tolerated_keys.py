@@ -74,9 +74,10 @@ def _meaningless_keys(section: Any) -> dict[str, str]:
     }
     # trl copies the trained model's config, with its offload section, for a model that only runs inference.
     if section.get("stage", 0) == 0:
-        away = section.get("offload_optimizer")
+        offload_section = section.get("offload_optimizer")
         asks = {
-            "offload_optimizer": isinstance(away, dict) and away.get("device", "none") not in (None, "none"),
+            "offload_optimizer": isinstance(offload_section, dict)
+            and offload_section.get("device", "none") not in (None, "none"),
             "cpu_offload": section.get("cpu_offload"),
         }
         found |= {name: "stage 0 keeps all states on every rank" for name, asked in asks.items() if asked}

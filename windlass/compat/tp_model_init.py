@@ -120,8 +120,8 @@ def _checked_arguments(size: int, dtype: torch.dtype | None, group: Any) -> _TpM
 
 def _merge_into_config(data: dict[str, Any], arguments: _TpModelInitArguments) -> None:
     section = data.setdefault("tensor_parallel", {})
-    said = {"autotp_size": section.get("autotp_size"), "tp.tp_size": (section.get("tp") or {}).get("tp_size")}
-    for key, size in said.items():
+    sizes = {"autotp_size": section.get("autotp_size"), "tp.tp_size": (section.get("tp") or {}).get("tp_size")}
+    for key, size in sizes.items():
         if size is not None and size != arguments.size:
             raise ConfigError(
                 f"tensor_parallel.{key} is {size}, and tp_model_init was called with tp_size {arguments.size}; make "

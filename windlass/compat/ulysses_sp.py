@@ -186,16 +186,16 @@ class UlyssesSPDataLoaderAdapter:
         missing = [name for name in ("input_ids", "labels") if not isinstance(batch.get(name), torch.Tensor)]
         if missing:
             raise DataError(f"a batch for sequence parallelism has the keys {sorted(batch)}; add tensors for {missing}")
-        said = self._axis.all_gather_object(
+        summaries = self._axis.all_gather_object(
             {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         )
-        found: list[dict[str, Any]] = [{} for _ in said]
+        found: list[dict[str, Any]] = [{} for _ in summaries]
         for name, value in batch.items():
             if not isinstance(value, torch.Tensor):
-                for one, heard in zip(found, said, strict=True):
-                    one[name] = heard[name]
+                for one, summary in zip(found, summaries, strict=True):
+                    one[name] = summary[name]
                 continue
-            shapes = [heard[name][0] for heard in said]
+            shapes = [summary[name][0] for summary in summaries]
             sizes = [torch.Size(shape).numel() for shape in shapes]
             flat = self._axis.all_gather(value.to(self.device).reshape(-1), 0, sizes)
             for one, part, shape in zip(found, flat.split(sizes), shapes, strict=True):

@@ -262,6 +262,6 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
         AssertionError: `trim_percent` is out of range.
     """
     assert 0.0 <= trim_percent <= 1.0, f"trim_percent is {trim_percent}; it must be in [0, 1]"
-    cut = round(len(data) * trim_percent)
-    kept = sorted(data)[cut : len(data) - cut]
+    dropped = round(len(data) * trim_percent)
+    kept = sorted(data)[dropped : len(data) - dropped]
     return sum(kept) / len(kept) if kept else 0.0

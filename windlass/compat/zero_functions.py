@@ -43,7 +43,7 @@ def apply_to_tensors_only(function: Callable[[Any], Any], value: Any, warning_ms
 
 def get_lst_from_rank0(lst: list[int]) -> list[int]:
     """Return rank 0's list on every rank. Collective."""
-    told = [lst]
+    values = [lst]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
+        dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -73,18 +73,18 @@ class _DeclaredSize:
 
 def axis_size(config: Config, axis: str) -> int:
     """Return the size of axis pp, ep, sp or tp that the configuration sets; 1 by default."""
-    said = _declared_sizes(config)[axis]
-    return said[0].size if said else 1
+    declared = _declared_sizes(config)[axis]
+    return declared[0].size if declared else 1
 
 
 def conflicting_sizes(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, sentence) for each axis for which two keys set different sizes."""
-    for axis, said in _declared_sizes(config).items():
-        for other in said[1:]:
-            if other.size != said[0].size:
+    for axis, declared in _declared_sizes(config).items():
+        for other in declared[1:]:
+            if other.size != declared[0].size:
                 yield (
                     other.key,
-                    f"{other.size}, but {said[0].key} {said[0].size} is the size of the same axis, {axis}; "
+                    f"{other.size}, but {declared[0].key} {declared[0].size} is the size of the same axis, {axis}; "
                     "delete one, or make them equal",
                 )
 
@@ -97,18 +97,18 @@ def _declared_sizes(config: Config) -> dict[str, list[_DeclaredSize]]:
         for axis in _DECLARED_AXES
         if axis in own.model_fields_set
     }
-    said = {axis: found.get(axis, []) for axis in _DECLARED_AXES}
+    declared = {axis: found.get(axis, []) for axis in _DECLARED_AXES}
     if isinstance(config.pipeline.stages, int):
-        said["pp"].append(_DeclaredSize(config.pipeline.stages, "pipeline.stages"))
+        declared["pp"].append(_DeclaredSize(config.pipeline.stages, "pipeline.stages"))
     if config.expert_parallel.enabled:
-        said["ep"].append(_DeclaredSize(config.expert_parallel.autoep_size, "expert_parallel.autoep_size"))
+        declared["ep"].append(_DeclaredSize(config.expert_parallel.autoep_size, "expert_parallel.autoep_size"))
     if config.sequence_parallel_size is not None:
-        said["sp"].append(_DeclaredSize(config.sequence_parallel_size, "sequence_parallel_size"))
+        declared["sp"].append(_DeclaredSize(config.sequence_parallel_size, "sequence_parallel_size"))
     if tensor.autotp_size > 1:
-        said["tp"].append(_DeclaredSize(tensor.autotp_size, "tensor_parallel.autotp_size"))
+        declared["tp"].append(_DeclaredSize(tensor.autotp_size, "tensor_parallel.autotp_size"))
     if tensor.tp.tp_size > 1:
-        said["tp"].append(_DeclaredSize(tensor.tp.tp_size, "tensor_parallel.tp.tp_size"))
-    return said
+        declared["tp"].append(_DeclaredSize(tensor.tp.tp_size, "tensor_parallel.tp.tp_size"))
+    return declared
 
 
 def resolve_axes(config: Config, world_size: int, world_size_source: str, other_sizes: OtherAxisSizes) -> Axes:
@@ -168,7 +168,7 @@ def _model_axis_sizes(config: Config, world: int, source: str, other_sizes: Othe
     """Return the sizes of pp, ep, sp and tp, checked to divide the world size."""
     if world < 1:
         raise ConfigError(f"the world size {world} is not positive; it is the number of ranks, at least 1")
-    sizes = {axis: _agreed_size(axis, said, other_sizes) for axis, said in _declared_sizes(config).items()}
+    sizes = {axis: _agreed_size(axis, declared, other_sizes) for axis, declared in _declared_sizes(config).items()}
     _require_divisor_of_world({**sizes, "dp_replicate": config.parallel.dp_replicate}, world, source)
     return sizes
 

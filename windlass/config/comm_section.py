@@ -21,7 +21,7 @@ class CommsLoggerConfig(ConfigSection):
     bytes that the engines move. `log_summary()` prints it."""
 
     enabled: bool = honoured(False)
-    """Record collectives. If false, nothing is recorded, whatever the other keys say."""
+    """Record collectives. If false, nothing is recorded, whatever the values of the other keys."""
     prof_all: bool = honoured(True)
     """Record every collective; false: only those in `prof_ops` and calls with `prof=True`."""
     prof_ops: Names = honoured(list)

@@ -214,7 +214,9 @@ def _check_keys(data: Any, name: str) -> None:
             raise ConfigError(f"{name} has the key {key!r}, a {type(key).__name__}; keys are strings, as in JSON")
         for text in (key, value):
             if isinstance(text, str) and not _is_encodable(text):
-                raise ConfigError(f'{name} has half a character in "{one_line(text, 100)}"; it was cut inside one')
+                raise ConfigError(
+                    f'{name} has half a surrogate pair in "{one_line(text, 100)}"; it was truncated inside a character'
+                )
         if isinstance(value, dict | list | tuple):
             _check_keys(value, name)
 

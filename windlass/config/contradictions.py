@@ -73,18 +73,6 @@ def _predivide(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def _sum_reduction(config: Config) -> Iterator[tuple[str, str]]:
-    if config.gradient_allreduce_op != "sum":
-        return
-    for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
-        if getattr(config, key) != default:
-            yield (
-                key,
-                f"{format_value(getattr(config, key))} sets when gradients are divided for the mean over ranks, but "
-                'gradient_allreduce_op is "sum"; delete one',
-            )
-
-
 def _unmanaged_accumulation(config: Config) -> Iterator[tuple[str, str]]:
     if not config.managed_gradient_accumulation and axis_size(config, "pp") > 1:
         yield (
@@ -185,11 +173,11 @@ def _activation_tier(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _deepspeed_checkpoint_format(config: Config) -> Iterator[tuple[str, str]]:
-    cut = [f"{axis} {axis_size(config, axis)}" for axis in ("pp", "ep", "tp") if axis_size(config, axis) > 1]
-    if config.checkpoint.format == "deepspeed" and cut:
+    model_axes = [f"{axis} {axis_size(config, axis)}" for axis in ("pp", "ep", "tp") if axis_size(config, axis) > 1]
+    if config.checkpoint.format == "deepspeed" and model_axes:
         yield (
             "checkpoint.format",
-            f'"deepspeed", whose files contain full parameters of every data rank, with {", ".join(cut)}; write '
+            f'"deepspeed", whose files contain full parameters of every data rank, with {", ".join(model_axes)}; write '
             '"windlass" (`windlass export` writes full weights)',
         )
 
@@ -312,7 +300,6 @@ CONTRADICTION_RULES: tuple[ContradictionRule, ...] = (
     _buffer_dtype,
     _half_precision_masters,
     _predivide,
-    _sum_reduction,
     _unmanaged_accumulation,
     _offload,
     _two_shard_groups,

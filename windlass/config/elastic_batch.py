@@ -62,10 +62,10 @@ def solve_elastic_batch(section: Elasticity, world_size: int) -> BatchSizes:
     if world_size not in best.rank_counts:
         near = [max((n for n in best.rank_counts if n < world_size), default=None)]
         near.append(min((n for n in best.rank_counts if n > world_size), default=None))
-        told = " or ".join(str(n) for n in near if n is not None)
+        choices = " or ".join(str(n) for n in near if n is not None)
         raise ConfigError(
             f"elasticity: the batch of {best.train} samples cannot be shared by {world_size} ranks in micro-batches of "
-            f"{sorted(set(section.micro_batch_sizes))}; start {told} ranks, or change elasticity.micro_batch_sizes"
+            f"{sorted(set(section.micro_batch_sizes))}; start {choices} ranks, or change elasticity.micro_batch_sizes"
         )
     share = best.train // world_size
     micro = max(size for size in section.micro_batch_sizes if share % size == 0)

@@ -26,12 +26,12 @@ def honoured(
 
 
 def accepted(default: Any, reason: str, *, aliases: Sequence[str] = (), **constraints: Any) -> Any:
-    """Declare a field whose type is checked and whose value has no effect; `reason` says why that is correct."""
+    """Declare a field whose type is checked and whose value has no effect; `reason` explains why that is correct."""
     return _make_field(default, KeyStatus.ACCEPTED, reason, aliases, False, constraints)
 
 
 def refused(default: Any, reason: str, *, aliases: Sequence[str] = (), **constraints: Any) -> Any:
-    """Declare a field that is refused if its value is not `default`; `reason` says why."""
+    """Declare a field that is refused if its value is not `default`; `reason` explains why."""
     return _make_field(default, KeyStatus.REFUSED, reason, aliases, False, constraints)
 
 

@@ -86,13 +86,13 @@ def _section_keys(root: str, section: type[ConfigSection], path: str, inherited_
         facts = key_facts(field)
         nested = nested_section(field.annotation)
         refusal = inherited_refusal or (nested.section.refusal if nested else "")
-        verdict = KeyStatus.REFUSED if refusal else KeyStatus(facts["status"])
+        key_status = KeyStatus.REFUSED if refusal else KeyStatus(facts["status"])
         reason = facts["reason"] or refusal
         yield ConfigKey(
             root=root,
             path=f"{path}.{name}".lstrip("."),
-            status=verdict,
-            reason=reason if verdict is not KeyStatus.HONOURED else field.description or "",
+            status=key_status,
+            reason=reason if key_status is not KeyStatus.HONOURED else field.description or "",
             type=describe_type(field.annotation),
             default=_describe_default(field),
             aliases=tuple(facts["aliases"]),

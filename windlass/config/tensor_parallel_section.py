@@ -116,4 +116,4 @@ def merge_tensor_tables(
             found[re.escape(name)] = _STYLE_OF_PARTITION_TYPE[spec.partition_type]
         elif not given.use_default_specs:
             found[re.escape(name)] = "replicated"
-    return {**{key: cut for key, cut in found.items() if key not in own}, **own}
+    return {**{key: style for key, style in found.items() if key not in own}, **own}

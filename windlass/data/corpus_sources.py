@@ -103,7 +103,7 @@ def _stdlib() -> list[CorpusSource]:
     sources = [source for source in _from_directory(root, _SKIPPED_IN_STDLIB) if source.location.endswith(".py")]
     if not sources:
         raise DataError(
-            f"this Python keeps no sources of its standard library under {root}; name your own files with --data"
+            f"this Python has no sources of its standard library under {root}; pass your own files with --data"
         )
     return sources
 

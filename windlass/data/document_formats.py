@@ -177,8 +177,8 @@ def _check_surrogates(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where} has half a surrogate pair, {text[error.start]!r} at character {error.start}; it was cut inside "
-            "a character, so drop that record"
+            f"{where} has half a surrogate pair, {text[error.start]!r} at character {error.start}; it was truncated "
+            "inside a character; drop that record"
         ) from error
     return text
 

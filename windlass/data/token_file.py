@@ -150,7 +150,7 @@ def open_tokens(path: Path, verify: bool = False) -> TokenFile:
     actual = path.stat().st_size
     if actual != expected:
         raise DataError(
-            f"token file {path} has {actual} bytes where its header says {expected}; delete it to build it again"
+            f"token file {path} has {actual} bytes, and its header announces {expected}; delete it to build it again"
         )
     if verify and _payload_digest(path) != header.digest:
         raise DataError(
@@ -168,7 +168,7 @@ def read_header(path: Path) -> TokenFileHeader:
     """
     try:
         if path.exists() and not path.is_file():
-            raise DataError(f"token file {path} is no regular file; delete it to build it again")
+            raise DataError(f"token file {path} is not a regular file; delete it to build it again")
         with open(path, "rb") as stream:
             block = stream.read(_HEADER_BYTES)
     except OSError as error:

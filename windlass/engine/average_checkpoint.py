@@ -82,8 +82,8 @@ class AverageLoader:
             if not average.updates:
                 average.forget()
             if average.decay != before["decay"]:
-                said = f"was saved with decay {before['decay']}, and continues with {average.decay}"
-                logger.warning(f"the average {average.name!r} {said}")
+                change = f"was saved with decay {before['decay']} and continues with {average.decay}"
+                logger.warning(f"the average {average.name!r} {change}")
 
 
 def _flat_shards(name: str, unit: Unit, values: torch.Tensor) -> list[FlatShard]:

@@ -13,17 +13,17 @@ class TagError(CheckpointError, AssertionError):
 def agree_on_tag(tags: list[str], tag_validation: str) -> str:
     """Return rank 0's tag.
 
-    Ranks may differ, e.g. if a tag contains a loss; `checkpoint.tag_validation` says if that is allowed.
+    Ranks may differ, e.g. if a tag contains a loss; `checkpoint.tag_validation` sets whether that is allowed.
 
     Raises:
         TagError: the tags differ and `tag_validation` is `FAIL`.
     """
     if len(set(tags)) > 1 and tag_validation != "IGNORE":
-        told = "; ".join(f"rank {rank}: {tag!r:.80}" for rank, tag in enumerate(tags))
+        tags_text = "; ".join(f"rank {rank}: {tag!r:.80}" for rank, tag in enumerate(tags))
         if tag_validation == "FAIL":
             raise TagError(
-                f"ranks save under different tags ({told}), and checkpoint.tag_validation is FAIL; pass the same tag "
-                "on all ranks"
+                f"ranks save under different tags ({tags_text}), and checkpoint.tag_validation is FAIL; pass the same "
+                "tag on all ranks"
             )
-        logger.warning("ranks save under different tags (%s): rank 0's tag is used", told)
+        logger.warning("ranks save under different tags (%s): rank 0's tag is used", tags_text)
     return tags[0]

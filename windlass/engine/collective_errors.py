@@ -84,16 +84,16 @@ class CollectiveErrorCheck:
             f"{self._rank_name}: {action} raised {type(error).__name__}: {error}" if error is not None else "",
             memory,
         )
-        told = [mine]
+        messages = [mine]
         if self._world.size > 1:
             with WaitScope("the error messages of failed ranks"):
-                told = self._world.all_gather_object(mine)
+                messages = self._world.all_gather_object(mine)
         if error is not None and not isinstance(error, StopIteration):
             error.add_note(f"windlass: {mine[0]}; {consequence}")
             raise error
-        said = "; ".join(words for words, _ in told if words)
-        kind = PeerMemoryError if all(out for words, out in told if words) else PeerError
-        raise kind(f"{said}. {consequence[:1].upper()}{consequence[1:]}") from error
+        failures = "; ".join(words for words, _ in messages if words)
+        kind = PeerMemoryError if all(out for words, out in messages if words) else PeerError
+        raise kind(f"{failures}. {consequence[:1].upper()}{consequence[1:]}") from error
 
     def _exchange_outcomes(self, error: Exception | None, action: str) -> list[int]:
         mine = _SUCCEEDED if error is None else _EXHAUSTED if isinstance(error, StopIteration) else _FAILED

@@ -135,47 +135,48 @@ def save_engine(
     model.reducer.finish()
     if has_pending_gradients(model):
         logger.warning(
-            "this checkpoint is saved in the middle of a step: the gradients so far are not in it, and a load begins "
-            "with a whole step; save after step() at the accumulation boundary to lose none"
+            "this checkpoint is saved in the middle of a step: it does not contain the gradients accumulated so "
+            "far, and a resumed run repeats the step from its first micro-batch; save after step() at the "
+            "accumulation boundary to lose none"
         )
     model.recapture_parameters()
     if not blocking:  # the writer thread later reads these parameters from NVMe, so edits must be there
         model.masters.copy_all_edits(model.units)
-    drawers: dict[int, LazyStorage] = {}
+    handles: dict[int, LazyStorage] = {}
 
-    def drawer_of(chunk: UpdateChunk) -> LazyStorage:
-        if id(chunk) not in drawers:
+    def handle_of(chunk: UpdateChunk) -> LazyStorage:
+        if id(chunk) not in handles:
             record = None if blocking else model.masters.state_offload.record_of(chunk)
-            drawers[id(chunk)] = (
+            handles[id(chunk)] = (
                 ChunkSaveStorage(model.masters, chunk) if record is None else OffloadedChunkStorage(record)
             )
-        return drawers[id(chunk)]
+        return handles[id(chunk)]
 
     units = [unit for unit in model.units if unit.trainable or not exclude_frozen_parameters]
     absent = frozen_parameter_names(model) if exclude_frozen_parameters else frozenset()
     taken = compute_fingerprint(model, units, "nothing is saved", absent) if blocking else None
     later: list[StreamedFingerprint] = []
     shards = list(
-        parameter_fragments(model, units, drawer_of, write_back=False, deferred=not blocking, excluded=absent)
+        parameter_fragments(model, units, handle_of, write_back=False, deferred=not blocking, excluded=absent)
     )
     states = StateFragments()
 
     def look() -> dict[str, Any]:
         if model.update is not None:
-            collect_state_fragments(model.update, drawer_of, states)
+            collect_state_fragments(model.update, handle_of, states)
         if not blocking:
             later.append(StreamedFingerprint(model, units, absent))
         return {**states.metadata(), "data": data_position(engine.training_dataloader), "tag": name}
 
     name = tag if tag is not None else f"global_step{engine.progress.global_steps}"
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
-    everywhere = ranks.run_on_all("preparing to save", look)
-    name = agree_on_tag([one["tag"] for one in everywhere], engine.config.checkpoint.tag_validation)
-    places = [one["data"] for one in everywhere]
+    results = ranks.run_on_all("preparing to save", look)
+    name = agree_on_tag([one["tag"] for one in results], engine.config.checkpoint.tag_validation)
+    places = [one["data"] for one in results]
     if len({repr(place) for place in places}) > 1:
         logger.warning(
-            "ranks are at different data positions, and a load resumes at that of rank 0: some samples are "
-            "repeated, others skipped: %s",
+            "ranks are at different data positions, and a load resumes at that of rank 0, so some samples are "
+            "repeated and others skipped: %s",
             "; ".join(f"rank {rank}: {place!s:.80}" for rank, place in enumerate(places)),
         )
     plain = {
@@ -187,7 +188,7 @@ def save_engine(
             "accumulation": engine.progress.batch.accumulation,
         },
         "fingerprint": None if taken is None else {"parameters": taken.parameters, "states": taken.states},
-        **merge_state_metadata(everywhere),
+        **merge_state_metadata(results),
         "groups": merge_metadata(model.mesh, group_metadata(engine.optimizer, engine.sharded.model)),
         "loss_scale": engine.scaler.state_dict(),
         "schedule": _lr_scheduler_state(engine.lr_scheduler),
@@ -337,8 +338,8 @@ def load_engine(
     with model.replacing_parameters(units):
         if lost:
             model.discard_disk_state()
-        found, alike = _load_tensors(engine, directory, opened[0], saved, groups_too, options, order, check)
-    _verify_fingerprint(model, units, found, alike, frozen_parameter_names(model) if trainable_only else frozenset())
+        found, is_exact = _load_tensors(engine, directory, opened[0], saved, groups_too, options, order, check)
+    _verify_fingerprint(model, units, found, is_exact, frozen_parameter_names(model) if trainable_only else frozenset())
     if lost:
         model.disk_health.mark_reloaded()
     if not engine.config.zero_optimization.load_from_fp32_weights:
@@ -373,19 +374,19 @@ def _restore_position(
     engine: EngineState, loaded: LoadedState, position: dict[str, Any] | None, options: LoadOptions
 ) -> None:
     """Restore random states and the data position, and log where training resumes."""
-    told = []
+    parts = []
     if options.load_progress:
-        told.append(f"step {engine.progress.global_steps}")
+        parts.append(f"step {engine.progress.global_steps}")
         random = (loaded.rank_plain or {}).get("random")
         if loaded.saved_world_size == engine.sharded.mesh.world.size and random is not None:
             set_rng_state(random, engine.sharded.device)
-            told.append("random states as saved")
+            parts.append("random states as saved")
         else:
-            told.append(f"random states unchanged (those of {plural(loaded.saved_world_size, 'rank')} were saved)")
+            parts.append(f"random states unchanged (those of {plural(loaded.saved_world_size, 'rank')} were saved)")
     if place := set_data_position(engine.training_dataloader, position):
-        told.append(f"data at {place}")
-    if told:
-        logger.info(f"resumes at {'; '.join(told)}")
+        parts.append(f"data at {place}")
+    if parts:
+        logger.info(f"resumes at {'; '.join(parts)}")
 
 
 def _verify_fingerprint(
@@ -407,8 +408,8 @@ def _verify_fingerprint(
     for what, same, taken in pairs:
         if same and saved[what] is not None and taken != saved[what]:
             raise CheckpointError(
-                f"{loaded.path} was loaded, but {what} differ from the saved ones: their fingerprint is {taken}, "
-                f"{saved[what]} was saved; load another checkpoint, and report this one"
+                f"{loaded.path} was loaded, but {what} differ from the saved ones: their fingerprint is {taken}, the "
+                f"saved one is {saved[what]}; load another checkpoint, and report this one"
             )
     logger.info(
         f"fingerprint {here}" + ("" if all(comparable) else f" (only {_comparable_part(comparable)} can be compared)")
@@ -440,20 +441,20 @@ def _load_tensors(
     plain = opened.plain
     trainable_only = bool(plain["trainable_only"])
     model = engine.sharded
-    drawers: dict[int, ChunkLoadStorage] = {}
+    handles: dict[int, ChunkLoadStorage] = {}
 
-    def drawer_of(chunk: UpdateChunk) -> ChunkLoadStorage:
-        return drawers.setdefault(id(chunk), ChunkLoadStorage(model.masters, chunk))
+    def handle_of(chunk: UpdateChunk) -> ChunkLoadStorage:
+        return handles.setdefault(id(chunk), ChunkLoadStorage(model.masters, chunk))
 
     units = [unit for unit in model.units if unit.trainable or not trainable_only]
     absent = frozen_parameter_names(model) if trainable_only else frozenset()
-    shards = list(parameter_fragments(model, units, drawer_of, write_back=True, excluded=absent))
+    shards = list(parameter_fragments(model, units, handle_of, write_back=True, excluded=absent))
     tensors = _persistent_buffers(model.model) if plain.get("buffers", not trainable_only) else {}
     ranks = CheckpointRanks.of_group(model.mesh.world.process_group)
     counts: dict[str, torch.Tensor] = {}
     if with_states:
-        ranks.run_on_all("preparing to load", lambda: plan_state_loading(model, plain, saved, drawer_of, counts))
-    states = [shard for drawer in drawers.values() for shard in drawer.shards]
+        ranks.run_on_all("preparing to load", lambda: plan_state_loading(model, plain, saved, handle_of, counts))
+    states = [shard for handle in handles.values() for shard in handle.shards]
     rank_states = RankStateLoader(model, saved) if with_states else None
     if rank_states is not None:
         states += rank_states.shards
@@ -475,21 +476,21 @@ def _load_tensors(
         parameter_order,
         check,
     )
-    for drawer in drawers.values():
-        if not drawer.was_opened:  # nothing of this chunk is in the checkpoint: opening it clears its optimizer states
-            with drawer.open():
+    for handle in handles.values():
+        if not handle.was_opened:  # nothing of this chunk is in the checkpoint: opening it clears its optimizer states
+            with handle.open():
                 pass
     apart.store()
     model.disk_health.check("the loaded state could not be stored", loses=True)
-    kept = with_states and not any(drawer.converts_states for drawer in drawers.values())
+    kept = with_states and not any(handle.converts_states for handle in handles.values())
     kept = kept and not (rank_states is not None and rank_states.was_relaid)
     own = options.custom_load_fn is None and _same_dtypes(shards, saved), kept and _same_dtypes(states, saved)
-    everywhere = ranks.run_on_all("loading", lambda: own)
+    results = ranks.run_on_all("loading", lambda: own)
     names = (*found.missing, *found.unexpected)
     whole = [not any(name.startswith(prefix) for name in names) for prefix in (("param/",), of_states)]
     return found, (
-        whole[0] and all(parameters for parameters, _ in everywhere),
-        whole[1] and all(states for _, states in everywhere),
+        whole[0] and all(parameters for parameters, _ in results),
+        whole[1] and all(states for _, states in results),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from windlass.base.dtypes import dtype_name
+from windlass.base.dtypes import dtype_name, is_castable
 from windlass.base.log import logger
 from windlass.base.text import plural
 from windlass.comm.traffic import Traffic
@@ -131,9 +131,9 @@ class EngineReporter:
         found["payload"] = dict(self._last_payload)
         found["payload_elements"] = sum(self._last_payload.values())
         found["bytes_moved"] = dict(self._last_bytes_moved)
-        lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {home}" for (slot, home), size in found["slots"].items()]
+        lines = [f"{slot:>12}: {size / 2**20:10.2f} MiB on {tier}" for (slot, tier), size in found["slots"].items()]
         gathered = found["gathered_elements"]
-        logger.info("kept on this rank:\n" + "\n".join(lines) + f"\n unsharded now: {gathered} elements")
+        logger.info("on this rank:\n" + "\n".join(lines) + f"\n unsharded now: {gathered} elements")
         return found
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
     Returns:
         `disk`: `IoRates` of the NVMe tier since the engine was built, all zero without one; `slots`: bytes by (slot,
             tier). Slots are `param`, `grad`, `master` and the optimizer's states (`exp_avg`, ...), and with delayed
-            updates `grad handed over` and `param to come`; `payload_elements`: parameter elements that entered
+            updates `grad in update` and `next param`; `payload_elements`: parameter elements that entered
             collectives in the last step, an all-reduce counted twice, `payload`: the same by operation; `transit`:
             bytes of the reduction buffers; `units`: names, elements, and bytes by slot of each unit;
             `gathered_elements` and `gathered`: units that are unsharded now and could be resharded; `padding_elements`;
@@ -160,8 +160,8 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
     units: list[dict[str, Any]] = []
     by_unit: dict[int, dict[str, int]] = {unit.index: {} for unit in model.units}
 
-    def count(unit: Unit, slot: str, home: Tier, size: int) -> None:
-        slots[slot, home.value] = slots.get((slot, home.value), 0) + size
+    def count(unit: Unit, slot: str, tier: Tier, size: int) -> None:
+        slots[slot, tier.value] = slots.get((slot, tier.value), 0) + size
         by_unit[unit.index][slot] = by_unit[unit.index].get(slot, 0) + size
 
     for unit in model.units:
@@ -177,16 +177,16 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
             count(unit, "master", unit.state_tier, size)
     itemsize = model.settings.accumulation_dtype.itemsize
     for slot in model.slots:
-        cut = model.policy.grad and (slot.shard is not None or slot.storage is not None)
-        home = slot.storage.tier if slot.storage is not None else Tier.DEVICE
-        count(slot.unit, "grad", home, (slot.numel if cut else slot.unit.layout.padded) * itemsize)
+        is_sharded = model.policy.grad and (slot.shard is not None or slot.storage is not None)
+        tier = slot.storage.tier if slot.storage is not None else Tier.DEVICE
+        count(slot.unit, "grad", tier, (slot.numel if is_sharded else slot.unit.layout.padded) * itemsize)
         if slot.spare_storage is not None:
-            count(slot.unit, "grad handed over", slot.spare_storage.tier, slot.spare_storage.nbytes)
+            count(slot.unit, "grad in update", slot.spare_storage.tier, slot.spare_storage.nbytes)
     for chunk, key, size in model.masters.state_offload.inventory(model.masters.chunks):
         count(chunk.unit, key, chunk.tier, size)
     for chunk in model.masters.chunks if model.delayed_update is not None else ():
         if chunk.lowered_params is not None:
-            count(chunk.unit, "param to come", Tier.HOST, chunk.lowered_params.nbytes)
+            count(chunk.unit, "next param", Tier.HOST, chunk.lowered_params.nbytes)
     for unit in model.units:
         units.append({"names": unit.names, "elements": unit.numel, "released": unit.reshards, **by_unit[unit.index]})
     gathered = [u for u in model.units if u.reshards and u.shard_state is not ShardState.SHARDED]
@@ -197,7 +197,7 @@ def memory_report(model: ShardedModel) -> dict[str, Any]:
         "slots": slots,
         "units": units,
         "transit": sum(
-            n.numel * n.dtype.itemsize for family in model.dp_groups for n in model.reducer.buffer_requests(family)
+            n.numel * n.dtype.itemsize for dp_group in model.dp_groups for n in model.reducer.buffer_requests(dp_group)
         )
         if model.policy.grad
         else 0,
@@ -214,8 +214,9 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
     """Return the log lines that describe a run before its first step."""
     total = sum(unit.numel for unit in model.units)
     trained = sum(slot.unit.numel for slot in model.slots)
-    first = next((unit.parameters[0].dtype for unit in model.units), torch.float32)
-    table = config.dtype_table(dtype_name(model.units[0].dtype if model.units else first))
+    # Quantised parameters are not what the table describes.
+    first = next((unit.dtype for unit in model.units if is_castable(unit.dtype)), torch.float32)
+    table = config.dtype_table(dtype_name(first))
     released = sum(1 for unit in model.units if unit.reshards)
     return [
         f"stage {model.policy.stage} on {plural(world, 'rank')}, {plural(total, 'parameter')} "
@@ -228,12 +229,12 @@ def startup_lines(model: ShardedModel, config: Config, world: int) -> list[str]:
 
 def _tier_lines(model: ShardedModel) -> list[str]:
     """Return a log line on tiers, if the configuration requests another tier than the device."""
-    asked, homes = model.settings.tiers, model.tiers
+    asked, tiers = model.settings.tiers, model.tiers
     if asked.param is Tier.DEVICE and asked.state is Tier.DEVICE:
         return []
     line = f"tiers: parameters {asked.param.value}, master weights and optimizer states {asked.state.value}"
-    if homes.state is not asked.state or homes.param is not asked.param:
+    if tiers.state is not asked.state or tiers.param is not asked.param:
         line += "; host memory is the device's own on this machine, so offloading to it needs no copy"
-    if homes.disk is not None:
-        line += f"; disk: {homes.disk.description()}"
+    if tiers.disk is not None:
+        line += f"; disk: {tiers.disk.description()}"
     return [line]

@@ -112,9 +112,9 @@ class FailedCallBarrier:
         missing = self._notes.wait_for_keys(keys, "other ranks that fail in the same call", patience)
         if missing:
             raise CommunicationError(
-                f"rank {self._rank} can't go on: {self._error}, which the script caught, and rank {keys[missing]} did "
-                "not fail there, so they are at different points of one forward or backward; start the run again "
-                "from its last checkpoint"
+                f"rank {self._rank} cannot continue: {self._error}, which the script caught, and rank "
+                f"{keys[missing]} did not fail there, so they are at different points of one forward or backward; "
+                "start the run again from its last checkpoint"
             )
         self._error = activity.caught_error = ""
 
@@ -152,7 +152,7 @@ class FailedCallBarrier:
         before_next_collective(check)
 
     def _post(self) -> None:
-        self._posted = self._board.post(list(self._call), "which call of the engine comes next")
+        self._posted = self._board.post(list(self._call), "the next call of the engine")
 
     def _compare(self) -> None:
         """Wait for the calls that the other ranks posted, unless that is already done."""

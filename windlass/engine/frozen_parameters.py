@@ -36,8 +36,8 @@ def trains_adapters(model: ShardedModel) -> bool:
         total += sum(unit.layout.numels)
         named = zip(unit.names, unit.layout.numels, strict=True)
         trained += sum(numel for name, numel in named if unit.trainable and name not in base)
-    everywhere: list[tuple[int, int]] = model.mesh.gather_from_world((trained, total))
-    return 0 < sum(one for one, _ in everywhere) <= _ADAPTER_FRACTION * sum(all_ for _, all_ in everywhere)
+    counts: list[tuple[int, int]] = model.mesh.gather_from_world((trained, total))
+    return 0 < sum(one for one, _ in counts) <= _ADAPTER_FRACTION * sum(all_ for _, all_ in counts)
 
 
 def frozen_parameter_names(model: ShardedModel) -> frozenset[str]:
@@ -90,15 +90,15 @@ def check_frozen_parameters(
         ],
         "are not in this model": [name for name in saved_hashes if name not in known],
     }
-    told = [
+    differences = [
         f"{len(names)} of {len(here)} frozen parameters {what}: {', '.join(names[:8])}" + ", ..." * (len(names) > 8)
         for what, names in differs.items()
         if names
     ]
-    if told:
+    if differences:
         raise CheckpointError(
-            f"{path} was saved with another base model: {'; '.join(told)}. Load the base model of the training (in the "
-            "same dtype), or pass load_module_strict=False to load it with this one"
+            f"{path} was saved with another base model: {'; '.join(differences)}. Load the base model of the training "
+            "(in the same dtype), or pass load_module_strict=False to load it with this one"
         )
 
 
@@ -126,12 +126,12 @@ def _hash_unit(model: ShardedModel, unit: Unit) -> dict[str, int]:
     data = unit.dp_group.mesh.data
     holders = unit.dp_group.mesh.replicate if unit.reshards else data
     hashes = {index: TensorHash() for index in range(len(unit.names))}
-    cut = UnitShardStorage(model, unit, write_back=False)
-    with cut.open():
-        for piece in cut.fragments():
+    storage = UnitShardStorage(model, unit, write_back=False)
+    with storage.open():
+        for piece in storage.fragments():
             first, last = (piece.numel * (holders.index + more) // holders.size for more in (0, 1))
             placement, start = unit.placements[piece.index], piece.start + first
-            hash_range(hashes[piece.index], "param", placement, start, cut.get(piece)[first:last])
+            hash_range(hashes[piece.index], "param", placement, start, storage.get(piece)[first:last])
     if data.index == 0:  # a parameter without elements has a shape and a dtype too
         for index, one in hashes.items():
             if unit.placements[index].is_first_shard:

@@ -47,19 +47,21 @@ class FullParameterGather:
         self._model, self._units, self._mesh = model, list(units), model.mesh
         names = self._merge_names_of_stages(names)
         mine = [
-            ParameterAnnouncement(turn, tuple(names[id(parameter)]), placement.global_shape, unit.dtype)
-            for turn, unit in enumerate(self._units)
+            ParameterAnnouncement(index, tuple(names[id(parameter)]), placement.global_shape, unit.dtype)
+            for index, unit in enumerate(self._units)
             if _is_sending_rank(unit, self._mesh)
             for parameter, placement in zip(unit.parameters, unit.placements, strict=True)
         ]
-        said = self._mesh.gather_from_world((self._mesh.pp.index, len(self._units), mine))
-        self._unit_counts = {stage: turns for stage, turns, _ in said}
-        if len(said) == 1:  # all ranks have the same entries, and rank 0 announces them
+        gathered = self._mesh.gather_from_world((self._mesh.pp.index, len(self._units), mine))
+        self._unit_counts = {stage: num_units for stage, num_units, _ in gathered}
+        if len(gathered) == 1:  # all ranks have the same entries, and rank 0 announces them
             self._senders = [_Sender(self._mesh.world.ranks[0], 0, mine if self._is_first_rank else [])]
         else:
-            ranks = zip(self._mesh.world.ranks, said, strict=True)
-            self._senders = [_Sender(rank, stage, told) for rank, (stage, _, told) in ranks if told]
-        self.entries = [told for sender in self._senders for told in sender.announcements]
+            ranks = zip(self._mesh.world.ranks, gathered, strict=True)
+            self._senders = [
+                _Sender(rank, stage, announcements) for rank, (stage, _, announcements) in ranks if announcements
+            ]
+        self.entries = [announcements for sender in self._senders for announcements in sender.announcements]
 
     def _merge_names_of_stages(self, names: dict[int, list[str]]) -> dict[int, list[str]]:
         """Merge the names that each parameter shared by several stages has on these stages."""
@@ -80,34 +82,34 @@ class FullParameterGather:
         Collective: other ranks must exhaust the iterator too, which yields nothing there.
         """
         for stage in sorted(self._unit_counts):
-            for turn in range(self._unit_counts[stage]):
+            for index in range(self._unit_counts[stage]):
                 if stage == self._mesh.pp.index:
-                    yield from self._gather_own_unit(turn, stage)
+                    yield from self._gather_own_unit(index, stage)
                 elif self._is_first_rank:
-                    yield from self._receive_unit(turn, stage)
+                    yield from self._receive_unit(index, stage)
 
     def _gather_own_unit(self, unit_index: int, stage: int) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
         unit, me = self._units[unit_index], self._mesh.world.ranks[self._mesh.world.index]
         with self._model.runtime.unsharded([unit]):
             views = unit.views()
             with torch.no_grad():
-                wholes = (
+                full_tensors = (
                     gather_full_with_grad(view.detach(), placement, self._mesh.axes)
                     for view, placement in zip(views, unit.placements, strict=True)
                 )
                 mine = [
-                    told
+                    announcement
                     for s in self._senders
                     if s.rank == me
-                    for told in s.announcements
-                    if told.unit_index == unit_index
+                    for announcement in s.announcements
+                    if announcement.unit_index == unit_index
                 ]
-                for told, whole in zip(mine, wholes, strict=True) if mine else ():
+                for announcement, full in zip(mine, full_tensors, strict=True) if mine else ():
                     if self._is_first_rank:
-                        yield told.names, whole
+                        yield announcement.names, full
                     else:
-                        self._send(whole)
-                for _ in wholes:  # ranks that announced nothing still join the collectives
+                        self._send(full)
+                for _ in full_tensors:  # ranks that announced nothing still join the collectives
                     pass
             if self._is_first_rank:
                 yield from self._receive_unit(unit_index, stage)
@@ -117,13 +119,13 @@ class FullParameterGather:
         first = world.ranks[0]
         for sender in self._senders:
             if sender.stage == stage and sender.rank != first:
-                for told in sender.announcements:
-                    if told.unit_index == unit_index:
-                        whole = torch.empty(told.shape, dtype=told.dtype)
-                        if whole.numel():
-                            flat = whole.view(-1).view(torch.uint8)
+                for announcement in sender.announcements:
+                    if announcement.unit_index == unit_index:
+                        full = torch.empty(announcement.shape, dtype=announcement.dtype)
+                        if full.numel():
+                            flat = full.view(-1).view(torch.uint8)
                             world.receive(flat, world.ranks.index(sender.rank))
-                        yield told.names, whole
+                        yield announcement.names, full
 
     def _send(self, full: torch.Tensor) -> None:
         if full.numel():

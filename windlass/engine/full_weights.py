@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.checkpoint.checkpoint_directory import disk_errors
 from windlass.checkpoint.pickle_writer import PlannedTensor
@@ -30,7 +31,7 @@ def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) ->
     model.finish_update()
     found: dict[str, torch.Tensor] = {}
     for names, whole in FullParameterGather(model, model.units, _names_by_parameter(model)).full_parameters():
-        values = whole.to("cpu", dtype if whole.is_floating_point() else None, copy=True)
+        values = whole.to("cpu", dtype if is_castable(whole.dtype) else None, copy=True)
         found.update(dict.fromkeys(names, values))
     others: dict[str, torch.Tensor] = {}
     if model.mesh.first_of_stage:
@@ -147,9 +148,9 @@ def require_unchanged_model(model: ShardedModel) -> None:
     gone = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in present]
     if strange or gone:
         raise ModelError(
-            f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and the "
-            "engine neither trains nor saves parameters it does not know; call engine.refresh(), after taking removed "
-            "ones out of the optimizer's groups"
+            f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and "
+            "the engine neither trains nor saves it; call engine.refresh(), after removing deleted parameters from "
+            "the optimizer's groups"
         )
 
 
@@ -168,9 +169,14 @@ def save_16bit_model(model: ShardedModel, directory: str, filename: str, exclude
     collecting = FullParameterGather(model, units, names)
     if writing is not None:
         # A safetensors file holds each tensor once; a load ties the names again.
-        entries = {told.names[0]: TensorEntry(told.dtype, told.shape) for told in collecting.entries}
+        entries = {
+            announcement.names[0]: TensorEntry(announcement.dtype, announcement.shape)
+            for announcement in collecting.entries
+        }
         entries |= {name: TensorEntry(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
-        aliases = ((told.names[0], alias) for told in collecting.entries for alias in told.names[1:])
+        aliases = (
+            (announcement.names[0], alias) for announcement in collecting.entries for alias in announcement.names[1:]
+        )
         writing.begin(entries, dict((alias, name) for name, alias in aliases))
         writing.add(buffers)
     for found, whole in collecting.full_parameters():

@@ -51,9 +51,9 @@ class InputConsistencyCheck:
             if marked and axis.name == "sp":
                 continue
             with WaitScope(f"the comparison of inputs along {axis.name}"):
-                heard = axis.all_gather_object(mine)
-            if len(set(heard)) > 1:
-                other = next(place for place, said in enumerate(heard) if said != heard[0])
+                digests = axis.all_gather_object(mine)
+            if len(set(digests)) > 1:
+                other = next(place for place, digest in enumerate(digests) if digest != digests[0])
                 raise DataError(
                     f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are neighbours along {axis.name} and "
                     "got different inputs, but they compute the same samples together. Make the sampler with "

@@ -15,9 +15,9 @@ def merge_metadata(mesh: Mesh, metadata: Any) -> Any:
     """
     if mesh.only_data:
         return metadata
-    heard = mesh.gather_from_world(metadata)
-    result = heard[0]
-    for other in heard[1:]:
+    all_metadata = mesh.gather_from_world(metadata)
+    result = all_metadata[0]
+    for other in all_metadata[1:]:
         result = _merge(result, other)
     return result
 

@@ -76,8 +76,8 @@ class MicroBatchReader:
         """
         InputConsistencyCheck(self._mesh).check(batches)
         axis = self._mesh.pp
-        heard = axis.all_gather_object(input_digest(batches))
-        other = next((place for place, said in enumerate(heard) if said != heard[0]), None)
+        digests = axis.all_gather_object(input_digest(batches))
+        other = next((place for place, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise DataError(
                 f"ranks {axis.group.ranks[0]} and {axis.group.ranks[other]} are stages of one pipeline and got "

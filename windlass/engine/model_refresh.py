@@ -46,14 +46,14 @@ def refresh_model(
     check_devices(before.model, before.device)
     if before.update is not None:
         check_parameters(before.update.optimizer, before.model)
-    carried = StateTransfer(before)
+    transfer = StateTransfer(before)
     trained = sum(unit.numel for unit in before.units if unit.trainable)
     before_destroy()
     before.destroy(keeps_mesh=mesh_of_model(before.model) is before.mesh)  # the new layout uses the same process groups
     for parameter in before.model.parameters():
         put_grad(parameter, None)  # gradients of an earlier backward that the engine did not reduce
     after = rebuild()
-    carried.restore(after)
+    transfer.restore(after)
     now = sum(unit.numel for unit in after.units if unit.trainable)
     logger.info(f"the model was sharded again: {plural(now, 'parameter')} are trained now, {trained:,} before")
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from windlass.base.dtypes import is_castable
 from windlass.comm.rank_group import RankGroup
 from windlass.parallel.experts import is_router_bias
 
@@ -47,7 +48,7 @@ class BufferDtypePolicy:
 
     def dtype_of(self, prefix: str, module: nn.Module, name: str, buffer: torch.Tensor) -> torch.dtype | None:
         """Return the dtype of the buffer `name` of the module at `prefix`; None: unchanged."""
-        if not buffer.is_floating_point() or is_router_bias(module, name):
+        if not is_castable(buffer.dtype) or is_router_bias(module, name):
             return None
         if self._fp32_pattern is not None and self._fp32_pattern.search(f"{prefix}.{name}" if prefix else name):
             return torch.float32

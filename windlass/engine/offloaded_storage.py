@@ -68,10 +68,10 @@ class OffloadedShardStorage(OffloadedExtentStorage):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        rests = self._unit.shard_slot
-        assert rests is not None
-        values = torch.empty(rests.numel, dtype=rests.dtype, device="cpu")
-        rests.read_unguarded(values)
+        slot = self._unit.shard_slot
+        assert slot is not None
+        values = torch.empty(slot.numel, dtype=slot.dtype, device="cpu")
+        slot.read_unguarded(values)
         self._values = values
         try:
             yield

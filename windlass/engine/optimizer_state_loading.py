@@ -164,18 +164,18 @@ class ChunkLoadStorage:
             shape: shape of the state that the span belongs to.
             placement: part of the global state that `shape` is; None: all of it.
         """
-        residence = self._master_weights.state_offload
+        state_offload = self._master_weights.state_offload
         self._expected[entry.state_key][key] = template
-        resting = LazyFlatTensor(template.numel(), template.dtype, self, partial(flat_state, residence, entry, key))
+        resting = LazyFlatTensor(template.numel(), template.dtype, self, partial(flat_state, state_offload, entry, key))
         self.shards.append(FlatShard(f"state/{entry.name}/{key}", shape, entry.start, resting, placement))
 
     def add_conversion(self, conversion: _StateConversion) -> None:
         """Read a state in the format in which it was saved, and convert it to another."""
-        tenancy, kept = conversion.entry, conversion.target_format
-        likes = self._expected[tenancy.state_key]
-        likes[conversion.key] = torch.empty(tenancy.shape, dtype=kept.dtype, device="meta")
+        entry, kept = conversion.entry, conversion.target_format
+        likes = self._expected[entry.state_key]
+        likes[conversion.key] = torch.empty(entry.shape, dtype=kept.dtype, device="meta")
         if kept.is_quantized:
-            scales = count_scales(tenancy.stop - tenancy.start)
+            scales = count_scales(entry.stop - entry.start)
             likes[f"{conversion.key}_scale"] = torch.empty(scales, dtype=torch.float32, device="meta")
         self._conversions.append(conversion)
         self.shards += conversion.flat_shards(self)
@@ -189,15 +189,15 @@ class ChunkLoadStorage:
     def open(self) -> Iterator[None]:
         """Keep the values in memory inside the context."""
         self.was_opened = True
-        residence = self._master_weights.state_offload
+        state_offload = self._master_weights.state_offload
         with self._master_weights.opened(self._chunk, self._expected if self._loads_states else None, changes=True):
-            for tenant, loose in self._scalars.items():
-                _set_scalars(residence.states[tenant], loose)
+            for state_key, loose in self._scalars.items():
+                _set_scalars(state_offload.states[state_key], loose)
             for conversion in self._conversions:
                 conversion.allocate()
             yield
             for conversion in self._conversions:
-                conversion.store(residence.states[conversion.entry.state_key])
+                conversion.store(state_offload.states[conversion.entry.state_key])
 
 
 def _set_scalars(state: dict[str, Any], scalars: dict[str, Any]) -> None:
@@ -232,13 +232,13 @@ def plan_state_loading(
     update = model.update
     assert update is not None
     formats = update.formats()
-    for tenancy in update.state_entries():
-        drawer = storage_of(tenancy.chunk)
-        values = metadata.get("values", {}).get(tenancy.name, {})
+    for entry in update.state_entries():
+        handle = storage_of(entry.chunk)
+        values = metadata.get("values", {}).get(entry.name, {})
         loose = {key: copy.deepcopy(value) for key, value in values.items()}
-        drawer.expect_states(tenancy, loose)
-        for key, kind in metadata.get("states", {}).get(tenancy.name, {}).items():
-            where, form = f"state/{tenancy.name}/{key}", kind.split()[0]
+        handle.expect_states(entry, loose)
+        for key, kind in metadata.get("states", {}).get(entry.name, {}).items():
+            where, form = f"state/{entry.name}/{key}", kind.split()[0]
             if form == "value":
                 continue
             if where not in saved_tensors:
@@ -246,11 +246,11 @@ def plan_state_loading(
                     f"the index of the checkpoint lists {where!r}, but the checkpoint lacks it; load another one"
                 )
             if form == "whole" and saved_tensors[where].dim() == 0:
-                count = torch.empty((), dtype=saved_tensors[where].dtype, device=tenancy.chunk.device)
+                count = torch.empty((), dtype=saved_tensors[where].dtype, device=entry.chunk.device)
                 loose[key] = scalar_tensors.setdefault(where, count)
                 continue
-            kept = formats.get(id(tenancy.parameter), {}).get(key)
-            _plan_state(update, drawer, tenancy, key, form, saved_tensors[where], kept, metadata.get("spans", {}))
+            kept = formats.get(id(entry.parameter), {}).get(key)
+            _plan_state(update, handle, entry, key, form, saved_tensors[where], kept, metadata.get("spans", {}))
 
 
 def _plan_state(

@@ -4,7 +4,7 @@
 
 - `pieces DTYPE`: one value per element, sharded as the parameter is;
 - `signed uint8`, `unsigned uint8`: likewise, but quantized to 8-bit codes; the scales of the span `[start, stop)` are
-  stored under `.../KEY_scale/START` ([Note: codes that are cut elsewhere]). If a parameter is sharded over tp or ep,
+  stored under `.../KEY_scale/START` ([Note: codes of another sharding]). If a parameter is sharded over tp or ep,
   its blocks are those of the parts, which another layout does not have; then the dequantized values are saved, as
   `pieces float32`;
 - `whole DTYPE`: one tensor for the parameter: a step count, or a state with another shape;
@@ -69,12 +69,12 @@ def collect_state_fragments(
         CheckpointError: a state has neither one value per element nor one for the parameter.
     """
     formats = update.formats()
-    for tenancy in update.state_entries():
-        drawer = storage_of(tenancy.chunk)
-        state = update.state_offload.describe_state(tenancy.chunk, tenancy.state_key)
-        codes = {key: one for key, one in formats.get(id(tenancy.parameter), {}).items() if is_coded(state, key, one)}
+    for entry in update.state_entries():
+        handle = storage_of(entry.chunk)
+        state = update.state_offload.describe_state(entry.chunk, entry.state_key)
+        codes = {key: one for key, one in formats.get(id(entry.parameter), {}).items() if is_coded(state, key, one)}
         scales = {f"{key}_scale" for key in codes}
-        in_part = not tenancy.chunk.unit.placements[tenancy.index].is_full
+        in_part = not entry.chunk.unit.placements[entry.index].is_full
         for key, value in state.items():
             if key in scales:
                 continue
@@ -82,26 +82,26 @@ def collect_state_fragments(
                 kind = "pieces float32"
             elif key in codes:
                 kind = "signed uint8" if codes[key].is_signed else "unsigned uint8"
-                _add_scales(fragments, tenancy, key, _lazy_state(update, drawer, tenancy, f"{key}_scale", state))
+                _add_scales(fragments, entry, key, _lazy_state(update, handle, entry, f"{key}_scale", state))
             else:
-                kind = state_kind(update, tenancy, key, value)
-            fragments.kinds.setdefault(tenancy.name, {})[key] = kind
-            where = f"state/{tenancy.name}/{key}"
+                kind = state_kind(update, entry, key, value)
+            fragments.kinds.setdefault(entry.name, {})[key] = kind
+            where = f"state/{entry.name}/{key}"
             if kind == "value":
-                fragments.values.setdefault(tenancy.name, {})[key] = value
+                fragments.values.setdefault(entry.name, {})[key] = value
             elif value.dim() == 0:
                 fragments.tensors[where] = value
             else:
                 whole = kind.startswith("whole")
-                unit = tenancy.chunk.unit
-                shape = tuple(value.shape if whole else unit.shapes[tenancy.index])
-                resting = _lazy_state(update, drawer, tenancy, key, state)
+                unit = entry.chunk.unit
+                shape = tuple(value.shape if whole else unit.shapes[entry.index])
+                resting = _lazy_state(update, handle, entry, key, state)
                 if key in codes and in_part:
                     resting = _decode_lazily(
-                        resting, _lazy_state(update, drawer, tenancy, f"{key}_scale", state), codes[key]
+                        resting, _lazy_state(update, handle, entry, f"{key}_scale", state), codes[key]
                     )
-                of = None if whole else unit.placements[tenancy.index]
-                fragments.shards.append(FlatShard(where, shape, 0 if whole else tenancy.start, resting, of))
+                of = None if whole else unit.placements[entry.index]
+                fragments.shards.append(FlatShard(where, shape, 0 if whole else entry.start, resting, of))
 
 
 def is_coded(state: dict[str, Any], key: str, state_format: StateFormat) -> bool:

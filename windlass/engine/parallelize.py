@@ -63,8 +63,8 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, *, script_axes: Co
         if mesh.grid.size(*parts) > 1:
             _check_sharded_init(model, mesh, [axis for axis in axes if axis in apart & parts], config)
         if mesh.grid.size(*parts.difference(script_axes)) > 1:
-            with ShardedInitPartitioner(model) as born_parts:
-                _broadcast_model(model, _broadcast_groups(mesh, apart), born_parts)
+            with ShardedInitPartitioner(model) as init_parts:
+                _broadcast_model(model, _broadcast_groups(mesh, apart), init_parts)
                 _partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
         else:
             _partition_axes(model, mesh, config, [axis for axis in axes if axis not in script_axes])
@@ -85,8 +85,8 @@ def _broadcast_groups(mesh: Mesh, separately_built_axes: Collection[str]) -> lis
     """
     if not {"pp", "tp"}.intersection(separately_built_axes):
         return [mesh.world]
-    beside = [mesh.axes[axis].group for axis in ("tp", "pp") if axis not in separately_built_axes]
-    return [group for group in (mesh.dense.data, *beside) if group.size > 1]
+    other_groups = [mesh.axes[axis].group for axis in ("tp", "pp") if axis not in separately_built_axes]
+    return [group for group in (mesh.dense.data, *other_groups) if group.size > 1]
 
 
 def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
@@ -99,7 +99,7 @@ def _broadcast_tied_parameters(model: nn.Module, mesh: Mesh) -> None:
         if stages and parameter.numel():
             values = parameter.detach().contiguous()
             mesh.stages[stages].broadcast(values.view(-1).view(torch.uint8))
-            logger.debug("%s is that of stage %d", name, stages[0])
+            logger.debug("%s has the value of stage %d", name, stages[0])
             if values.data_ptr() != parameter.data_ptr():
                 parameter.detach().copy_(values)
 
@@ -133,14 +133,16 @@ def _check_sharded_init(model: nn.Module, mesh: Mesh, separately_built_axes: Seq
         ModelError: they are not, because ranks build different parts of the model.
         ConfigError: the configuration needs full values, which are gathered only later.
     """
-    born_so = [name for name, parameter in model.named_parameters() if initial_shard.find(parameter) is not None]
-    if separately_built_axes and (of_any := [name for names in mesh.gather_from_world(born_so[:1]) for name in names]):
+    sharded_names = [name for name, parameter in model.named_parameters() if initial_shard.find(parameter) is not None]
+    if separately_built_axes and (
+        of_any := [name for names in mesh.gather_from_world(sharded_names[:1]) for name in names]
+    ):
         raise ModelError(
             f"{of_any[0]!r} was sharded by zero.Init, which needs the same model on all ranks, but the ranks build "
             f"different parts along {' and '.join(separately_built_axes)}; build it without zero.Init: no rank holds "
             "the full model anyway"
         )
-    if born_so and config.pipeline.partition_method == "time" and not isinstance(model, PipelineSequential):
+    if sharded_names and config.pipeline.partition_method == "time" and not isinstance(model, PipelineSequential):
         raise ConfigError(
             "pipeline.partition_method 'time' runs the full model on one rank, and zero.Init sharded it; "
             "balance by 'parameters', or build the model without zero.Init"
@@ -188,14 +190,16 @@ def _apply_memory_savings(model: nn.Module, config: Config) -> None:
     if not (section.tiled_mlp or section.tiled_loss or section.recompute) or model in _memory_optimized:
         return
     _memory_optimized.add(model)
-    homes = [one for one in (zero.offload_param, zero.offload_optimizer) if one is not None and one.nvme_path]
+    offload_sections = [
+        one for one in (zero.offload_param, zero.offload_optimizer) if one is not None and one.nvme_path
+    ]
     apply_long_context(
         model,
         tiled_mlp=section.tiled_mlp,
         tiled_loss=section.tiled_loss,
         recompute=section.recompute,
         activation_tier=None if section.activation_tier == "device" else section.activation_tier,
-        nvme_path=homes[0].nvme_path if homes else None,
+        nvme_path=offload_sections[0].nvme_path if offload_sections else None,
     )
 
 

@@ -50,8 +50,8 @@ class UnitShardStorage:
     @property
     def is_resident(self) -> bool:
         """True if the closed handle's values are in memory and will not move or change."""
-        rests = self._unit.shard_slot
-        return not self._unit.reshards or rests is None or rests.tensor is not None
+        slot = self._unit.shard_slot
+        return not self._unit.reshards or slot is None or slot.tensor is not None
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -99,17 +99,17 @@ def parameter_fragments(
             for piece in chunk.pieces():
                 if piece.index in out:
                     continue
-                drawer = storage_of(chunk)
-                yield _flat_shard(unit, piece, dtype, drawer, partial(_chunk_values, drawer, chunk, piece))
+                handle = storage_of(chunk)
+                yield _flat_shard(unit, piece, dtype, handle, partial(_chunk_values, handle, chunk, piece))
         if not chunks:
-            cut = UnitShardStorage(model, unit, write_back=write_back)
+            storage = UnitShardStorage(model, unit, write_back=write_back)
             extent = unit.shard_slot.extent if deferred and unit.reshards and unit.shard_slot is not None else None
-            away = OffloadedShardStorage(unit, extent) if extent is not None else None
-            for piece in cut.fragments():
-                if away is None:
-                    yield _flat_shard(unit, piece, dtype, cut, partial(cut.get, piece))
+            offloaded = OffloadedShardStorage(unit, extent) if extent is not None else None
+            for piece in storage.fragments():
+                if offloaded is None:
+                    yield _flat_shard(unit, piece, dtype, storage, partial(storage.get, piece))
                 else:
-                    yield _flat_shard(unit, piece, dtype, away, partial(_offloaded_shard_values, away, piece))
+                    yield _flat_shard(unit, piece, dtype, offloaded, partial(_offloaded_shard_values, offloaded, piece))
         for index, numel in enumerate(unit.layout.numels):
             if numel == 0 and index not in out:
                 none = torch.empty(0, dtype=dtype)

@@ -36,7 +36,7 @@ class RankStateLoader:
         saved: every tensor of the checkpoint by name, without memory.
 
     Attributes:
-        shards: what is read.
+        shards: shards to read.
         was_relaid: rows were saved by another number of ranks, so they are not those of the checkpoint.
 
     Raises:
@@ -51,12 +51,13 @@ class RankStateLoader:
             row = _row(model, state)
             found = saved.get(row.name)
             if found is None or found.shape[:1] == (ranks,):
-                self.shards.append(row)  # a missing one is reported with everything else that is missing
+                self.shards.append(row)  # a missing state is reported together with other missing names
                 continue
             if found.dim() == 0 or found.shape[1:] != state.shape or not found.shape[0]:
                 raise CheckpointError(
-                    f"the checkpoint holds {row.name!r} of shape {list(found.shape)}, and a row of each rank has shape "
-                    f"{list(state.shape)}; load another checkpoint, or load with load_optimizer_states=False"
+                    f"the checkpoint holds {row.name!r} of shape {list(found.shape)}, and the row of each rank here "
+                    f"has shape {list(state.shape)}; load another checkpoint, or load with "
+                    "load_optimizer_states=False"
                 )
             self.was_relaid = True
             storage = _RelaidStorage(state, found, model.mesh.dense.data.index, ranks)

@@ -28,7 +28,9 @@ class ShardedInitPartitioner:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        found = {id(p): (p, birth) for p in model.parameters() if (birth := initial_shard.find(p)) is not None}
+        found = {
+            id(p): (p, init_shard) for p in model.parameters() if (init_shard := initial_shard.find(p)) is not None
+        }
         self._sharded_parameters = _interleave(
             sorted(found.values(), key=lambda pair: pair[1].number)
         )  # the same order on every rank
@@ -37,9 +39,9 @@ class ShardedInitPartitioner:
         return any(parameter is tensor for parameter, _ in self._sharded_parameters)
 
     def __enter__(self) -> ShardedInitPartitioner:
-        for parameter, birth in self._sharded_parameters:
+        for parameter, init_shard in self._sharded_parameters:
             initial_shard.finish_parameter(parameter)
-            parameter.data = _placeholder(birth)
+            parameter.data = _placeholder(init_shard)
         return self
 
     def __exit__(
@@ -48,16 +50,16 @@ class ShardedInitPartitioner:
         if kind is None:
             self._gather_local_parts()
             return
-        for parameter, birth in self._sharded_parameters:  # restore the shards, which still have their values
-            parameter.data = _placeholder(birth)
-            initial_shard.shard_parameter(parameter, birth)
+        for parameter, init_shard in self._sharded_parameters:  # restore the shards, which still have their values
+            parameter.data = _placeholder(init_shard)
+            initial_shard.shard_parameter(parameter, init_shard)
 
     def _gather_local_parts(self) -> None:
         kept = {id(parameter) for parameter in self._model.parameters()}
         with WaitScope("the gathering of parameters at the end of partitioning"), torch.no_grad():
             while self._sharded_parameters:
-                parameter, birth = self._sharded_parameters.pop(0)
-                whole = birth.full_value()
+                parameter, init_shard = self._sharded_parameters.pop(0)
+                whole = init_shard.full_value()
                 if id(parameter) in kept:
                     _keep_local_part(parameter, whole)
 
@@ -71,12 +73,12 @@ def _interleave(parameters: list[tuple[nn.Parameter, ShardedInit]]) -> list[tupl
     return [pair for first in range(steps) for pair in parameters[first::steps]]
 
 
-def _placeholder(birth: ShardedInit) -> torch.Tensor:
+def _placeholder(init_shard: ShardedInit) -> torch.Tensor:
     """Return an expanded scalar of the parameter's shape, which takes memory for one element only.
 
     Each has its own storage, so that two parameters are not mistaken for tied ones.
     """
-    return torch.zeros((), dtype=birth.dtype, device=birth.device).expand(birth.shape)
+    return torch.zeros((), dtype=init_shard.dtype, device=init_shard.device).expand(init_shard.shape)
 
 
 def _keep_local_part(parameter: nn.Parameter, full: torch.Tensor) -> None:

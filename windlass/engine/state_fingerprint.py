@@ -66,16 +66,16 @@ def compute_fingerprint(
     """
     model.finish_update()
     model.recapture_parameters()
-    drawers: dict[int, LazyStorage] = {}
+    handles: dict[int, LazyStorage] = {}
 
-    def drawer_of(chunk: UpdateChunk) -> LazyStorage:
-        return drawers.setdefault(id(chunk), ChunkSaveStorage(model.masters, chunk))
+    def handle_of(chunk: UpdateChunk) -> LazyStorage:
+        return handles.setdefault(id(chunk), ChunkSaveStorage(model.masters, chunk))
 
     def work() -> tuple[int, int]:
         found = _HashPair(TensorHash(), TensorHash())
         of = model.units if units is None else units
-        for drawer, together in _group_by_storage(_hashed_shards(model, of, drawer_of, found, excluded)):
-            with drawer.open() if drawer is not None else nullcontext():
+        for handle, together in _group_by_storage(_hashed_shards(model, of, handle_of, found, excluded)):
+            with handle.open() if handle is not None else nullcontext():
                 for part in together:
                     part.add_to_hash()
         return found.parameters.value(), found.states.value()
@@ -151,12 +151,12 @@ def _hashed_shards(
     for unit in units:
         if not unit.is_primary_replica:
             continue
-        everywhere, replicas = unit.dp_group.mesh.data, unit.dp_group.mesh.replicate
-        cut = model.policy.state if model.masters.chunks_of(unit) else unit.reshards
-        holders = replicas if cut else everywhere
+        data_group, replicas = unit.dp_group.mesh.data, unit.dp_group.mesh.replicate
+        sharded = model.policy.state if model.masters.chunks_of(unit) else unit.reshards
+        holders = replicas if sharded else data_group
         for shard in parameter_fragments(model, [unit], storage_of, write_back=False, excluded=excluded):
             yield _HashedShard(shard, hashes.parameters, holders.index, holders.size)
-        if everywhere.index == 0:  # include tensors without elements
+        if data_group.index == 0:  # include tensors without elements
             for name, placement in zip(unit.names, unit.placements, strict=True):
                 if name not in excluded and placement.is_first_shard:
                     hashes.parameters.add_plain(f"param/{name}", list(placement.global_shape))
@@ -170,39 +170,39 @@ def _hashed_states(
     update: Update, storage_of: StorageOf, target_hash: TensorHash, *, is_sharded: bool
 ) -> Iterator[_HashedShard]:
     formats = update.formats()
-    for tenancy in update.state_entries():
-        unit, placement = tenancy.chunk.unit, tenancy.chunk.unit.placements[tenancy.index]
+    for entry in update.state_entries():
+        unit, placement = entry.chunk.unit, entry.chunk.unit.placements[entry.index]
         if not unit.is_primary_replica:
             continue
         holders = unit.dp_group.mesh.replicate if is_sharded else unit.dp_group.mesh.data
-        drawer = storage_of(tenancy.chunk)
-        state = update.state_offload.describe_state(tenancy.chunk, tenancy.state_key)
-        kept = formats.get(id(tenancy.parameter), {})
+        handle = storage_of(entry.chunk)
+        state = update.state_offload.describe_state(entry.chunk, entry.state_key)
+        kept = formats.get(id(entry.parameter), {})
         codes = {key: one.is_signed for key, one in kept.items() if is_coded(state, key, one)}
         once = (
-            tenancy.start == 0 and holders.index == 0 and placement.is_first_shard
+            entry.start == 0 and holders.index == 0 and placement.is_first_shard
         )  # one rank hashes the scalar states of a parameter: the holder of its first element
         scales = {f"{name}_scale" for name in codes}
         for key, value in state.items():
             if key in scales:
                 continue
-            where = f"state/{tenancy.name}/{key}"
-            kind = "pieces float32" if key in codes else state_kind(update, tenancy, key, value)
+            where = f"state/{entry.name}/{key}"
+            kind = "pieces float32" if key in codes else state_kind(update, entry, key, value)
             if kind == "value" or value.dim() == 0:
                 if once:
                     target_hash.add_plain(where, _plain_value(value))
                 continue
-            get = partial(flat_state, update.state_offload, tenancy, key)
-            resting = LazyFlatTensor(value.numel(), value.dtype, drawer, get)
+            get = partial(flat_state, update.state_offload, entry, key)
+            resting = LazyFlatTensor(value.numel(), value.dtype, handle, get)
             if key in codes:
-                get = partial(_decode_state, update, tenancy, key, codes[key])
-                resting = LazyFlatTensor(value.numel(), torch.float32, drawer, get)
+                get = partial(_decode_state, update, entry, key, codes[key])
+                resting = LazyFlatTensor(value.numel(), torch.float32, handle, get)
             whole = kind.startswith("whole")
             # the ranks with other shards of the parameter hold the same state
             if whole and not placement.is_first_shard:
                 continue
-            shape = tuple(value.shape if whole else unit.shapes[tenancy.index])
-            shard = FlatShard(where, shape, 0 if whole else tenancy.start, resting, None if whole else placement)
+            shape = tuple(value.shape if whole else unit.shapes[entry.index])
+            shard = FlatShard(where, shape, 0 if whole else entry.start, resting, None if whole else placement)
             yield _HashedShard(shard, target_hash, holders.index, holders.size)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from windlass.base.backward_callbacks import current_backward_id, queue_end_of_backward
 from windlass.base.collective_activity import activity
-from windlass.base.dtypes import parse_dtype
+from windlass.base.dtypes import is_castable, parse_dtype
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage_collection import suspend_garbage_collection
 from windlass.base.log import logger
@@ -282,7 +282,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                 instead). Nothing was updated.
             StorageError: NVMe failed on some rank. Before the update, nothing was updated. During the update, or if
                 damaged parameters or states were read, the model is unusable: every call raises except `destroy` and a
-                `load_checkpoint` of the complete state. The message says which case it is.
+                `load_checkpoint` of the complete state. The message names the case.
             UpdateError: the delayed update of the previous step failed on some rank.
         """
         assert self._optimizer is not None, "step needs an optimizer: pass one to initialize or name one in the config"
@@ -400,9 +400,9 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             if known is None or len(known) == len(groups):
                 raise
             raise ModelError(
-                f"{type(self.lr_scheduler).__name__} was made for {len(known)} optimizer groups, and there are "
-                f"{len(groups)} now: the parameters were updated, the learning rate was not. After add_param_group "
-                "create the scheduler again: engine.lr_scheduler = ..."
+                f"{type(self.lr_scheduler).__name__} was constructed for {len(known)} optimizer groups, and there "
+                f"are {len(groups)} now: the parameters were updated, the learning rate was not. After "
+                "add_param_group create the scheduler again: engine.lr_scheduler = ..."
             ) from error
 
     @contextmanager
@@ -528,7 +528,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     def _observe_gradient(self, unit: Any, index: int, gradient: torch.Tensor) -> None:
         if not self._loss_is_scaled and self._scaler.scale != 1.0 and Engine._scaling_engine is None:
             raise ModelError(
-                f"loss.backward() under fp16 with a loss scale of {self._scaler.scale:g}: the loss has no scale in it. "
+                f"loss.backward() under fp16 with a loss scale of {self._scaler.scale:g}: the loss is not scaled. "
                 "Call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._nonfinite_locator.record(unit, index, gradient)
@@ -588,7 +588,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             ModelError: a step has begun.
         """
         if self.progress.is_step_started:
-            raise ModelError("the batch can't change in the middle of a step: end it first, by engine.step()")
+            raise ModelError("the batch sizes can't change in the middle of a step: end it first with engine.step()")
         self.progress.batch = BatchSizes(
             train=train_batch_size, micro=micro_batch_size, accumulation=gradient_accumulation_steps
         )
@@ -599,12 +599,12 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """Set whether the current micro-batch ends a step. The setting holds until the next call.
 
         Raises:
-            ModelError: the configuration says that every call of `step` ends one.
+            ModelError: `managed_gradient_accumulation` is false, so every call of `step` ends one.
         """
         if not self.progress.managed_gradient_accumulation:
             raise ModelError(
                 "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so every engine.step() "
-                "ends a step; call step() where one ends, or write true"
+                "ends a step; call step() at the end of a step, or write true"
             )
         self.progress.boundary_override = bool(is_boundary)
 
@@ -716,7 +716,7 @@ def _local_rank() -> int:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return value.to(dtype) if is_castable(value.dtype) else value
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(_cast(item, dtype) for item in value)
     if isinstance(value, dict):

@@ -193,8 +193,10 @@ class AsyncLLMEngine:
         """End a request and free its blocks before the next step; unknown ids are ignored."""
 
         def cancel() -> None:
+            output = self._engine.cancel(request_id)
+            if output is not None:
+                self._deliver([output])  # for another task that reads the stream
             self._subscribers.pop(request_id, None)
-            self._engine.cancel(request_id)
 
         self._unread.pop(request_id, None)
         self._calls.put(cancel)
@@ -202,6 +204,23 @@ class AsyncLLMEngine:
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
         return self._engine.stats()
+
+    async def add_lora(self, name: str, directory: str | Path) -> None:
+        """Load a LoRA adapter of peft between steps.
+
+        Raises:
+            ModelError: it cannot be read, or does not fit the model.
+            RequestError: an adapter of this name is loaded.
+        """
+        await self._call(lambda: self._engine.add_lora(name, directory))
+
+    async def remove_lora(self, name: str) -> None:
+        """Forget a LoRA adapter.
+
+        Raises:
+            RequestError: there is none of this name, or unfinished requests use it.
+        """
+        await self._call(lambda: self._engine.remove_lora(name))
 
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the embedding of each prompt: the normalized hidden state of its last token.

@@ -3,45 +3,186 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
+from windlass.inference.block_manager import BlockKey, BlockManager, hash_block
 from windlass.inference.engine_options import EngineOptions
-from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import find_max_length
 from windlass.inference.runner_factory import make_runner
-from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.step_batch import StepBatch
+
+
+@dataclass(eq=False)
+class DraftSequence:
+    """Tokens of a sequence in the cache of the draft model.
+
+    Attributes:
+        tokens: those with keys and values, drafts included.
+        num_known: how many of them were no drafts.
+        blocks: KV blocks in order.
+        keys: of the full blocks of known tokens.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    num_known: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Draft:
+    sequence_id: int
+    state: DraftSequence
+    pending: list[int]  # tokens to compute
+    room: int
+    found: list[int] = field(default_factory=list)
 
 
 class DraftModelProposer:
     """Proposes the likeliest tokens of a smaller model.
 
-    The draft model has an engine of its own, whose prefix cache holds what it computed of each sequence: a step of the
-    large model costs the draft model the accepted tokens and one forward for each draft.
+    The keys and values of each sequence stay in the cache of the draft model: a step of the large model costs the draft
+    model one forward for the accepted tokens of all sequences, and one for each further draft.
     """
 
     def __init__(self, model: nn.Module, options: EngineOptions) -> None:
-        draft_options = options.replace(
-            speculative=None, lora=None, swap_bytes=0, swap_directory=None, max_gap_ms=None, prefix_caching=True
-        )
         window = find_max_length(model)
-        runner = make_runner(model.eval(), draft_options, window)
-        self._length = min(window, runner.num_blocks * runner.block_size)
-        self._engine = LLMEngine(runner, draft_options, max_model_len=self._length)
-        self.vocab_size = runner.vocab_size
+        # the cache is as long as the draft model reads, whatever the length of the large model
+        own = options.replace(speculative=None, lora=None, max_model_len=None)
+        self._runner = make_runner(model.eval(), own, window)
+        size = self._runner.block_size
+        self._length = min(window, self._runner.num_blocks * size)
+        self._pages = self._runner.block_nbytes > 0
+        self._blocks = BlockManager(self._runner.num_blocks, size, prefix_caching=self._pages)
+        self._budget = options.max_tokens_per_step
+        self._device = find_device(model)
+        self._states: dict[int, DraftSequence] = {}  # the least recently used first
+        self.vocab_size = self._runner.vocab_size
 
     def propose(self, sequences: Sequence[tuple[int, list[int]]], count: int) -> list[list[int]]:
         """Return at most `count` drafts for each sequence, given its id and its tokens."""
-        found: dict[str, list[int]] = {}
+        busy = {sequence_id for sequence_id, _ in sequences}
+        drafts: dict[int, _Draft] = {}
         for sequence_id, tokens in sequences:
-            room = min(count, self._length - len(tokens))
+            # the last draft is not computed itself
+            room = min(count, self._length - len(tokens) + 1)
             if room > 0:
-                params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
-                self._engine.add_request(str(sequence_id), tokens, params)
-        while self._engine.has_requests():
-            for output in self._engine.step():
-                found[output.request_id] = output.outputs[0].token_ids
-        return [found.get(str(sequence_id), []) for sequence_id, _ in sequences]
+                state = self._begin(sequence_id, tokens)
+                if self._grow(state, len(tokens) + room - 1, busy):
+                    pending = tokens[len(state.tokens) :]
+                    drafts[sequence_id] = _Draft(sequence_id, state, pending, room)
+                else:
+                    self.release(sequence_id)
+        self._catch_up(list(drafts.values()))
+        for depth in range(1, count):
+            deeper = [draft for draft in drafts.values() if draft.room > depth]
+            for draft in deeper:
+                draft.pending = draft.found[-1:]
+            self._catch_up(deeper)
+        return [drafts[sequence_id].found if sequence_id in drafts else [] for sequence_id, _ in sequences]
 
     def release(self, sequence_id: int) -> None:
-        """Do nothing: blocks of finished sequences leave the prefix cache when others need them."""
+        """Free the blocks of a sequence; their content stays until others need them."""
+        state = self._states.pop(sequence_id, None)
+        if state is not None:
+            self._blocks.release(state.blocks)
+            self._runner.release(sequence_id)
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        self._runner.close()
+
+    def _begin(self, sequence_id: int, tokens: list[int]) -> DraftSequence:
+        """Return the state of a sequence without the tokens that differ: drafts that were refused."""
+        state = self._states.pop(sequence_id, None)
+        if state is None:
+            state = DraftSequence()
+            keys = self._extend_keys(state, tokens[: len(tokens) - 1])
+            state.blocks = self._blocks.acquire_cached(keys)
+            del state.keys[len(state.blocks) :]
+            state.tokens = tokens[: len(state.blocks) * self._blocks.block_size]
+        equal = min(state.num_known, len(state.tokens))
+        while equal < min(len(state.tokens), len(tokens) - 1) and state.tokens[equal] == tokens[equal]:
+            equal += 1
+        if equal < len(state.tokens) and not self._pages:
+            self._runner.release(sequence_id)  # its own cache cannot go back
+            equal = 0
+        state.tokens, state.num_known = state.tokens[:equal], len(tokens)
+        self._states[sequence_id] = state
+        return state
+
+    def _extend_keys(self, state: DraftSequence, known: list[int]) -> list[BlockKey]:
+        size = self._blocks.block_size
+        while self._pages and (len(state.keys) + 1) * size <= len(known):
+            start = len(state.keys) * size
+            state.keys.append(hash_block(state.keys[-1] if state.keys else b"", known[start : start + size]))
+        return state.keys
+
+    def _grow(self, state: DraftSequence, tokens: int, busy: set[int]) -> bool:
+        """Give a sequence blocks for `tokens` tokens, from sequences that wait if need be; return False without."""
+        missing = self._blocks.blocks_for(tokens) - len(state.blocks)
+        while missing > self._blocks.num_free:
+            idle = next((other for other in self._states if other not in busy), None)
+            if idle is None:
+                return False
+            self.release(idle)
+        if missing > 0:
+            state.blocks += self._blocks.allocate(missing)
+        return True
+
+    def _catch_up(self, drafts: Sequence[_Draft]) -> None:
+        """Compute the pending tokens, `max_tokens_per_step` at a time, and append the likeliest next token."""
+        left = [draft for draft in drafts if draft.pending]
+        while left:
+            budget, chosen = self._budget, []
+            for draft in left:
+                part = draft.pending[:budget]
+                if part:
+                    chosen.append((draft, part))
+                    budget -= len(part)
+            best = self._runner.run(self._make_batch(chosen)).argmax(dim=-1).tolist()
+            for (draft, part), token in zip(chosen, best, strict=True):
+                state = draft.state
+                state.tokens = state.tokens + part
+                draft.pending = draft.pending[len(part) :]
+                if not draft.pending:
+                    draft.found.append(token)
+                    self._register(state)
+            left = [draft for draft in left if draft.pending]
+
+    def _register(self, state: DraftSequence) -> None:
+        before = len(state.keys)
+        keys = self._extend_keys(state, state.tokens[: state.num_known])
+        for place in range(before, len(keys)):
+            self._blocks.register(state.blocks[place], keys[place])
+
+    def _make_batch(self, chosen: Sequence[tuple[_Draft, list[int]]]) -> StepBatch:
+        size = self._blocks.block_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        table = torch.zeros(len(chosen), max(len(draft.state.blocks) for draft, _ in chosen), dtype=torch.int32)
+        for row, (draft, part) in enumerate(chosen):
+            blocks, first = draft.state.blocks, len(draft.state.tokens)
+            places = range(first, first + len(part))
+            ids += part
+            positions += places
+            slots += [blocks[place // size] * size + place % size for place in places]
+            starts.append(len(ids))
+            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        lengths = [len(draft.state.tokens) + len(part) for draft, part in chosen]
+        return StepBatch(
+            torch.tensor(ids, device=self._device),
+            torch.tensor(positions, device=self._device),
+            torch.tensor(starts, dtype=torch.int32, device=self._device),
+            torch.tensor(lengths, dtype=torch.int32, device=self._device),
+            table.to(self._device),
+            torch.tensor(slots, device=self._device),
+            torch.tensor(starts[1:], device=self._device) - 1,
+            [draft.sequence_id for draft, _ in chosen],
+        )

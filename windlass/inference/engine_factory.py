@@ -14,11 +14,13 @@ from windlass.base.errors import ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
 from windlass.inference.rank_channel import RankChannel, open_channel
 from windlass.inference.runner_factory import make_runner, measure_step_cost
 from windlass.inference.speculation import DraftProposer, NgramProposer
+from windlass.inference.step_batch import ModelRunner
 from windlass.inference.tensor_parallel_runner import TensorParallelRunner
 from windlass.inference.tensor_parallel_worker import TensorParallelWorker
 
@@ -28,6 +30,7 @@ def make_engine(
     options: EngineOptions,
     *,
     tokenizer: Any = None,
+    device: torch.device | str | None = None,
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     skip_tokenizer: bool = False,
@@ -41,6 +44,7 @@ def make_engine(
         model,
         options,
         tokenizer=tokenizer,
+        device=device,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         skip_tokenizer=skip_tokenizer,
@@ -58,6 +62,7 @@ def make_rank_engine(
     options: EngineOptions,
     *,
     tokenizer: Any = None,
+    device: torch.device | str | None = None,
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     skip_tokenizer: bool = False,
@@ -69,6 +74,7 @@ def make_rank_engine(
 
     Args:
         tokenizer: of transformers, or its directory; None: that of the model's directory.
+        device: of a model that is loaded; None: this rank's own.
         skip_tokenizer: load none; prompts are token ids then.
         ranks: of a module that is sharded already; None: those that `options` request.
         owned: the engine is the only user of the weights, so they may be packed; None: if it loads them.
@@ -82,13 +88,14 @@ def make_rank_engine(
     if ranks is not None and options.lora:
         raise ConfigError("adapters apply to whole matrices, and tp or ep shards them; merge the adapter, or set tp 1")
     with nullcontext() if ranks is None else ranks.guard():
-        return _build(model, options, tokenizer, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
+        return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
 
 
 def _build(
     model: str | Path | nn.Module,
     options: EngineOptions,
     tokenizer: Any,
+    device: torch.device | str | None,
     dtype: str | torch.dtype,
     trust_remote_code: bool,
     skip_tokenizer: bool,
@@ -101,7 +108,7 @@ def _build(
         if module.training:
             module.eval()
     else:
-        module = load_model(model, dtype=dtype, device=local_device(), trust_remote_code=trust_remote_code)
+        module = load_model(model, dtype=dtype, device=device or local_device(), trust_remote_code=trust_remote_code)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = load_tokenizer_of(tokenizer, trust_remote_code=trust_remote_code)
     elif tokenizer is None and not skip_tokenizer and not isinstance(model, nn.Module):
@@ -113,6 +120,8 @@ def _build(
         )
     longest = options.max_model_len or window
     runner = make_runner(module, options, window, owned=owns, ranks=ranks)
+    if ranks is None:
+        runner.lora = _load_adapters(module, runner, options)
     capacity = runner.num_blocks * runner.block_size
     if capacity < longest:
         if options.max_model_len is not None:
@@ -139,8 +148,18 @@ def _build(
         max_model_len=longest,
         cost=cost,
         proposer=_make_proposer(options, runner.vocab_size),
-        lora_names=options.lora or (),
     )
+
+
+def _load_adapters(module: nn.Module, runner: ModelRunner, options: EngineOptions) -> LoraAdapters:
+    adapters = LoraAdapters(module)
+    try:
+        for name, directory in (options.lora or {}).items():
+            adapters.add(name, directory)
+    except Exception:
+        runner.close()
+        raise
+    return adapters
 
 
 def _make_proposer(options: EngineOptions, vocab_size: int) -> DraftProposer | None:

@@ -134,6 +134,8 @@ class EngineOptions:
             raise ConfigError(f"max_wait_seconds is {self.max_wait_seconds}; write a positive number")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; write a number up to 1")
+        if self.lora and self.tp > 1:
+            raise ConfigError(f"lora is served with tp=1 alone, and tp is {self.tp}; merge the adapter or set tp to 1")
         if self.swap_bytes < 0:
             raise ConfigError(f"swap_bytes is {self.swap_bytes}; write 0 or more")
         if self.max_sequences > self.max_tokens_per_step:

@@ -104,13 +104,10 @@ class GenerationRequest:
     level: ServiceLevel | None = None
     lora_name: str | None = None
     streams: bool = False
+    cache_salt: bytes = b""
     sequences: list[GenerationSequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
-
-    @property
-    def cache_salt(self) -> bytes:
-        return b"" if self.lora_name is None else self.lora_name.encode()
 
     @property
     def finished(self) -> bool:

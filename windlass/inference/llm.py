@@ -35,6 +35,7 @@ class LLM:
     Args:
         model: directory of a causal language model, a name on the hub, or a module, which is served as it is.
         tokenizer: of transformers, or its directory; None: that of the model's directory.
+        device: of a model that is loaded; None: this rank's own.
         dtype: of the weights: `auto`, `fp32`, `bf16`, ... or a torch dtype.
         trust_remote_code: run Python files that come with the model.
         skip_tokenizer_init: load no tokenizer; prompts are token ids then.
@@ -50,6 +51,7 @@ class LLM:
         model: str | Path | nn.Module,
         *,
         tokenizer: Any = None,
+        device: torch.device | str | None = None,
         dtype: str | torch.dtype = "auto",
         trust_remote_code: bool = False,
         skip_tokenizer_init: bool = False,
@@ -59,6 +61,7 @@ class LLM:
             model,
             EngineOptions.from_arguments(**options),
             tokenizer=tokenizer,
+            device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             skip_tokenizer=skip_tokenizer_init,
@@ -80,6 +83,11 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers, or None."""
         return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        return self._engine.max_model_len
 
     @property
     def engine(self) -> Any:

@@ -7,17 +7,19 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from windlass.base.errors import EngineOverloadedError, RequestError
+from windlass.base.errors import EngineOverloadedError, ModelError, RequestError
 from windlass.base.log import logger
 from windlass.base.model_updates import count_updates
 from windlass.inference.block_manager import BlockManager
 from windlass.inference.detokenizer import Detokenizer, find_stop, held_back
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.generation_request import GenerationRequest, GenerationSequence
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.outputs import (
     CompletionOutput,
     EngineStats,
@@ -62,12 +64,10 @@ class LLMEngine:
         max_model_len: int,
         cost: StepCost | None = None,
         proposer: DraftProposer | None = None,
-        lora_names: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.options, self.tokenizer = runner, options, tokenizer
         self.eos_ids, self.max_model_len = frozenset(eos_ids), max_model_len
-        self.lora_names = list(lora_names)
         self.cost = cost or StepCost()
         self._proposer = proposer if runner.computes_drafts else None
         self._clock = clock
@@ -88,7 +88,7 @@ class LLMEngine:
         self._waiting: dict[int, GenerationSequence] = {}
         self._numbers = itertools.count()
         self._seeds = random.Random(options.seed)
-        self._compiler = StructuredOutputCompiler(tokenizer, runner.vocab_size)
+        self._compiler = StructuredOutputCompiler(tokenizer, runner.vocab_size, self.eos_ids)
         self._preempted = PreemptedBlocks(runner, options, self.cost)
         self._stats = EngineStats(kv_blocks=runner.num_blocks)
         self._finished_counts: dict[str, int] = {}
@@ -130,11 +130,11 @@ class LLMEngine:
             raise EngineOverloadedError(f"{limit} requests are waiting, which is the limit; try again later")
         text, ids = self.encode(prompt)
         self._check_prompt(ids, params)
-        if lora_name is not None and lora_name not in self.lora_names:
-            raise RequestError(
-                f"there is no adapter {lora_name!r}; loaded are {', '.join(self.lora_names) or 'none'}",
-                parameter="lora_name",
-            )
+        salt = b""
+        if lora_name is not None:
+            adapters = self._adapters()
+            adapters.check_name(lora_name)
+            salt = adapters.cache_salt(lora_name)
         room = self.max_model_len - len(ids)
         now = self._clock() if arrival is None else arrival
         request = GenerationRequest(
@@ -148,20 +148,26 @@ class LLMEngine:
             level,
             lora_name,
             streams,
+            salt,
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         sequence = self._make_sequence(request)
         request.sequences.append(sequence)
         self._requests[request_id] = request
+        self._stats.prompt_tokens += len(ids)
         self._waiting[sequence.sequence_id] = sequence
 
-    def cancel(self, request_id: str) -> None:
-        """End a request with the finish reason `abort` and free its blocks; unknown ids are ignored."""
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        """End a request with the finish reason `abort`, free its blocks and return its last state; None for an id that
+        is not known."""
         request = self._requests.get(request_id)
-        if request is not None:
-            self._end(request, "abort")
-            self._forget(request)
+        if request is None:
+            return None
+        self._end(request, "abort")
+        self._forget(request)
+        self._changed.pop(request_id, None)
+        return request.to_output()
 
     def has_requests(self) -> bool:
         """Return True if a request is unfinished."""
@@ -185,6 +191,41 @@ class LLMEngine:
         if self.tokenizer is None:
             raise RequestError("the engine has no tokenizer; give the prompt as token ids", parameter="prompt")
         return prompt, list(self.tokenizer(prompt).input_ids)
+
+    @property
+    def lora_names(self) -> list[str]:
+        """Names of the loaded LoRA adapters."""
+        return [] if self.runner.lora is None else self.runner.lora.names
+
+    def add_lora(self, name: str, directory: str | Path) -> None:
+        """Load a LoRA adapter of peft, between steps.
+
+        Raises:
+            ModelError: it cannot be read, or does not fit the model; or the model takes none.
+            RequestError: an adapter of this name is loaded.
+        """
+        self._adapters().add(name, directory)
+
+    def remove_lora(self, name: str) -> None:
+        """Forget a LoRA adapter.
+
+        Raises:
+            RequestError: there is none of this name, or unfinished requests use it.
+        """
+        adapters = self._adapters()
+        adapters.check_name(name)
+        users = sum(request.lora_name == name for request in self._requests.values())
+        if users:
+            raise RequestError(
+                f"{users} unfinished requests use the adapter {name!r}; wait for their end or cancel them",
+                parameter="lora_name",
+            )
+        adapters.remove(name)
+
+    def _adapters(self) -> LoraAdapters:
+        if self.runner.lora is None:
+            raise RequestError("this engine takes no LoRA adapters; start it with tp=1", parameter="lora_name")
+        return self.runner.lora
 
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
@@ -234,6 +275,11 @@ class LLMEngine:
         """Drop keys and values that were computed with other weights: those of a training engine change."""
         updates = count_updates(self.runner.model)
         if updates != self._updates:
+            if self.options.deterministic:
+                raise ModelError(
+                    "the weights of the model have changed, and deterministic=True packed a copy of them; build the "
+                    "engine with deterministic=False"
+                )
             self._updates = updates
             for sequence in list(self._running.values()):
                 self._preempt(sequence)
@@ -455,7 +501,12 @@ class LLMEngine:
             tokens = sample(chosen, [sequence.sampler for sequence, *_ in live])
             following = []
             for (sequence, rows, computed, drafts), token in zip(live, tokens, strict=True):
+                if sequence.output.finished():
+                    continue  # an error of another candidate has ended the request
                 sequence.num_computed = computed + depth
+                if token.error is not None:
+                    self._end(sequence.request, "error", token.error)
+                    continue
                 ended = self._append(sequence, token)
                 accepted = depth < len(drafts) and drafts[depth] == token.token
                 if accepted:
@@ -501,7 +552,7 @@ class LLMEngine:
             assert output.logprobs is not None and output.cumulative_logprob is not None
             output.cumulative_logprob += sampled.logprobs[token].logprob
             output.logprobs.append(self._with_text(sampled.logprobs))
-        if sequence.constraint is not None and token not in self.eos_ids:
+        if sequence.constraint is not None:
             try:
                 sequence.constraint.accept(token)
             except RequestError as error:
@@ -597,7 +648,12 @@ class LLMEngine:
         ready = [s for s in ready if s.constraint is None or not s.constraint.is_complete()]
         if not ready:
             return
-        found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
+        try:
+            found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
+        except Exception:  # drafts change no token, so requests go on without
+            logger.exception("speculative decoding has stopped by an error; requests go on without drafts")
+            self._proposer = None
+            return
         for sequence, drafts in zip(ready, found, strict=True):
             room = sequence.request.max_tokens - len(sequence.generated) - 1
             sequence.drafts = drafts[: max(room, 0)]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device, get_logits
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.step_batch import SavedBlocks, StepBatch
@@ -52,6 +53,7 @@ class OwnCacheModelRunner:
         self, model: nn.Module, *, block_size: int, num_blocks: int, packed: PackedModules | None = None
     ) -> None:
         self._packed = packed
+        self.lora: LoraAdapters | None = None
         self.block_size, self.num_blocks = block_size, num_blocks
         self.model: Any = model
         self._forward = CausalForward(model)
@@ -84,7 +86,10 @@ class OwnCacheModelRunner:
                 wanted = [row for row in rows if start <= row < stop]
                 if wanted:
                     offset = positions[start] - start
-                    logits = self._advance(state, [row + offset for row in wanted])
+                    adapter = batch.adapters[number] if batch.adapters else None
+                    applied = nullcontext() if self.lora is None else self.lora.active_for_all(adapter)
+                    with applied:
+                        logits = self._advance(state, [row + offset for row in wanted])
                     found.update(zip(wanted, logits, strict=True))
         if not rows:  # parts of prompts alone
             return torch.empty(0, self.vocab_size, device=self.device)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from windlass.base.log import logger
+from windlass.inference.step_recording import get_recorder
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.packed_gemm import PackedPanels, pack_weight, packed_linear
 
@@ -40,7 +41,7 @@ class LinearGroup:
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """Compute all outputs, and return that of the first layer."""
-        out = packed_linear(x, self.panels, self.bias)
+        out = self._multiply(x)
         if len(self.sizes) == 1:
             return out
         self._input, self._outputs = x, out.split(self.sizes, dim=-1)
@@ -50,10 +51,20 @@ class LinearGroup:
         """Return the output of another layer; compute anew if it got another input after all."""
         outputs = self._outputs
         if self._input is not x:
-            outputs = packed_linear(x, self.panels, self.bias).split(self.sizes, dim=-1)
+            outputs = self._multiply(x).split(self.sizes, dim=-1)
         elif place == len(self.sizes) - 1:
             self._input, self._outputs = None, ()  # memory of the step
         return outputs[place]
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        recorder = get_recorder()
+        if recorder is None:
+            return packed_linear(x, self.panels, self.bias)
+        x = x.contiguous()
+        with recorder.paused():
+            out = packed_linear(x, self.panels, self.bias)
+        recorder.add_native("linear", (self.panels, self.bias), [x], out)
+        return out
 
     def forwards(self) -> list[Callable[[torch.Tensor], torch.Tensor]]:
         """Return the replacement of each layer's forward."""

@@ -12,6 +12,7 @@ from torch import nn
 from windlass.attention import AttentionBackend, AttentionMask, ChunkedMask, HeadSlice, MaskBand, MaskPredicate
 from windlass.base.errors import ModelError
 from windlass.inference.step_batch import StepBatch
+from windlass.inference.step_recording import NotRecordableError, get_recorder
 from windlass.kernels.paged_attention import PagedKVCache, paged_attention, read_kv, write_kv
 
 LayerKey = tuple[int, int]
@@ -41,6 +42,18 @@ class PagedMask:
     sliding_window: int | None = None
     chunk_size: int | None = None
     predicate: MaskPredicate | None = None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Attention of one layer in a recorded step; see `paged_attention` for the attributes."""
+
+    layer: LayerKey
+    scaling: float
+    sliding_window: int | None
+    chunk_size: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 class PagedAttention(AttentionBackend):
@@ -116,29 +129,56 @@ class PagedAttention(AttentionBackend):
                 f"{type(module).__name__} makes its own attention mask, so its pattern is not known; the model cannot "
                 "run with a paged cache"
             )
+        recorder = get_recorder()
+        if recorder is None:
+            output, _ = self._attend(module, query, key, value, mask, scaling, arguments)
+        else:
+            with recorder.paused():
+                output, call = self._attend(module, query, key, value, mask, scaling, arguments)
+            if call is None:
+                raise NotRecordableError(f"{type(module).__name__} has an attention mask without a native kernel")
+            recorder.add_native("attention", call, [query, key, value], output)
+        return output.transpose(0, 1)[None]
+
+    def _attend(
+        self,
+        module: nn.Module | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: PagedMask,
+        scaling: float | None,
+        arguments: dict[str, Any],
+    ) -> tuple[torch.Tensor, AttentionCall | None]:
+        """Return the output `[tokens, heads, features]`, and the call if it has a native kernel."""
+        batch = self._batch
+        assert batch is not None
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        cache = self._cache_of(module, keys, values)
+        layer, cache = self._cache_of(module, keys, values)
         write_kv(cache, keys, values, batch.slots)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         softcap, sinks = arguments.get("softcap"), arguments.get("s_aux")
-        if mask.predicate is None:
-            output = paged_attention(
-                queries,
-                cache,
-                batch.block_table,
-                batch.query_start,
-                batch.context_lengths,
-                scaling=scale,
-                sliding_window=mask.sliding_window,
-                chunk_size=mask.chunk_size,
-                softcap=softcap,
-                sinks=sinks,
-            )
-        else:
-            output = _attend_by_predicate(queries, cache, batch, mask.predicate, scale, softcap, sinks)
-        return output.transpose(0, 1)[None]
+        if mask.predicate is not None:
+            return _attend_by_predicate(queries, cache, batch, mask.predicate, scale, softcap, sinks), None
+        sinks = None if sinks is None else sinks.detach().float().contiguous()
+        call = AttentionCall(layer, scale, mask.sliding_window, mask.chunk_size, softcap, sinks)
+        output = paged_attention(
+            queries,
+            cache,
+            batch.block_table,
+            batch.query_start,
+            batch.context_lengths,
+            scaling=scale,
+            sliding_window=mask.sliding_window,
+            chunk_size=mask.chunk_size,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return output, call
 
-    def _cache_of(self, module: nn.Module | None, keys: torch.Tensor, values: torch.Tensor) -> PagedKVCache:
+    def _cache_of(
+        self, module: nn.Module | None, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[LayerKey, PagedKVCache]:
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
         layer = (id(module), call)
@@ -149,7 +189,7 @@ class PagedAttention(AttentionBackend):
             if self._make_cache is None:
                 raise ModelError(f"{type(module).__name__} has no KV cache: it did not run when the model was loaded")
             cache = self.caches[layer] = self._make_cache(layer, shape)
-        return cache
+        return layer, cache
 
 
 def _attend_by_predicate(

@@ -11,10 +11,13 @@ from torch import nn
 
 from windlass.attention import install_attention, use_backend
 from windlass.base.errors import ModelError
+from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
 from windlass.inference.step_batch import SavedBlocks, StepBatch
+from windlass.inference.step_program import StepProgram
+from windlass.inference.step_recording import NotRecordableError
 from windlass.kernels.paged_attention import PagedKVCache, make_kv_cache
 
 _PROBE_TOKENS = 4
@@ -60,6 +63,7 @@ class PagedModelRunner:
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be computed in one row"
             )
         self.model, self.kv_dtype, self._packed = model, kv_dtype, packed
+        self.lora: LoraAdapters | None = None
         self.block_size, self.num_blocks = block_size, 1
         self._restore = _install(model)
         self.device = find_device(model)
@@ -74,12 +78,36 @@ class PagedModelRunner:
         for layer, shape in probe.shapes.items():
             self._backend.caches[layer] = self._make_cache(layer, shape)
         self.description = f"paged KV cache of {self.num_blocks} blocks of {block_size} tokens"
+        self.program: StepProgram | None = None
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
+        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
+        # the recorded forward has no adapters; with some, all steps run the modules, so that results keep their bits
+        if self.program is not None and self.lora is None and self.program.takes(batch):
+            return self.program.run(batch)
+        return self._run_modules(batch)
+
+    def compile(self, max_tokens: int, max_blocks: int) -> str | None:
+        """Record the forward and replay it from now on, without the modules.
+
+        Args:
+            max_tokens: of a step.
+            max_blocks: KV blocks of a sequence.
+
+        Returns:
+            The reason if the forward cannot be recorded.
+        """
+        try:
+            self.program = StepProgram(self._run_modules, self._backend, max_tokens=max_tokens, max_blocks=max_blocks)
+        except NotRecordableError as error:
+            return str(error)
+        return None
+
+    def _run_modules(self, batch: StepBatch) -> torch.Tensor:
         self._backend.begin(batch)
         active = nullcontext() if self._packed is None else self._packed.active()
-        with torch.inference_mode(), use_backend(self._backend), active:
+        adapters = nullcontext() if self.lora is None else self.lora.active(batch)
+        with torch.no_grad(), use_backend(self._backend), active, adapters:
             return self._forward(batch.token_ids, batch.positions, batch.logit_rows)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -107,6 +135,7 @@ class PagedModelRunner:
 
     def close(self) -> None:
         """Free the KV cache, and give the model back its attention function."""
+        self.program = None
         self._backend.caches.clear()
         self._restore()
 

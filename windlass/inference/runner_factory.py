@@ -71,6 +71,8 @@ def make_runner(
     except Exception as error:  # code of any model runs here; its own cache is tried next
         reason = str(error).split("\n")[0]
     else:
+        if packed is not None and owned and ranks is None and isinstance(runner, PagedModelRunner):
+            _compile(runner, plain, options, longest)
         problem = None if plain is None else plain.find_difference(runner, options)
         if ranks is not None and not ranks.minimum(problem is None):
             problem = problem or "another rank found a difference"  # all ranks take the same runner
@@ -86,6 +88,17 @@ def make_runner(
         "%s runs with %s, because a paged KV cache cannot be used: %s", type(model).__name__, own.description, reason
     )
     return own
+
+
+def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: EngineOptions, longest: int) -> None:
+    """Let the runner replay a recorded step, if its logits are those of the model."""
+    problem = runner.compile(options.max_tokens_per_step, -(-longest // options.block_size))
+    if problem is None and plain is not None:
+        problem = plain.find_difference(runner, options)
+        if problem is not None:
+            runner.program = None
+    if problem is not None:
+        logger.info("%s: steps run its modules, because %s", type(runner.model).__name__, problem)
 
 
 class PlainLogits:
@@ -130,7 +143,7 @@ class PlainLogits:
         for step in range(_CHECKED_TOKENS):
             known = [tokens[: prompt + step] for tokens, prompt in zip(self._sequences, _CHECKED_PROMPTS, strict=True)]
             for row, logits in enumerate(runner.run(_flat_batch(known, computed, tables, size, self._device))):
-                found[row].append(logits)
+                found[row].append(logits.clone())
             computed = [len(tokens) for tokens in known]
         for logits, plain in zip(found, self._logits, strict=True):
             difference = (torch.stack(logits) - plain).abs().max().item()

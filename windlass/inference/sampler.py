@@ -10,14 +10,17 @@ not on the batch, and not on drafts, of which a draft is accepted exactly if it 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from windlass.base.errors import RequestError
 from windlass.inference.outputs import Logprob, TokenLogprobs
 from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.token_draw import draw_tokens
 
 _LOWEST = -torch.inf
 
@@ -81,10 +84,14 @@ class SequenceSampler:
             logits[: len(mask)].masked_fill_(~mask[:size], _LOWEST)
             logits[len(mask) :] = _LOWEST
         for word in self.bad_words:
-            if len(word) == 1 or tuple(self.generated[1 - len(word) :]) == word[:-1]:
+            if word[-1] < size and (len(word) == 1 or tuple(self.generated[1 - len(word) :]) == word[:-1]):
                 logits[word[-1]] = _LOWEST
         if len(self.generated) < params.min_tokens and self.stop_ids:
-            logits[[token for token in self.stop_ids if token < size]] = _LOWEST
+            stop_ids = [token for token in self.stop_ids if token < size]
+            ends = logits[stop_ids]
+            logits[stop_ids] = _LOWEST
+            if self.allowed is not None and logits.max() == _LOWEST:
+                logits[stop_ids] = ends  # the structure is complete, and nothing else may follow
         for token, bias in (params.logit_bias or {}).items():
             if token < size:
                 logits[token] += bias
@@ -109,10 +116,15 @@ class SequenceSampler:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """Token of a sequence, with the log-probabilities that it asked for."""
+    """Token of a sequence, with the log-probabilities that it asked for.
+
+    Attributes:
+        error: reason for which no token could be drawn; the token is undefined then.
+    """
 
     token: int
     logprobs: TokenLogprobs | None = None
+    error: str | None = None
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[SampledToken]:
@@ -122,27 +134,50 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
         logits: float32 `[rows, vocabulary]`; not changed.
         samplers: one for each row. Each draws at most one number; none counts the token.
     """
-    changed = [row for row, sampler in enumerate(samplers) if sampler.changes_logits]
-    scores = logits
-    if changed:
-        scores = logits.clone()
-        for row in changed:
-            samplers[row].change_logits(scores[row])
-    tokens = scores.argmax(dim=-1)
-    drawing = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy]
+    scores, errors = _change_rows(logits, samplers)
+    best, tokens = scores.max(dim=-1)
+    for row, value in enumerate(best.tolist()):
+        if not math.isfinite(value):
+            errors.setdefault(row, _explain(value, logits[row]))
+    drawing = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy and row not in errors]
     if drawing:
-        everything = len(drawing) == len(samplers)
-        chosen = scores if everything else scores[drawing]
-        tokens[drawing] = _draw(chosen, [samplers[row] for row in drawing])
+        chosen = scores if len(drawing) == len(samplers) else scores[drawing]
+        params = [samplers[row].params for row in drawing]
+        tokens[drawing] = draw_tokens(chosen, params, [samplers[row].draw() for row in drawing])
     ids = tokens.tolist()
     logprobs: list[TokenLogprobs | None] = [None] * len(samplers)
-    reporting = [row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None]
+    reporting = [
+        row for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None and row not in errors
+    ]
     if reporting:
         counts = [samplers[row].params.logprobs or 0 for row in reporting]
         found = take_logprobs(logits[reporting], [ids[row] for row in reporting], counts)
         for row, entry in zip(reporting, found, strict=True):
             logprobs[row] = entry
-    return [SampledToken(token, entry) for token, entry in zip(ids, logprobs, strict=True)]
+    return [SampledToken(ids[row], logprobs[row], errors.get(row)) for row in range(len(samplers))]
+
+
+def _change_rows(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> tuple[torch.Tensor, dict[int, str]]:
+    """Return logits with masks and penalties, and the errors of rows."""
+    changed = [row for row, sampler in enumerate(samplers) if sampler.changes_logits]
+    if not changed:
+        return logits, {}
+    scores, errors = logits.clone(), {}
+    for row in changed:
+        try:
+            samplers[row].change_logits(scores[row])
+        except RequestError as error:
+            errors[row] = str(error)
+    return scores, errors
+
+
+def _explain(best: float, logits: torch.Tensor) -> str:
+    if best == _LOWEST and logits.max() > _LOWEST:
+        return (
+            "no token can be generated: allowed_token_ids, bad_words, min_tokens, logit_bias and structured_outputs "
+            "together exclude all tokens; relax one of them"
+        )
+    return f"the highest logit of the model is {best}; load the model in a wider dtype, or check its weights"
 
 
 def take_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -166,45 +201,6 @@ def take_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[
             entry.setdefault(other, Logprob(other_value, place + 1))
         results.append(entry)
     return results
-
-
-def _draw(scores: torch.Tensor, samplers: Sequence[SequenceSampler]) -> torch.Tensor:
-    """Draw a token for each row of `scores` `[rows, vocabulary]` by temperature, min-p, top-k and top-p."""
-    device = scores.device
-    params = [sampler.params for sampler in samplers]
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-    scores = scores / column([p.temperature for p in params])
-    if any(p.min_p for p in params):
-        probabilities = scores.softmax(dim=-1)
-        lowest = probabilities.amax(dim=-1, keepdim=True) * column([p.min_p for p in params])
-        scores = scores.masked_fill(probabilities < lowest, _LOWEST)
-    for row, p in enumerate(params):
-        if 0 < p.top_k < scores.shape[-1]:
-            least = scores[row].topk(p.top_k).values[-1]
-            scores[row] = scores[row].masked_fill(scores[row] < least, _LOWEST)
-    probabilities = scores.softmax(dim=-1)
-    nuclei = [row for row, p in enumerate(params) if p.top_p < 1]
-    if nuclei:
-        kept = _nucleus(probabilities[nuclei], column([params[row].top_p for row in nuclei]))
-        probabilities[nuclei] = probabilities[nuclei] * kept
-    cumulative = probabilities.double().cumsum(dim=-1)
-    uniform = torch.tensor([sampler.draw() for sampler in samplers], dtype=torch.float64, device=device)[:, None]
-    # right=True skips tokens of probability 0; the last token with a probability is never exceeded
-    places = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
-    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(dim=-1)
-    return torch.minimum(places, last)
-
-
-def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return True for the likeliest tokens whose probabilities together first reach `top_p`, the likeliest always."""
-    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(dim=-1) - ordered
-    kept = before < top_p
-    kept[:, 0] = True
-    return torch.zeros_like(kept).scatter(1, ids, kept)
 
 
 def _keep(logits: torch.Tensor, ids: Sequence[int]) -> None:

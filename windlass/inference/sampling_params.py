@@ -224,7 +224,7 @@ def _check_integer(name: str, value: Any, lowest: int | None, highest: int | Non
 
 def _check_number(name: str, value: Any, lowest: float, highest: float, *, above: bool = False) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # the bounds themselves are infinite where there is none, and an infinite value is refused
+    # the bounds themselves are infinite if none is set, and an infinite value is refused
     if not number or not math.isfinite(value) or not lowest <= value <= highest or (above and value == lowest):
         bounds = f"above {lowest}" if above else f"of at least {lowest}"
         bounds += "" if highest == math.inf else f" and at most {highest}"

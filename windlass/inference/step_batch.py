@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from windlass.inference.lora import LoraAdapters
 
 
 @dataclass
@@ -55,6 +58,7 @@ class ModelRunner(Protocol):
         num_blocks: blocks of the KV cache.
         block_nbytes: bytes of a block, all layers together; 0 if the model keeps its own cache.
         computes_drafts: several new tokens of one sequence can be computed in a step after its prompt.
+        lora: adapters of the model; None: requests have none.
     """
 
     model: nn.Module
@@ -64,9 +68,10 @@ class ModelRunner(Protocol):
     num_blocks: int
     block_nbytes: int
     computes_drafts: bool
+    lora: LoraAdapters | None
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
+        """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

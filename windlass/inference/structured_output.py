@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from windlass.base.errors import RequestError
@@ -17,10 +19,11 @@ class StructuredOutputCompiler:
     Args:
         tokenizer: a fast tokenizer of transformers.
         vocab_size: of the logits; tokens beyond the tokenizer's are never allowed.
+        eos_ids: tokens that end an answer; empty: that of the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int] = ()) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
         self._llguidance: Any = None
         self._vocabulary: Any = None
 
@@ -36,13 +39,16 @@ class StructuredOutputCompiler:
         try:
             grammar = _make_grammar(library, params)
             problem = library.validate_grammar(grammar, self._vocabulary)
-        except ValueError as error:
+            matcher = None if problem else library(self._vocabulary, grammar)
+            if matcher is not None and matcher.is_error():
+                problem = matcher.get_error()
+        except (ValueError, TypeError, RecursionError) as error:
             problem = str(error)
         if problem:
             raise RequestError(
                 f"structured_outputs cannot be compiled: {str(problem).strip()[:500]}", parameter="structured_outputs"
             )
-        return OutputConstraint(library(self._vocabulary, grammar), self._vocab_size)
+        return OutputConstraint(matcher, self._vocab_size)
 
     def _load(self) -> None:
         try:
@@ -55,7 +61,9 @@ class StructuredOutputCompiler:
         if self._tokenizer is None:
             raise RequestError("structured_outputs needs a tokenizer", parameter="structured_outputs")
         try:
-            self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
+            self._vocabulary = llguidance.hf.from_tokenizer(
+                self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids or None
+            )
         except (ValueError, TypeError, AttributeError) as error:
             raise RequestError(
                 f"structured_outputs cannot use the tokenizer {type(self._tokenizer).__name__}: {error}",
@@ -71,10 +79,16 @@ class OutputConstraint:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> torch.Tensor:
-        """Return the tokens that are allowed next, bool `[vocab_size]`."""
-        words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        bits = (words[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-        flat = bits.flatten().bool()[: self._vocab_size]
+        """Return the tokens that are allowed next, bool `[vocab_size]`.
+
+        Raises:
+            RequestError: the constraint became too large to be computed.
+        """
+        if self._matcher.is_error():
+            raise RequestError(f"structured_outputs cannot go on: {self._matcher.get_error()}")
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(words, count=min(self._vocab_size, 8 * len(words)), bitorder="little")
+        flat = torch.from_numpy(bits).view(torch.bool)
         return torch.nn.functional.pad(flat, (0, self._vocab_size - len(flat)))
 
     def accept(self, token: int) -> None:

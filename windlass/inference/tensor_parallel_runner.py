@@ -27,6 +27,7 @@ class TensorParallelRunner:
         self.block_size, self.num_blocks = runner.block_size, runner.num_blocks
         self.block_nbytes = runner.block_nbytes * channel.size
         self.computes_drafts = runner.computes_drafts
+        self.lora = runner.lora
         self.description = f"{runner.description}, on {channel.size} ranks"
 
     @property

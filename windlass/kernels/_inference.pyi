@@ -19,6 +19,7 @@ def linear(
     rows: int,
     is_bf16: bool,
     threads: int,
+    codes_inputs: bool,
 ) -> None: ...
 def cache(
     code: int,

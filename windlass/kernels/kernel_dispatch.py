@@ -90,12 +90,12 @@ def apply_updates(
     if path is None:
         path = get_active_kernel_path().name
         _log_path_once(path)
-    for formats, alike in groups.items():
+    for formats, group in groups.items():
         if path == REFERENCE_PATH:
-            for piece in alike:
+            for piece in group:
                 reference.update_with_reference(rule, piece, divisor)
         else:
-            _run_native(rule, formats, alike, divisor, path, threads or torch.get_num_threads())
+            _run_native(rule, formats, group, divisor, path, threads or torch.get_num_threads())
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
@@ -174,7 +174,7 @@ def _resolve_path(wanted: str) -> KernelPath:
             f"{_ENVIRONMENT_VARIABLE} is {wanted!r}; on this machine it can be {', '.join(list_kernel_paths())}, or "
             "unset"
         )
-    return KernelPath(found, f"asked for by {_ENVIRONMENT_VARIABLE}")
+    return KernelPath(found, f"requested by {_ENVIRONMENT_VARIABLE}")
 
 
 @lru_cache(maxsize=8)

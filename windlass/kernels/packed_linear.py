@@ -18,18 +18,17 @@ class PackedLinear(nn.Module):
     [Note: packed parameters] Each packed tensor is a frozen uint8 parameter of its bytes, `<format>_<tensor>`, with the
     last dimension times the bytes of an element: `int8_weight` `[out, in]` and `int8_weight_scale` `[out, 4]`. Casts of
     floating-point parameters (`module.bfloat16()`, an engine with bf16 or fp16) leave integers alone, so that neither
-    weights nor scales are ever rounded. Parameters are what ZeRO shards, with no knowledge of formats; all packed
+    weights nor scales are ever rounded. ZeRO shards them like any parameters, independent of the format; all packed
     tensors of a block share one flat buffer of bytes. The name has the format in it, so that a state of another format
-    does not fit. Thresholds of ZeRO and counts of parameters see bytes where they see elements of other parameters. The
+    does not fit. ZeRO's thresholds and parameter counts count the bytes of these parameters as elements. The
     memory is undefined until `pack`, `set_packed` or `load_state_dict`.
 
     The gradient flows to the input and to `bias`, which is an ordinary parameter. Under autocast the input is cast as
     `nn.Linear` casts it.
 
     Args:
-        in_features, out_features, bias, device: as of `nn.Linear`.
-        weight_format: or its registered name.
-        dtype: of `bias`.
+        in_features, out_features, bias, device: as for `nn.Linear`.
+        weight_format: a weight format, or its registered name. dtype: dtype of `bias`.
 
     Raises:
         WeightFormatError: the format does not exist.
@@ -97,7 +96,7 @@ class PackedLinear(nn.Module):
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise WeightFormatError(
                 f"a weight of shape {tuple(weight.shape)} does not fit a layer of {self.out_features} output and "
-                f"{self.in_features} input features; give one of shape {(self.out_features, self.in_features)}"
+                f"{self.in_features} input features; pass one of shape {(self.out_features, self.in_features)}"
             )
         self.set_packed(self.format.pack(weight))
 
@@ -107,8 +106,8 @@ class PackedLinear(nn.Module):
         found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in packed.items()}
         if found != wanted:
             raise WeightFormatError(
-                f"packed tensors {found} do not fit a layer of format {self.format.name!r}, which has {wanted}; give "
-                "those that the format packed"
+                f"packed tensors {found} do not fit a layer of format {self.format.name!r}, which has {wanted}; pass "
+                "the tensors that the format packed"
             )
         with torch.no_grad():
             for name, tensor in packed.items():
@@ -150,12 +149,12 @@ class PackedLinear(nn.Module):
         parameter = self._parameters[self._parameter_name(name)]
         assert parameter is not None
         stored = parameter.detach()
-        if stored.storage_offset() % dtype.itemsize:  # ZeRO aligns parameters from 1024 elements on
+        if stored.storage_offset() % dtype.itemsize:  # ZeRO aligns only parameters of at least 1024 elements
             stored = stored.clone()
         return stored.view(dtype)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Refuse what is not the bytes of a packed tensor: torch would convert the values."""
+        """Raise if a loaded tensor does not contain the bytes of a packed tensor: torch would convert its values."""
         for name in self._form:
             key = prefix + self._parameter_name(name)
             value = state_dict.get(key)

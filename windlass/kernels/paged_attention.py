@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from windlass.base.errors import ModelError
+from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 from windlass.kernels.reference.paged_attention import attend_to_pages
 
@@ -67,6 +68,11 @@ class PagedKVCache:
         return self._path.name
 
     @property
+    def handle(self) -> object:
+        """The native object of the cache; None without native code."""
+        return self._handle
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.keys.dtype
 
@@ -114,8 +120,8 @@ def make_kv_cache(
         return torch.empty(num_blocks, kv_heads, block_size) if dtype == torch.int8 else None
 
     return PagedKVCache(
-        torch.empty(num_blocks, kv_heads, key_dim, block_size, dtype=dtype),
-        torch.empty(num_blocks, kv_heads, block_size, -(-value_dim // 16) * 16, dtype=dtype),
+        empty_on_huge_pages((num_blocks, kv_heads, key_dim, block_size), dtype),
+        empty_on_huge_pages((num_blocks, kv_heads, block_size, -(-value_dim // 16) * 16), dtype),
         make_scales(),
         make_scales(),
         value_dim,
@@ -154,7 +160,7 @@ def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots:
         return
     if key.dtype != value.dtype or key.dtype not in (torch.float32, torch.bfloat16):
         raise ModelError(f"keys are {key.dtype} and values {value.dtype}; give both as torch.float32 or bfloat16")
-    key, value = key.detach().contiguous(), value.detach().contiguous()
+    key, value = key.contiguous(), value.contiguous()
     slots = slots.to(torch.int64).contiguous()
     try:
         cache._path.module.write_cache(
@@ -254,10 +260,10 @@ def paged_attention(
             softcap=softcap,
             sinks=sinks,
         ).to(query.dtype)
-    query = query.detach().contiguous()
+    query = query.contiguous()
     block_table, query_start = block_table.contiguous(), query_start.contiguous()
     context_lengths = context_lengths.contiguous()
-    sinks = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
+    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
     out = torch.empty(query.shape[0], query.shape[1], cache.value_dim, dtype=query.dtype)
     try:
         cache._path.module.attention(

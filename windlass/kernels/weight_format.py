@@ -49,7 +49,7 @@ class WeightFormat(Protocol):
         """Pack a finite floating-point matrix.
 
         Raises:
-            WeightFormatError: `weight` is no such matrix, or has values outside of the format's range.
+            WeightFormatError: `weight` is not such a matrix, or has values outside the format's range.
         """
         ...
 
@@ -137,7 +137,7 @@ def _scaled_rows(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 def _check_matrix(weight: torch.Tensor, name: str) -> None:
     if weight.dim() != 2 or not weight.is_floating_point():
         raise WeightFormatError(
-            f"format {name!r} packs floating-point matrices, not {weight.dtype} of shape {tuple(weight.shape)}; give "
+            f"format {name!r} packs floating-point matrices, not {weight.dtype} of shape {tuple(weight.shape)}; pass "
             "the weight of a linear layer before it is packed"
         )
     if weight.is_meta:
@@ -162,11 +162,11 @@ def register_weight_format(weight_format: WeightFormat) -> None:
     """Make a format available under its name.
 
     Raises:
-        WeightFormatError: another format has the name, or the name is no part of an identifier.
+        WeightFormatError: another format has the name, or the name has other characters than letters, digits and `_`.
     """
     name = weight_format.name
     if not f"x{name}".isidentifier():
-        raise WeightFormatError(f"weight format {name!r} is badly named; use letters, digits and underscores")
+        raise WeightFormatError(f"weight format {name!r} has an invalid name; use letters, digits and underscores")
     if _formats.get(name, weight_format) is not weight_format:
         raise WeightFormatError(f"a weight format named {name!r} is registered already; use another name")
     _formats[name] = weight_format

@@ -12,6 +12,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     script's own use.
     """
     group = parser.add_argument_group("windlass", "sharded training")
-    group.add_argument("--deepspeed", action="store_true", help="train with windlass (for the script to look at)")
+    group.add_argument("--deepspeed", action="store_true", help="train with windlass (read by the script)")
     group.add_argument("--deepspeed_config", metavar="PATH", help="configuration of the run: a ds_config.json")
     return parser

@@ -38,7 +38,7 @@ def bindable_cores(listed: str | None) -> list[int]:
         return _one_thread_per_core(usable)
     cores = parse_numbers(listed, "--bind_core_list")
     if len(set(cores)) != len(cores):
-        raise LaunchError(f"--bind_core_list {listed} names a core twice; name each once")
+        raise LaunchError(f"--bind_core_list {listed} lists a core twice; list each core once")
     strange = [core for core in cores if core not in usable]
     if strange:
         raise LaunchError(
@@ -52,7 +52,7 @@ def usable_cores() -> list[int]:
     """Return the logical cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     if affinity is None:
-        raise LaunchError("--bind_cores_to_rank: this system binds no process to cores; only Linux does")
+        raise LaunchError("--bind_cores_to_rank: this system cannot bind processes to cores; only Linux can")
     return sorted(affinity(0))
 
 

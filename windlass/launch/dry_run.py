@@ -34,7 +34,7 @@ def reject_dry_run_flags(args: argparse.Namespace) -> None:
     for name in ("config", "shape", "tokens", *AXIS_FLAGS):
         if getattr(args, name.replace("-", "_")) is not None:
             raise LaunchError(
-                f"--{name} is for --dry-run; leave it out, because a run's script has its own configuration"
+                f"--{name} is for --dry-run; leave it out, because the script of a run has its own configuration"
             )
 
 
@@ -63,8 +63,8 @@ def _rank_map_from_args(args: argparse.Namespace) -> HostRankMap:
     from windlass.parallel.comm_volumes import StepWorkload
     from windlass.parallel.model_shape import parse_model_shape
 
-    said = {axis.replace("-", "_"): getattr(args, axis.replace("-", "_")) for axis in AXIS_FLAGS}
-    sizes = {axis: size for axis, size in said.items() if size is not None}
+    given_sizes = {axis.replace("-", "_"): getattr(args, axis.replace("-", "_")) for axis in AXIS_FLAGS}
+    sizes = {axis: size for axis, size in given_sizes.items() if size is not None}
     if sizes and args.config:
         raise LaunchError(f"--config and --{next(iter(sizes)).replace('_', '-')} together; give one of them")
     tokens = _DEFAULT_TOKENS if args.tokens is None else args.tokens
@@ -73,7 +73,7 @@ def _rank_map_from_args(args: argparse.Namespace) -> HostRankMap:
     config = load_config(args.config or {"parallel": sizes})
     hosts, _ = hosts_from_args(args)
     world = sum(len(host.slots) for host in hosts)
-    axes = config.axes(world, "these hosts' slots")
+    axes = config.axes(world, "the slots of these hosts")
     table = config.dtype_table("bf16")
     shape = parse_model_shape(args.shape or _DEFAULT_SHAPE)
     bytes_of = {"fp32": 4, "bf16": 2, "fp16": 2}

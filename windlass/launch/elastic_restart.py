@@ -65,14 +65,18 @@ def run_with_restarts(
         outcome = start(plan)
         if outcome.exit_code == 0 or outcome.interrupted_by is not None or restarts == plan.max_restarts:
             return outcome
-        told = "; ".join(map(str, outcome.failures))
+        failures_text = "; ".join(map(str, outcome.failures))
         hosts = drop_lost_slots(plan.hosts, outcome.failures)
         left = sum(len(host.slots) for host in hosts)
         if left < min_nproc:
-            logger.warning("%s; not restarted: %d ranks are left, fewer than %d", told, left, min_nproc)
+            logger.warning("%s; not restarted: %d ranks are left, fewer than %d", failures_text, left, min_nproc)
             return outcome
         logger.warning(
-            "%s; restarting on %s (restart %d of %d)", told, plural(left, "rank"), restarts + 1, plan.max_restarts
+            "%s; restarting on %s (restart %d of %d)",
+            failures_text,
+            plural(left, "rank"),
+            restarts + 1,
+            plan.max_restarts,
         )
         plan = plan.with_hosts(hosts, restarts + 1)
     raise AssertionError("the last start returns")

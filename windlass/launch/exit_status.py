@@ -46,12 +46,12 @@ class RankFailure:
             last = self.rank + self.num_ranks - 1
             ranks = f"ranks {self.rank} to {last}" if self.num_ranks > 1 else f"rank {last}"
             return f"{self.host} was lost with {ranks}: {self.reason}"
-        who = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+        rank_text = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
         if self.status == WATCHDOG_EXIT_CODE:
-            return f"{who} was ended by its watchdog, whose report gives the reason"
+            return f"{rank_text} was ended by its watchdog, whose report gives the reason"
         if self.status >= 0:
-            return f"{who} ended with exit code {self.status}"
-        return f"{who} was ended by {_signal_name(-self.status)}{self._describe_cause()}"
+            return f"{rank_text} ended with exit code {self.status}"
+        return f"{rank_text} was ended by {_signal_name(-self.status)}{self._describe_cause()}"
 
     def _describe_cause(self) -> str:
         if self.status != -signal.SIGKILL:

@@ -71,7 +71,7 @@ def launch_from_args(
 
 
 def launch_plan_from_args(args: argparse.Namespace, plan: LaunchPlan, command_name: str = "deepspeed") -> int:
-    """Start this host's ranks of a finished plan, with output as `args` say. See `launch_from_args`."""
+    """Start this host's ranks of a finished plan, with output as set by `args`. See `launch_from_args`."""
     if args.quiet or args.log_level:
         set_log_level("error" if args.quiet else args.log_level, "--log_level")
     _check_script(plan.program)

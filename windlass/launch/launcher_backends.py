@@ -179,6 +179,6 @@ def _equal_ranks_per_host(plan: LaunchPlan, launcher: str) -> int:
     """Return the number of ranks on each host; raise if hosts differ."""
     counts = {host.name: len(host.slots) for host in plan.hosts}
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise LaunchError(f"--launcher {launcher} needs equally many slots on every host, and there are {told}")
+        counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise LaunchError(f"--launcher {launcher} needs equally many slots on every host, and there are {counts_text}")
     return len(plan.hosts[0].slots)

@@ -135,13 +135,13 @@ class NodeAgent:
         lines = MessageReader()
         reader = selectors.DefaultSelector()
         reader.register(0, selectors.EVENT_READ)
-        heard = time.monotonic()
+        last_message_time = time.monotonic()
         while True:
             if reader.select(1.0):
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
-                heard = time.monotonic()
+                last_message_time = time.monotonic()
                 for message in lines.feed(data):
                     if isinstance(message, bytes):
                         continue
@@ -149,7 +149,7 @@ class NodeAgent:
                         self._paused = bool(message["pause"])
                     else:
                         self._inbox.put(message)
-            elif not self._paused and time.monotonic() - heard > KEEPALIVE_TIMEOUT_S:
+            elif not self._paused and time.monotonic() - last_message_time > KEEPALIVE_TIMEOUT_S:
                 break
         self._inbox.put({"stop": signal.SIGTERM, "grace_s": _ORPHANED_GRACE_S})
         time.sleep(_ORPHANED_GRACE_S + 1)

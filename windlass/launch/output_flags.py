@@ -37,7 +37,7 @@ def output_routing_from_args(args: argparse.Namespace) -> OutputRouting:
         )
     redirected, teed = _parse_streams(args.redirects, "--redirects"), _parse_streams(args.tee, "--tee")
     if (redirected or teed) and not args.log_dir:
-        raise LaunchError(f"--{'redirects' if redirected else 'tee'} needs --log-dir DIR, where the files go")
+        raise LaunchError(f"--{'redirects' if redirected else 'tee'} needs --log-dir DIR, the folder of the files")
     if not args.log_dir:
         return OutputRouting(shown_local_ranks=shown)
     if not redirected and not teed:

@@ -96,7 +96,7 @@ def reject_unsupported_flags(args: argparse.Namespace) -> None:
     if args.bind_core_list is not None and not args.bind_cores_to_rank:
         raise LaunchError("--bind_core_list needs --bind_cores_to_rank")
     if args.bind_cores_to_rank and "KMP_AFFINITY" in os.environ:
-        raise LaunchError("--bind_cores_to_rank: KMP_AFFINITY is set, which binds threads otherwise; unset it")
+        raise LaunchError("--bind_cores_to_rank: KMP_AFFINITY is set, which binds threads differently; unset it")
 
 
 def program_from_args(args: argparse.Namespace) -> Program:
@@ -255,8 +255,8 @@ def _default_local_size() -> int:
 def _filter_slots(args: argparse.Namespace, given: list[str]) -> tuple[int | str, ...]:
     if given and not all(name.isdecimal() for name in given):
         raise LaunchError(
-            f"{VISIBLE_DEVICES_VARIABLE}={','.join(given)} has names, and --include and --exclude take numbers; leave "
-            "them out"
+            f"{VISIBLE_DEVICES_VARIABLE}={','.join(given)} contains names, and --include and --exclude take numbers; "
+            "leave them out"
         )
     numbers = [int(name) for name in given]
     if not numbers:  # CPU ranks: slots do not select devices, only their number counts

@@ -94,6 +94,6 @@ def _thread_environment(nproc: int, given: Mapping[str, str]) -> dict[str, str]:
     if "OMP_NUM_THREADS" in given:
         return {}
     threads = threads_per_rank(nproc)
-    whose = f"for each of {nproc} ranks, their" if nproc > 1 else "for the rank, its"
-    logger.info("OMP_NUM_THREADS=%d %s share of the cores (set it to choose)", threads, whose)
+    subject = f"for each of {nproc} ranks, their" if nproc > 1 else "for the rank, its"
+    logger.info("OMP_NUM_THREADS=%d %s share of the cores (set it to choose)", threads, subject)
     return {"OMP_NUM_THREADS": str(threads)}

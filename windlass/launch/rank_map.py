@@ -82,9 +82,9 @@ class HostRankMap:
         found = []
         if self.grid.tp > 1 and self.num_nodes_spanned("tp") > 1:
             fits = max(n for n in range(1, min(smallest, self.grid.tp) + 1) if self.grid.tp % n == 0)
-            said = f"tp {self.grid.tp} crosses nodes, of which the smallest has {smallest} ranks"
-            remedy = f"write tp {fits} and give the rest to pp" if fits < self.grid.tp else "let each node have as many"
-            found.append(f"{said}: every layer waits for the network four times a micro-batch; {remedy}")
+            problem = f"tp {self.grid.tp} crosses nodes, of which the smallest has {smallest} ranks"
+            remedy = f"write tp {fits} and a larger pp" if fits < self.grid.tp else "give each node as many"
+            found.append(f"{problem}: every layer waits for the network four times a micro-batch; {remedy}")
         if self.grid.pp > self.model.layers:
             found.append(f"pp {self.grid.pp} is more than the {self.model.layers} layers: some stages have none")
         if self.model.experts and self.grid.ep > self.model.experts:

@@ -103,7 +103,7 @@ def _wait_for_agents(nodes: Sequence[RemoteNode], selector: selectors.BaseSelect
             if not node.alive:
                 raise LaunchError(
                     f"{node.host} cannot be reached: {node.describe_end()}; `ssh {node.host} true` must work without "
-                    "a question"
+                    "a prompt"
                 )
             if node.version is None and time.monotonic() > deadline:
                 raise LaunchError(

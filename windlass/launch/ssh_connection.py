@@ -75,9 +75,9 @@ class SshConnectionOptions:
 
 def agent_pythonpath(path: str) -> str:
     """Return the PYTHONPATH for other hosts; it includes this windlass if it runs from a source tree."""
-    home = str(Path(windlass.__file__).parents[1])
-    installed = Path(home).name in ("site-packages", "dist-packages")
-    known = [*filter(None, path.split(os.pathsep)), *([] if installed else [home])]
+    source_dir = str(Path(windlass.__file__).parents[1])
+    installed = Path(source_dir).name in ("site-packages", "dist-packages")
+    known = [*filter(None, path.split(os.pathsep)), *([] if installed else [source_dir])]
     return os.pathsep.join(dict.fromkeys(known))
 
 

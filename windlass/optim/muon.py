@@ -100,13 +100,15 @@ class Muon(torch.optim.Optimizer):
                 "Muon: the parameters of a group are a set, whose order differs between ranks; give a list"
             )
         params = [params] if isinstance(params, torch.Tensor) else list(params)
-        said = param_group.get("use_muon")
-        bare = [tuple(_entry_parameter(entry).shape) for entry in params if said and _entry_parameter(entry).ndim < 2]
+        use_muon = param_group.get("use_muon")
+        bare = [
+            tuple(_entry_parameter(entry).shape) for entry in params if use_muon and _entry_parameter(entry).ndim < 2
+        ]
         if bare:
             raise ConfigError(
                 f"Muon: use_muon is set on a parameter of shape {bare[0]}; it needs two dimensions or more"
             )
-        kinds = [is_hidden_matrix(_entry_parameter(entry)) if said is None else bool(said) for entry in params]
+        kinds = [is_hidden_matrix(_entry_parameter(entry)) if use_muon is None else bool(use_muon) for entry in params]
         for kind in (True, False):
             of_kind = [entry for entry, its_kind in zip(params, kinds, strict=True) if its_kind == kind]
             if not of_kind and (params or kind):
@@ -147,7 +149,8 @@ class Muon(torch.optim.Optimizer):
     def _update_matrix(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         if grad.ndim < 2:
             raise ModelError(
-                f"Muon: a matrix has a flattened gradient of shape {tuple(grad.shape)}; step the full matrix"
+                f"Muon: a matrix has a flattened gradient of shape {tuple(grad.shape)}; pass the gradient of the "
+                "full matrix"
             )
         state = self.state[parameter]
         if not state:
@@ -217,12 +220,12 @@ def is_hidden_matrix(parameter: torch.Tensor) -> bool:
     Raises:
         ConfigError: the attribute is set on a parameter of fewer than two dimensions.
     """
-    said = getattr(parameter, "use_muon", None)
-    if said and parameter.ndim < 2:
+    use_muon = getattr(parameter, "use_muon", None)
+    if use_muon and parameter.ndim < 2:
         raise ConfigError(
             f"Muon: use_muon is set on a parameter of shape {tuple(parameter.shape)}; it needs two dimensions"
         )
-    return parameter.ndim >= 2 if said is None else bool(said)
+    return parameter.ndim >= 2 if use_muon is None else bool(use_muon)
 
 
 def muon_groups(model: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> list[dict[str, Any]]:

@@ -65,13 +65,13 @@ def _lr_factor(kind: str, parameter: torch.Tensor) -> float:
             f"optimizer.type is a muP optimizer, but a parameter of shape {list(parameter.shape)} has no base shape: "
             "call mup.set_base_shapes(model, base) before initialize, on a model built without zero.Init"
         )
-    growing = shape.ninf()
-    if growing > 2:
+    scaling_dims = shape.ninf()
+    if scaling_dims > 2:
         raise ConfigError(
-            f"muP defines no learning rate for a parameter with {growing} scaling dimensions (shape "
+            f"muP defines no learning rate for a parameter with {scaling_dims} scaling dimensions (shape "
             f"{list(parameter.shape)}): "
             "give its group another optimizer, or keep a dimension equal to the base model's"
         )
-    if growing == 2:
+    if scaling_dims == 2:
         return 1.0 / float(shape.fanin_fanout_mult_ratio() if kind == "musgd" else shape.width_mult())
-    return float(shape.width_mult()) if growing == 1 and kind == "musgd" else 1.0
+    return float(shape.width_mult()) if scaling_dims == 1 and kind == "musgd" else 1.0

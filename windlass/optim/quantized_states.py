@@ -1,6 +1,6 @@
 """Resharding of 8-bit optimizer states: decode with the old blocks, encode with the new ones.
 
-[Note: codes that are cut elsewhere] Blocks of 256 elements are counted from the start of a span. A checkpoint therefore
+[Note: codes of another sharding] Blocks of 256 elements are counted from the start of a span. A checkpoint therefore
 stores the codes by element, and separately the scales of each span as it was saved. A loaded span reads its own codes
 and looks up the scales with which they were encoded. If one of its blocks is also a block of the saved span, its codes
 and scale are copied unchanged, so training continues bit for bit with the same sharding. Otherwise values are decoded

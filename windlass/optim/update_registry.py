@@ -31,11 +31,13 @@ def register_update(name: str, optimizer: type[torch.optim.Optimizer], update: t
         ConfigError: the name belongs to another optimizer, or `optimizer` or `update` is not such a class.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        raise ConfigError(f"register_update({name!r}): {optimizer!r} is no subclass of torch.optim.Optimizer; give one")
+        raise ConfigError(
+            f"register_update({name!r}): {optimizer!r} is not a subclass of torch.optim.Optimizer; pass one"
+        )
     missing = [flag for flag in _FLAGS if not isinstance(getattr(update, flag, None), bool)]
     if update is not None and (not isinstance(update, type) or missing):
         raise ConfigError(
-            f"register_update({name!r}): {update!r} is no update class with the class attributes "
+            f"register_update({name!r}): {update!r} is not an update class with the class attributes "
             f"{' and '.join(missing or _FLAGS)}, True or False; derive it from SelfReducingUpdate, or write the "
             "protocol of windlass.zero.update.update_protocol.Update"
         )

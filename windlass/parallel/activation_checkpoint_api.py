@@ -267,17 +267,17 @@ def _settings_from_options(options: ActivationCheckpointOptions) -> RecomputeSet
 def _make_store(options: ActivationCheckpointOptions) -> ActivationStore | None:
     """Return the store of checkpointed inputs, or None if the inputs stay where they are."""
     checkpoints = options.number_checkpoints if options.contiguous_memory_optimization else None
-    cuts = options.partition_activations and options.group is not None and dist.get_world_size(options.group) > 1
+    shards = options.partition_activations and options.group is not None and dist.get_world_size(options.group) > 1
     place: ActivationStore
     if options.tier == "nvme":
         place = open_nvme_store(options.nvme_path)
-    elif options.tier == "cpu" and (cuts or has_separate_memory(local_device())):
+    elif options.tier == "cpu" and (shards or has_separate_memory(local_device())):
         place = HostStore(checkpoints)
-    elif cuts or checkpoints is not None:
+    elif shards or checkpoints is not None:
         place = DeviceStore(checkpoints)
     else:
         return None
-    if cuts:
+    if shards:
         assert options.group is not None
         return ShardedStore(RankGroup.of(options.group), place)
     return place

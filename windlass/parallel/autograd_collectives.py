@@ -152,5 +152,7 @@ def _scatter_sizes(tensor: torch.Tensor, axis: MeshAxis, dim: int, sizes: Sequen
         return list(sizes)
     each, rest = divmod(tensor.shape[dim], axis.size)
     if rest:
-        raise ValueError(f"{tensor.shape[dim]} elements along dimension {dim} can't be cut evenly over {axis.name}")
+        raise ValueError(
+            f"{tensor.shape[dim]} elements along dimension {dim} cannot be sharded evenly over {axis.name}"
+        )
     return [each] * axis.size

@@ -134,19 +134,19 @@ def compute_data_parallel_volumes(
     A pipeline that unshards once a step has one of each at every stage. The replicas all-reduce each rank's gradient
     shard once a step.
     """
-    cut = ranks // replicas if workload.zero_stage else ranks
+    shard_ranks = ranks // replicas if workload.zero_stage else ranks
     often = 1 if is_pipelined and workload.unshards_once else workload.micro_batches
     reductions = often if workload.zero_stage >= 2 else 1
     again = often if workload.zero_stage == 3 and not (is_pipelined and workload.unshards_once) else 0
     whole = elements * workload.parameter_bytes
-    gathered = (often if workload.zero_stage == 3 else 1) * _bytes_from_others(whole, cut)
-    gathered += again * _bytes_from_others(whole, workload.backward_gather_ranks or cut)
+    gathered = (often if workload.zero_stage == 3 else 1) * _bytes_from_others(whole, shard_ranks)
+    gathered += again * _bytes_from_others(whole, workload.backward_gather_ranks or shard_ranks)
     yield CommVolume(
-        axis, "reduce", "gradients", reductions * _bytes_from_others(elements * workload.gradient_bytes, cut)
+        axis, "reduce", "gradients", reductions * _bytes_from_others(elements * workload.gradient_bytes, shard_ranks)
     )
     yield CommVolume(axis, "gather", "parameters", gathered)
     if workload.zero_stage:
-        part = -(-elements // cut) * workload.gradient_bytes
+        part = -(-elements // shard_ranks) * workload.gradient_bytes
         yield CommVolume(axis, "replicate", "gradients among replicas", 2 * _bytes_from_others(part, replicas))
 
 
@@ -184,7 +184,7 @@ def compute_tensor_parallel_volumes(
     yield CommVolume("tp", "all_reduce", "weights of experts", layers * weights * workload.micro_batches)
     if is_last_stage:
         loss = 2 * _bytes_from_others(4 * tokens, ranks)
-        yield CommVolume("tp", "all_reduce", "the loss of a cut vocabulary", 3 * loss * workload.micro_batches)
+        yield CommVolume("tp", "all_reduce", "the loss of a sharded vocabulary", 3 * loss * workload.micro_batches)
 
 
 def compute_pipeline_volumes(

@@ -56,17 +56,17 @@ def gather_full_with_grad(local: torch.Tensor, placement: Placement, axes: Mappi
         local: this rank's part, of `placement.local_shape`.
         axes: the mesh axes, by name.
     """
-    cuts = [axes[name] for name in sorted(placement.sharded_axes) if axes[name].size > 1]
-    if not cuts or placement.is_full:
+    sharded_axes = [axes[name] for name in sorted(placement.sharded_axes) if axes[name].size > 1]
+    if not sharded_axes or placement.is_full:
         return local
-    joined: torch.Tensor = _GatherFull.apply(local, placement, cuts)
+    joined: torch.Tensor = _GatherFull.apply(local, placement, sharded_axes)
     return joined
 
 
 class _GatherFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, placement: Placement, axes: list[MeshAxis]) -> torch.Tensor:
-        ctx.placement, ctx.cuts = placement, axes
+        ctx.placement, ctx.sharded = placement, axes
         whole = make_zero_padded_full(local, placement)
         for axis in axes:
             _uncounted_axis(axis).all_reduce(whole)
@@ -75,7 +75,7 @@ class _GatherFull(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         whole = gradients[0]
-        for axis in ctx.cuts:
+        for axis in ctx.axes:
             if axis.name != "tp":
                 whole = _uncounted_axis(axis).all_reduce(whole.contiguous().clone())
         return select_local_shard(whole, ctx.placement), None, None

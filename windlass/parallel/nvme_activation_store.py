@@ -161,7 +161,7 @@ class _DiskRead:
 
     @property
     def value(self) -> torch.Tensor:
-        assert self._copy is not None, "wait comes first"
+        assert self._copy is not None, "call wait() first"
         return self._copy.value
 
     def poll(self) -> bool:
@@ -182,6 +182,6 @@ def open_nvme_store(paths: Sequence[str]) -> NvmeStore:
     Raises:
         StorageError: a path is not a folder, is not writable, or is full.
     """
-    from windlass.storage import DiskTier  # only who asks for disks needs it
+    from windlass.storage import DiskTier  # imported here, because only stores on NVMe need it
 
     return NvmeStore(DiskTier(list(paths), label="activations"))

@@ -286,6 +286,6 @@ def _is_parameter_or_view(tensor: torch.Tensor) -> bool:
 
 def _mutated_error(tensor: torch.Tensor, version: int) -> ModelError:
     return ModelError(
-        f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place: saved at version "
-        f"{version}, it is at {tensor._version}; write `x = x + y` instead of `x += y` after its use"
+        f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place: it was saved at "
+        f"version {version} and is now at {tensor._version}; write `x = x + y` instead of `x += y` after its use"
     )

@@ -173,10 +173,9 @@ def install_loss(model: Any, vocabulary: VocabParallelLogits | None = None) -> M
     found = getattr(model, "_loss_function", None)
     if found is not None and not isinstance(found, ModelLoss) and vocabulary is None:
         raise ModelError(
-            f"{type(model).__name__} has a loss function of its own ({_function_name(found)}), which would see a "
-            f"part of the "
-            "tokens alone; delete model.loss_function, or compute the loss from the logits that the model returns "
-            "without labels"
+            f"{type(model).__name__} has a loss function of its own ({_function_name(found)}), which would receive "
+            "only a part of the tokens; delete model.loss_function, or compute the loss from the logits that the "
+            "model returns without labels"
         )
     loss = found if isinstance(found, ModelLoss) else _build_loss(model)
     loss.vocabulary = vocabulary if vocabulary is not None else loss.vocabulary
@@ -190,9 +189,8 @@ def _build_loss(model: Any) -> ModelLoss:
     if kind in shifts:
         return ModelLoss(shifts_labels=shifts[kind])
     return ModelLoss(
-        unsupported_reason=f"the loss of {name} ({kind}) is not one of tokens and can't be added up over ranks; "
-        f"call the model "
-        "without labels and compute it from what comes back"
+        unsupported_reason=f"the loss of {name} ({kind}) is not computed per token and cannot be summed over ranks; "
+        "call the model without labels and compute the loss from its outputs"
     )
 
 

@@ -21,10 +21,10 @@ _ADVICE = {
     errno.ENODATA: "the file was truncated and its contents are lost: resume from a checkpoint",
     errno.EBADMSG: "the disk, its cable or its controller fails (see dmesg and smartctl), or another program wrote to "
     "the file; its contents are lost: resume from a checkpoint",
-    errno.ECANCELED: "the disk tier was closed first",
+    errno.ECANCELED: "the disk tier was closed before the transfer ended",
 }
 _LOST = (
-    "the device failed or was removed (see dmesg); if it does not come back, its contents are lost: resume from a "
+    "the device failed or was removed (see dmesg); if it does not reappear, its contents are lost: resume from a "
     "checkpoint on another one"
 )
 _ADVICE.update(dict.fromkeys((errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.ESTALE), _LOST))

@@ -87,7 +87,7 @@ class DiskTier:
                 advice.
         """
         if nbytes < 0:
-            raise StorageError(f"{name} cannot have {nbytes} bytes on disk; ask for 0 or more")
+            raise StorageError(f"{name} cannot have {nbytes} bytes on disk; request 0 or more")
         with self._lock:
             self._transfers.check_usable()
             size = page_up(nbytes)
@@ -179,7 +179,7 @@ class DiskTier:
                     weakref.finalize(owner, self._engine.remove_region, place).atexit = False
                 elif place != -errno.ENOTSUP and not self._logged_unregistered:
                     self._logged_unregistered = True
-                    logger.debug("disk buffers stay unregistered (%s; ulimit -l may say why)", error_name(-place))
+                    logger.debug("disk buffers are not registered (%s; check ulimit -l)", error_name(-place))
             return tensor
 
     def measure_rates(self, nbytes: int = 256 << 20) -> IoRates:
@@ -266,8 +266,8 @@ def _start_io_engine(
 
 def _check(paths: Sequence[str | Path], depth: int, block: int, threads: int) -> None:
     if isinstance(paths, (str, Path)) or not paths:
-        raise StorageError(f"paths of a disk tier are {paths!r}; give a list with at least one directory")
+        raise StorageError(f"paths of a disk tier are {paths!r}; pass a list with at least one directory")
     if block < PAGE or block % PAGE or block > _LARGEST_BLOCK:
-        raise StorageError(f"block_size of a disk tier is {block}; give a multiple of {PAGE}, at most {_LARGEST_BLOCK}")
+        raise StorageError(f"block_size of a disk tier is {block}; pass a multiple of {PAGE}, at most {_LARGEST_BLOCK}")
     if not 1 <= depth <= 4096 or not 1 <= threads <= 256:
-        raise StorageError(f"queue_depth is {depth} and threads {threads}; give 1 to 4096, and 1 to 256")
+        raise StorageError(f"queue_depth is {depth} and threads {threads}; pass 1 to 4096, and 1 to 256")

@@ -19,6 +19,9 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -78,9 +81,9 @@ def read_safetensors_header(file: BufferedReader) -> SafetensorsHeader:
     try:
         fields = json.loads(file.read(length).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise SafetensorsHeaderError(f"its header is no JSON: {type(error).__name__}: {str(error)[:200]}") from error
+        raise SafetensorsHeaderError(f"its header is not JSON: {type(error).__name__}: {str(error)[:200]}") from error
     if not isinstance(fields, dict):
-        raise SafetensorsHeaderError("its header is no JSON object")
+        raise SafetensorsHeaderError("its header is not a JSON object")
     remarks = fields.pop(METADATA_KEY, None) or {}
     if not isinstance(remarks, dict) or not all(isinstance(value, str) for value in remarks.values()):
         raise SafetensorsHeaderError(f"its {METADATA_KEY} is not an object of strings")
@@ -123,12 +126,12 @@ def encode_safetensors_header(
 def require_tensor_name(name: str) -> None:
     """Raise ValueError for a name that no safetensors file can hold."""
     if name == METADATA_KEY:
-        raise ValueError(f"{name!r} cannot name a tensor: safetensors keeps its own data under it; rename it")
+        raise ValueError(f"{name!r} cannot name a tensor: safetensors uses the name for its metadata; rename it")
     try:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name!r} cannot name a tensor: it has a lone surrogate, which no JSON file can hold; rename it"
+            f"{name!r} cannot name a tensor: it has a lone surrogate, which JSON cannot represent; rename it"
         ) from error
 
 
@@ -142,7 +145,7 @@ def _entry(name: str, fields: Any, data: int) -> SafetensorsEntry:
         raise SafetensorsHeaderError(f"its entry for tensor {name!r} is {fields!r:.200}")
     if not begin <= end <= data:
         raise SafetensorsHeaderError(
-            f"tensor {name!r} has bytes {begin} to {end} of {data}: the file is cut short or damaged"
+            f"tensor {name!r} has bytes {begin} to {end} of {data}: the file is truncated or damaged"
         )
     if len(shape) > _MOST_DIMS:
         raise SafetensorsHeaderError(f"tensor {name!r} has {len(shape)} dimensions")

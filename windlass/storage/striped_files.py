@@ -101,15 +101,15 @@ class StripedFiles:
         while at < last:
             block, within = divmod(at, self._block)
             end = min(last, at - within + self._block)
-            turn, file = divmod(block, len(self._files))
-            pieces.append(StripeSpan(file, turn * self._block + within, at - first, end - at))
+            stripe, file = divmod(block, len(self._files))
+            pieces.append(StripeSpan(file, stripe * self._block + within, at - first, end - at))
             at = end
         return pieces
 
     def tier_offset(self, file: int, offset: int) -> int:
         """Return the offset in the tier of the byte at `offset` of a file; the inverse of `locate`."""
-        turn, within = divmod(offset, self._block)
-        return (turn * len(self._files) + file) * self._block + within
+        stripe, within = divmod(offset, self._block)
+        return (stripe * len(self._files) + file) * self._block + within
 
     def resize(self, end: int, what: str) -> None:
         """Resize the files to hold exactly `[0, end)`, with all space allocated on the disks.

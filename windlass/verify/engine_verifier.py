@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.base.collective_activity import WaitScope
-from windlass.base.dtypes import dtype_name
+from windlass.base.dtypes import dtype_name, is_castable
 from windlass.base.errors import WindlassError
 from windlass.comm.rank_group import world_group
 from windlass.config import Config
@@ -76,18 +76,19 @@ class EngineVerifier(EngineObserver):
 
     def _build_report(self) -> VerificationReport:
         table = self._sharded.settings
-        verdict = VerificationReport(
+        first = next((unit.dtype for unit in self._sharded.units if is_castable(unit.dtype)), torch.float32)
+        report = VerificationReport(
             ranks=dist.get_world_size(),
             stage=self._sharded.policy.stage,
-            dtypes=str(self._config.dtype_table(dtype_name(self._sharded.units[0].dtype))),
+            dtypes=str(self._config.dtype_table(dtype_name(first))),
             parameters=sum(unit.numel for unit in self._sharded.units),
         )
         if table.delayed_update:
-            verdict.notes.append(
-                "delayed_update: weights are read after every step, which finishes its update at once; what is "
-                "compared is the update, not that it is used one step late"
+            report.notes.append(
+                "delayed_update: weights are read after every step, which finishes its update at once; the update "
+                "is compared, not its use one step later"
             )
-        return verdict
+        return report
 
     def on_sharded(self, model: ShardedModel) -> None:
         """Record the layout. The next step refuses any layout but the first."""
@@ -102,7 +103,7 @@ class EngineVerifier(EngineObserver):
         if len(self._layouts) > 1:
             raise VerifyError(
                 "the model's layout changed during the run (parameters unfrozen or added, engine.refresh): verify "
-                "compares runs whose trained parameters stay the same; verify it with them unfrozen from the start"
+                "compares runs whose trained parameters do not change; unfreeze them before the first step"
             )
         self._loss_scale = self.engine.loss_scale()
         self._load_edited_weights()
@@ -147,7 +148,7 @@ class EngineVerifier(EngineObserver):
         values = self._full_parameters()
         if self.reference is not None:
             self._compare_initial_weights_here(self.reference, values)
-        self._share_deviated()
+        self._broadcast_deviated()
 
     def _compare_initial_weights_here(self, reference: ReferenceModel, values: dict[str, torch.Tensor]) -> None:
         ours, theirs = _first_names(self.engine.module), _first_names(reference.model)
@@ -162,7 +163,7 @@ class EngineVerifier(EngineObserver):
             if name in values:
                 apart = measure_difference(values[name], wanted.to(values[name].dtype), 0.0, wanted.dtype)
                 if apart.exceeding_count:
-                    self._record_initial_deviation(name, "it is not the value that rank 0 began with", apart)
+                    self._record_initial_deviation(name, "it differs from the initial value on rank 0", apart)
 
     def _record_initial_deviation(self, name: str, hint: str, difference: Difference | None = None) -> None:
         difference = difference or MISSING
@@ -212,18 +213,18 @@ class EngineVerifier(EngineObserver):
             self._send_record_when_asked(record)
         else:
             self._compare_step_here(self.reference, record, values)
-            _share_turn(_DONE)
-        self._share_deviated()
+            _broadcast_turn(_DONE)
+        self._broadcast_deviated()
 
     def _send_record_when_asked(self, record: StepRecord) -> None:
         """Follow the turns that rank 0 broadcasts until the comparison ends, and send this rank's record in its
         turn.
         """
-        while (turn := _share_turn()) != _DONE:
+        while (turn := _broadcast_turn()) != _DONE:
             if turn == dist.get_rank():
                 world_group().send_object(record, 0)
 
-    def _share_deviated(self) -> None:
+    def _broadcast_deviated(self) -> None:
         self.has_deviated = world_group().broadcast_object(bool(self.report.deviations))
 
     def _compare_step_here(self, reference: ReferenceModel, own: StepRecord, values: dict[str, torch.Tensor]) -> None:
@@ -237,7 +238,7 @@ class EngineVerifier(EngineObserver):
         for rank in range(dist.get_world_size()):
             record = own if rank == 0 else _receive_record(rank)
             for micro, call in enumerate(record.forwards):
-                _share_turn(_CONTINUE)
+                _broadcast_turn(_CONTINUE)
                 found = reference.replay(call, rank)
                 comparison.compare_forward(call, found, rank, micro + 1)
                 plain_losses.append(found.loss)
@@ -276,7 +277,7 @@ class EngineVerifier(EngineObserver):
 
     def _build_tolerance(self, reference: ReferenceModel, own: StepRecord) -> Tolerance:
         settings = self._sharded.settings
-        dtypes = [p.dtype for p in reference.parameters.values() if p.is_floating_point()]
+        dtypes = [p.dtype for p in reference.parameters.values() if is_castable(p.dtype)]
         dtypes += [call.autocast[1] for call in own.forwards if call.autocast[0]]
         sides = [size for p in reference.parameters.values() for size in p.shape]
         optimizer = reference.optimizer
@@ -291,7 +292,7 @@ class EngineVerifier(EngineObserver):
         )
 
 
-def _share_turn(turn: int | None = None) -> int:
+def _broadcast_turn(turn: int | None = None) -> int:
     """Broadcast the next turn from rank 0: the number of a rank, or `_CONTINUE` or `_DONE`. Collective.
 
     Rank 0 broadcasts after each replay. So no other rank waits longer than one replay, and the watchdog sees progress.
@@ -301,7 +302,7 @@ def _share_turn(turn: int | None = None) -> int:
 
 
 def _receive_record(rank: int) -> StepRecord:
-    _share_turn(rank)
+    _broadcast_turn(rank)
     record = world_group().receive_object(rank)
     assert isinstance(record, StepRecord)
     return record

@@ -31,7 +31,7 @@ def train_named_model(job: VerificationJob) -> None:
     model = build_model(job.model or "", trust_remote_code=job.trust_remote_code)
     engine, optimizer, _, _ = windlass.initialize(model=model, config=job.config)
     if optimizer is None:
-        raise ConfigError(f"{job.config} names no optimizer, and --model brings none; add a section optimizer")
+        raise ConfigError(f"{job.config} names no optimizer, and --model provides none; add a section optimizer")
     batches = build_batch_function(job, model, engine.train_micro_batch_size_per_gpu())
     for step in range(job.steps):
         for micro in range(engine.gradient_accumulation_steps()):
@@ -112,7 +112,7 @@ def _import_function(name: str, option: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ModelError(f"{option} {name}: {error}; it is looked for in the current directory too") from error
+        raise ModelError(f"{option} {name}: {error}; the current directory is searched too") from error
     if not callable(found):
         raise ModelError(f"{option} {name} is a {type(found).__name__}, not a function")
     call: Callable[..., Any] = found
@@ -124,7 +124,7 @@ def _from_transformers(name: str, trust_remote_code: bool) -> nn.Module:
         import transformers
     except ImportError as error:
         raise ModelError(
-            f"--model {name!r} is no package.module:function, and Hugging Face models need transformers: "
+            f"--model {name!r} is not package.module:function, and Hugging Face models need transformers: "
             "pip install 'windlass[hf]'"
         ) from error
     path = Path(name)

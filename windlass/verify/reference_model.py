@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import ModelError
 from windlass.verify.module_trace import ModuleTrace, TraceEvent, differentiable_outputs
 from windlass.verify.recorded_forward import RecordedForward, impersonate_rank, replay_arguments, use_rng_states
@@ -153,8 +154,9 @@ class ReferenceModel:
         for number, (weight, entering) in enumerate(forward.gradients.items()):
             if max(entering, default=-1) >= len(outputs):
                 raise ModelError(
-                    f"the plain copy of the model returned {len(outputs)} tensors with a graph, the sharded one more: "
-                    "its forward depends on something that the copy does not share (a global, a counter elsewhere)"
+                    f"the plain copy of the model returned {len(outputs)} tensors with a graph, the sharded one "
+                    "returned more: its forward depends on state that the copy does not share (a global variable or "
+                    "counter)"
                 )
             targets = [outputs[index] for index in entering]
             parts = [gradient.to(self.device) for gradient in entering.values()]
@@ -188,7 +190,8 @@ class ReferenceModel:
     def _make_master_weight(self, name: str, param_dtype: torch.dtype | None) -> nn.Parameter:
         parameter = self.parameters[name]
         wide = parameter.detach().float() if parameter.is_floating_point() else parameter.detach()
-        if parameter.is_floating_point() and param_dtype is not None:
+        trained = parameter.is_floating_point() and parameter.requires_grad
+        if param_dtype is not None and (trained or is_castable(parameter.dtype)):
             parameter.data = parameter.data.to(param_dtype)
         narrow = parameter.is_floating_point() and parameter.dtype.itemsize < 4
         if not parameter.requires_grad or not narrow:

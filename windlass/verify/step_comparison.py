@@ -65,7 +65,7 @@ class StepComparison:
         """Compare the gradients of one rank's autograd, in order of arrival, and the initial gradient of the loss."""
         for expected, got in record.loss_gradients:
             apart = measure_difference(torch.tensor(got), torch.tensor(expected), 0.0, torch.float32)
-            hint = f"backward began with {got:g} where the loss scale is {expected:g}"
+            hint = f"the backward began with a gradient of {got:g}, and the loss scale is {expected:g}"
             self._record("gradient", apart, tensor="the loss", role="gradient of the loss", rank=rank, hint=hint)
         count = sum(value.numel() for value in expected_gradients.values())
         typical = math.sqrt(
@@ -133,7 +133,7 @@ class StepComparison:
         for what, have, want in (("gradient norm", norm, wanted), ("clip coefficient", coefficient, factor)):
             allowed = self._tolerance.norm * want
             apart = measure_difference(torch.tensor(have).double(), torch.tensor(want).double(), allowed, torch.float32)
-            hint = f"it is {have / want:.4g} times what it should be" if apart.exceeding_count and want else ""
+            hint = f"it is {have / want:.4g} times the expected value" if apart.exceeding_count and want else ""
             self._record("clip", apart, tensor=what, role="of all gradients", hint=hint)
 
     def compare_update(
@@ -146,7 +146,7 @@ class StepComparison:
             hint = ""
             if apart.exceeding_count:
                 hint = (
-                    "it is what it was before the step"
+                    "it has not changed since before the step"
                     if torch.equal(value.cpu(), old[name].cpu())
                     else _multiple_hint(
                         value.double().cpu() - old[name].double().cpu(),
@@ -170,16 +170,16 @@ class StepComparison:
             bound = max(share, 1e-12) * _finite_or_zero(wanted.norm)
             norms = measure_difference(*whole, bound, torch.float64)
             apart = norms if norms.exceeding_count else apart
-        what = "weight as its module saw it" if weight else "output of its module"
+        what = "weight during the module's forward" if weight else "output of its module"
         tensor = event.tensor if weight else _output_name(event)
-        hint = "the weight is not the one after the last step" if weight and apart.exceeding_count else ""
+        hint = "the weight differs from that after the last step" if weight and apart.exceeding_count else ""
         self._record("forward", apart, tensor=tensor, module=event.module, role=what, hint=hint, **where)
 
     def _report_module_order(
         self, event: TraceEvent | None, expected: TraceEvent | None, where: dict[str, Any]
     ) -> None:
         ran = _describe_event(event)
-        hint = f"the sharded model came to {ran}, the plain one to {_describe_event(expected)}"
+        hint = f"the sharded model ran {ran}, the plain one {_describe_event(expected)}"
         shown = event or expected
         assert shown is not None
         tensor = shown.tensor if shown.kind == WEIGHT else _output_name(shown)
@@ -190,11 +190,7 @@ class StepComparison:
     # All phases
 
     def _report_missing(self, phase: str, name: str, actual: torch.Tensor | None, **where: Any) -> None:
-        hint = (
-            "there is no gradient, and there should be"
-            if actual is None
-            else "there is a gradient where none should be"
-        )
+        hint = "the expected gradient is missing" if actual is None else "there is an unexpected gradient"
         self._record(phase, MISSING, tensor=name, role="gradient", hint=hint, **where)
 
     def _record(
@@ -228,13 +224,13 @@ class StepComparison:
         for rank, record in enumerate(records):
             part = record.gradient_sums.get(name)
             if part is not None and (factor := _proportionality(actual * record.loss_scale, part)) is not None:
-                return f"only rank {rank}'s part is in it, times {factor:.4g}"
+                return f"it contains only rank {rank}'s part, times {factor:.4g}"
         return ""
 
 
 def _multiple_hint(actual: torch.Tensor, expected: torch.Tensor) -> str:
     factor = _proportionality(actual, expected)
-    return f"it is {factor:.4g} times what it should be" if factor is not None and abs(factor - 1) > 1e-2 else ""
+    return f"it is {factor:.4g} times the expected value" if factor is not None and abs(factor - 1) > 1e-2 else ""
 
 
 def _proportionality(actual: torch.Tensor, expected: torch.Tensor) -> float | None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _EXIT = "windlass verify: an output of the model"
 _FOLLOWED = (
-    "than the model's outputs: verify follows tensors in tuples, lists, dicts, dataclasses and attributes of what the "
-    "model returns or keeps"
+    "than the model's outputs: verify finds tensors in tuples, lists, dicts, dataclasses and attributes of the "
+    "outputs and of the model"
 )
 
 
@@ -65,7 +65,7 @@ class StepRecorder(EngineObserver):
         self._weight = self._accumulation_weight
         self._trace = ModuleTrace(self._model)
         self._versions: dict[str, tuple[int, int]] = {}
-        self._carried_buffers: dict[str, torch.Tensor] = {}
+        self._pending_buffers: dict[str, torch.Tensor] = {}
         self._current_forward: RecordedForward | None = None
         self._forwards: list[RecordedForward] = []
         self._pending_gradients: list[
@@ -89,17 +89,18 @@ class StepRecorder(EngineObserver):
         record, self.record = self.record, StepRecord()
         if self._partially_dropped:
             record.problem = record.problem or (
-                f"the gradient of {self._partially_dropped!r} was dropped and others kept, or set to zero: a replay of "
-                "backwards has all of them; verify a script that drops whole backwards, or none"
+                f"the gradient of {self._partially_dropped!r} was dropped or set to zero while others were kept: a "
+                "replay of backwards computes all gradients; verify a script that drops all gradients of a "
+                "backward, or none"
             )
         self._partially_dropped = ""
         for call in self._forwards:
             if call.gradients:
-                call.buffers = {**self._carried_buffers, **call.buffers}
-                self._carried_buffers = {}
+                call.buffers = {**self._pending_buffers, **call.buffers}
+                self._pending_buffers = {}
                 record.forwards.append(call)
             else:  # it is not replayed, but the next replay needs the buffers that it changed
-                self._carried_buffers |= call.buffers | call.buffers_after
+                self._pending_buffers |= call.buffers | call.buffers_after
         self._forwards, self._current_forward = [], None
         self._backward, self._reached_parameters = -1, False
         self._recorded_losses.clear()
@@ -157,7 +158,7 @@ class StepRecorder(EngineObserver):
             seen.add(node)
             number = node._sequence_nr()
             if any(first < number < last for first, last in self._graph_ranges):
-                inside = f"the loss depends on a tensor inside of the model by another way {_FOLLOWED}"
+                inside = f"the loss depends on a tensor inside the model by another path {_FOLLOWED}"
                 self.record.problem = self.record.problem or inside
                 return
             for place, (below, _) in enumerate(node.next_functions):
@@ -217,7 +218,8 @@ class StepRecorder(EngineObserver):
             self._note_backward()
             if not any(forward is known for known in self._forwards):
                 self.record.problem = (
-                    "a backward of a forward from before the last step: its weights are gone; call backward before step"
+                    "a backward of a forward that ran before the last step: its weights were overwritten; call "
+                    "backward before step"
                 )
             self._pending_gradients.append((forward, number, gradient.detach().to("cpu", copy=True)))
             if self._reached_parameters:
@@ -246,7 +248,7 @@ class StepRecorder(EngineObserver):
     def _parameter_gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def arrived(gradient: torch.Tensor) -> None:
             if self._backward < 0:
-                self.record.problem = f"a gradient reached {name!r} by another way {_FOLLOWED}"
+                self.record.problem = f"a gradient reached {name!r} by another path {_FOLLOWED}"
             self._reached_parameters = True
             self._commit_pending_gradients()
             part, record = self._weighted(gradient), self.record

@@ -76,7 +76,7 @@ class Tolerance:
             "start": "equal bit by bit",
             "forward": f"weights equal bit by bit; outputs {self.forward:.1e} of an element plus its tensor's rms "
             f"({_ROUNDINGS} eps of {narrow}, {_IN_A_SUM} eps x sqrt({self.max_summands:,} summands))",
-            "gradient": f"{self.forward:.1e} of an element plus its tensor's rms, or that of all gradients if larger",
+            "gradient": f"{self.forward:.1e} of an element plus the rms of its tensor, or of all gradients if larger",
             "reduce": f"{self.reduce:.1e} of the sum of its parts' magnitudes "
             f"({self.micro_batch_count} + 2 roundings in {dtype_name(reduce)})",
             "clip": f"{self.norm:.1e} of the norm and of the clip coefficient",

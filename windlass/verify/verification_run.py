@@ -38,9 +38,9 @@ def run_verification(job: VerificationJob, ranks: int) -> list[VerificationRepor
                 f"the run on {plural(ranks, 'rank')} failed, so there is nothing to compare:\n{_read(job.failure_path)}"
             )
         if not job.result_path.exists():
-            told = "; ".join(str(failure) for failure in outcome.failures) or "no rank gave a reason"
+            failures = "; ".join(str(failure) for failure in outcome.failures) or "no rank reported a reason"
             raise VerificationRunError(
-                f"the run on {plural(ranks, 'rank')} left no report: {told}; see the output above"
+                f"the run on {plural(ranks, 'rank')} wrote no report: {failures}; see the output above"
             )
         return [VerificationReport.from_dict(one) for one in json.loads(_read(job.result_path))]
 

@@ -26,14 +26,14 @@ class HangDiagnosis:
 def diagnose(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
     """Diagnose the run. Return None if there is nothing to report."""
     waiting = [one for one in statuses if one.is_participating and one.wait_s >= limits.check_peers_after]
-    cut_off = [
+    disconnected = [
         one for one in statuses if one.heartbeat is not None and one.heartbeat.program_end is ProgramEnd.FAILED_IN_WAIT
     ]
-    hurt = [*waiting, *(one for one in cut_off if one.state is not PeerState.DEAD)]
+    hurt = [*waiting, *(one for one in disconnected if one.state is not PeerState.DEAD)]
     return (
         _diagnose_dead(statuses, [one.rank for one in hurt])
         or _diagnose_early_end(statuses, hurt)
-        or _diagnose_broken_connections(cut_off, hurt, statuses)
+        or _diagnose_broken_connections(disconnected, hurt, statuses)
         or _diagnose_deadlock(statuses, limits)
         or _diagnose_long_wait(statuses, limits)
     )
@@ -88,10 +88,10 @@ def _diagnose_broken_connections(
         return None
     if (different := _diagnose_different_collectives(statuses)) is not None:
         return different
-    told = next(
+    error = next(
         (one.heartbeat.error for one in failed_in_wait if one.heartbeat is not None and one.heartbeat.error), ""
     )
-    why = f": {told.strip().splitlines()[-1]}" if told else ""
+    why = f": {error.strip().splitlines()[-1]}" if error else ""
     return HangDiagnosis(f"a collective failed on {format_ranks([one.rank for one in failed_in_wait])}{why}", True)
 
 
@@ -112,16 +112,17 @@ def _diagnose_different_collectives(statuses: list[PeerStatus]) -> HangDiagnosis
         )
     if len(groups) < 2:
         return None
-    told = "; ".join(
-        f"{format_ranks(who)} in {what}{f' of {name}' if name else ''}" for (what, name), who in groups.items()
+    operations = "; ".join(
+        f"{format_ranks(ranks)} in {operation}{f' of {name}' if name else ''}"
+        for (operation, name), ranks in groups.items()
     )
     left = "; ".join(
-        f"rank {one.rank} has left its collective: {one.heartbeat.caught_error}"
+        f"rank {one.rank} left its collective after an error: {one.heartbeat.caught_error}"
         for one in statuses
         if one.heartbeat and one.heartbeat.caught_error
     )
     cause = f". {left}. Its script caught the error; uncaught, it would have ended the run at once" if left else ""
-    return HangDiagnosis(f"ranks are in different collectives and will never meet: {told}{cause}", True)
+    return HangDiagnosis(f"ranks wait in different collectives and can never finish: {operations}{cause}", True)
 
 
 def _diagnose_long_wait(statuses: list[PeerStatus], limits: WatchdogLimits) -> HangDiagnosis | None:
@@ -130,24 +131,24 @@ def _diagnose_long_wait(statuses: list[PeerStatus], limits: WatchdogLimits) -> H
     if not waiting:
         return None
     longest = max(one.wait_s for one in waiting)
-    who = [one.rank for one in waiting]
-    for_whom = [one for one in statuses if one.is_participating and one.wait_s < limits.check_peers_after]
-    if not for_whom:
-        said = f"{_describe_waiting(who)} for {longest:.0f} s now, all in the same operation"
+    ranks = [one.rank for one in waiting]
+    stragglers = [one for one in statuses if one.is_participating and one.wait_s < limits.check_peers_after]
+    if not stragglers:
+        headline = f"{_describe_waiting(ranks)} for {longest:.0f} s now, all in the same operation"
     else:
-        said = f"{_describe_waiting(who)} for {longest:.0f} s now, for {_describe_stragglers(for_whom)}"
+        headline = f"{_describe_waiting(ranks)} for {longest:.0f} s now, for {_describe_stragglers(stragglers)}"
     if longest >= limits.timeout:
-        return HangDiagnosis(f"{said}; watchdog.timeout_s = {limits.timeout:g} has passed", True)
-    return HangDiagnosis(f"{said}; ranks are ended when watchdog.timeout_s = {limits.timeout:g} has passed", False)
+        return HangDiagnosis(f"{headline}; watchdog.timeout_s = {limits.timeout:g} has passed", True)
+    return HangDiagnosis(f"{headline}; ranks are ended when watchdog.timeout_s = {limits.timeout:g} has passed", False)
 
 
 def _describe_stragglers(statuses: list[PeerStatus]) -> str:
     words = {
-        PeerState.ALIVE: "alive and elsewhere (a straggler)",
+        PeerState.ALIVE: "alive and not in the collective (a straggler)",
         PeerState.SILENT: "alive, but none of its Python threads runs (native code holds the GIL, or the host is "
         "overloaded)",
         PeerState.STOPPED: "stopped (SIGSTOP; `kill -CONT` continues it)",
-        PeerState.NOT_STARTED: "not there yet: it has constructed no engine",
+        PeerState.NOT_STARTED: "not started yet: it has constructed no engine",
     }
     parts = []
     for state, text in words.items():

@@ -19,7 +19,7 @@ class PeerState(StrEnum):
     SILENT = "silent"  # exists, but none of its Python threads runs
     STOPPED = "stopped"
     DEAD = "dead"
-    NOT_STARTED = "not there yet"  # it has constructed no engine yet
+    NOT_STARTED = "not started"  # it has constructed no engine yet
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class PeerMonitor:
     def peer_statuses(self) -> list[PeerStatus]:
         """Return the status of every rank, in order."""
         gone = {rank for record in self.heartbeats.values() for rank in record.dead_local_ranks}
-        heard = {
+        hosts_alive = {
             record.host
             for rank, record in self.heartbeats.items()
             if self.silent_seconds(rank) < self.limits.silent_after
         }
-        return [self._make_status(rank, gone, heard) for rank in range(self.world_size)]
+        return [self._make_status(rank, gone, hosts_alive) for rank in range(self.world_size)]
 
     def peer_status(self, rank: int) -> PeerStatus:
         """Return the status of one rank from its own heartbeat alone."""

@@ -78,7 +78,7 @@ def _install_hooks() -> None:
         if watch.is_decided or watch.failed_in_wait:  # wait for the cause, which is on another rank
             watch.wait_for_decision()
             if watch.is_decided:
-                logger.error("this rank ended because of it: %s: %s", kind.__name__, error)
+                logger.error("this error ended the rank: %s: %s", kind.__name__, error)
                 sys.exit(WATCHDOG_EXIT_CODE)
             before(kind, error, trace)
         else:

@@ -111,9 +111,9 @@ class WatchdogThread:
     def record_failure(self, error: BaseException, trace: TracebackType | None) -> None:
         """Publish that an uncaught exception ends this rank."""
         place, waiting = location_of_error(error, trace)
-        cut_off = isinstance(error, CommunicationError) or (waiting and isinstance(error, RuntimeError))
+        is_disconnected = isinstance(error, CommunicationError) or (waiting and isinstance(error, RuntimeError))
         text = "".join(traceback.format_exception(type(error), error, trace))
-        self._end_record = place, ProgramEnd.FAILED_IN_WAIT if cut_off else ProgramEnd.FAILED, text
+        self._end_record = place, ProgramEnd.FAILED_IN_WAIT if is_disconnected else ProgramEnd.FAILED, text
         self._current_wait, self._wait_start = None, time.monotonic()
         with contextlib.suppress(ControlStoreLostError):
             self._control_store.write_heartbeat(self._make_heartbeat())
@@ -224,21 +224,21 @@ class WatchdogThread:
             return
         self._peers.update({self._rank: record})
         sights = [one for one in self._peers.peer_statuses() if one.heartbeat is not None]
-        verdict = diagnose(sights, self.limits)
-        if self._store_lost and (verdict is None or not verdict.fatal):
+        diagnosis = diagnose(sights, self.limits)
+        if self._store_lost and (diagnosis is None or not diagnosis.fatal):
             keeper = f"rank {self._store_rank}" if self._store_rank is not None else "the launcher"
-            verdict = HangDiagnosis(f"the process of {keeper}, which served the process group's store, is gone", True)
-        if verdict is not None and self._log_diagnosis(verdict, sights):
+            diagnosis = HangDiagnosis(f"the process of {keeper}, which served the process group's store, is gone", True)
+        if diagnosis is not None and self._log_diagnosis(diagnosis, sights):
             self._end_process()
 
     def _judge_all(self) -> None:
         sights = self._peers.peer_statuses()
-        verdict = diagnose(sights, self.limits)
-        if verdict is None:
+        diagnosis = diagnose(sights, self.limits)
+        if diagnosis is None:
             self._next_report = self.limits.report_after
-        elif self._log_diagnosis(verdict, sights):
+        elif self._log_diagnosis(diagnosis, sights):
             self._control_store.post_decision(
-                f"{verdict.headline} (the table of all ranks is in the output of rank {self._rank})"
+                f"{diagnosis.headline} (the table of all ranks is in the output of rank {self._rank})"
             )
             # time for the others to read the decision; this process may serve the store
             time.sleep(2.5 * self.limits.beat_interval)

@@ -50,7 +50,9 @@ class ShardedGenerate:
         with unsharded_for_generation(sharded) as fits:
             if fits:
                 return self._own(model, *args, **kwargs)
-        logger.info("generate: the unsharded model does not fit in the free memory; each token gathers the parameters")
+        logger.info(
+            "generate: the unsharded model does not fit in the free memory; parameters are all-gathered for each token"
+        )
         if "synced_gpus" in inspect.signature(self._own).parameters and sharded.mesh.dense.data.size > 1:
             kwargs.setdefault("synced_gpus", True)
         return self._own(model, *args, **kwargs)

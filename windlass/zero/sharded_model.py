@@ -105,21 +105,21 @@ class ShardedModel:
         self.callbacks = callbacks
         policy = self.policy = settings.policy
         late = settings.delayed_update and optimizer is not None
-        homes = self.tiers = effective_tiers(settings.tiers, device, delayed=late)
+        tiers = self.tiers = effective_tiers(settings.tiers, device, delayed=late)
         self.ledger = DeviceMemoryLedger()
-        self.dp_groups = build_dp_groups(mesh, settings, homes, device)
+        self.dp_groups = build_dp_groups(mesh, settings, tiers, device)
         blocks, plans = plan_units(model, settings.unit_rules)
         if mesh.experts is not mesh.dense:
             check_same_units(plans, mesh.dense.data)
         self._unshards_on_access = False  # True from the end of the construction to `destroy`
         completion = CompletionOrder()
         unit_callbacks = UnitCallbacks(self._unshard_for_current_block, completion.enqueue)
-        self.units = make_units(plans, settings, homes, mesh, self.dp_groups, unit_callbacks, trains=trains)
-        self._builder = UnitBuilder(model, settings, homes, self.dp_groups, device, self.ledger)
+        self.units = make_units(plans, settings, tiers, mesh, self.dp_groups, unit_callbacks, trains=trains)
+        self._builder = UnitBuilder(model, settings, tiers, self.dp_groups, device, self.ledger)
         self.make_slot = self._builder.make_slot
         self.averages: dict[str, ExponentialMovingAverage] = {}
         trainable = [unit for unit in self.units if unit.trainable]
-        # the mean over ranks of local gradients is what the reduction would give
+        # the mean of the local gradients over ranks equals the result of the reduction
         local_factor = settings.predivide_factor * settings.postdivide_factor * mesh.dense.data.size
         self.reducer = GradientReducer(
             trainable,
@@ -143,12 +143,12 @@ class ShardedModel:
                 settings.accumulation_dtype,
                 device,
                 self.ledger,
-                lambda slot: homes.gradient if slot.unit.state_tier is not Tier.DEVICE else Tier.DEVICE,
+                lambda slot: tiers.gradient if slot.unit.state_tier is not Tier.DEVICE else Tier.DEVICE,
                 self._builder.make_slot,
             ),
             keeps_local_gradients=self_reducing,
         )
-        self.disk_health = DiskHealth(homes.disk, homes.staging, mesh.world, device, self._temporary_extents)
+        self.disk_health = DiskHealth(tiers.disk, tiers.staging, mesh.world, device, self._temporary_extents)
         self.scheduler = CollectiveScheduler(
             self.units,
             completion,
@@ -167,13 +167,13 @@ class ShardedModel:
         # An optimizer of whole parameters exchanges data in every batch, so all ranks need the same batches.
         # `max_update_numel` may differ between ranks, so it applies only to elementwise optimizers.
         if not whole:
-            at_once = min(at_once, homes.max_update_numel)
+            at_once = min(at_once, tiers.max_update_numel)
         if settings.widens_masters:
             at_once = min(at_once, _WIDENED)
         self.masters = MasterWeights(
             self.slots,
             1 << 62 if whole else at_once,
-            homes,
+            tiers,
             device,
             self.ledger,
             self.disk_health,
@@ -190,7 +190,7 @@ class ShardedModel:
         try:
             self.reserve("initialize cannot start")
         except BaseException:
-            _close(mesh, self.ledger, homes.disk)
+            _close(mesh, self.ledger, tiers.disk)
             raise
         for unit, span in self._builder.fill(self.units, plans, self.reducer):
             self.masters.create(unit, span)
@@ -200,7 +200,7 @@ class ShardedModel:
             self.scheduler.use_board(dense.transport.board())
         self.state_offloader = StateOffloader(self.units, self.slots, self.masters, device, self.ledger)
         foresight = Prefetcher(
-            settings.prefetch_numel, self._max_live_numel(), settings.max_reuse_distance, homes.read_ahead_numel
+            settings.prefetch_numel, self._max_live_numel(), settings.max_reuse_distance, tiers.read_ahead_numel
         )
         self.runtime = UnshardRuntime(
             self.units,
@@ -222,12 +222,12 @@ class ShardedModel:
         if late:
             dtype, make = settings.accumulation_dtype, self._builder.make_slot
             self.delayed_update = DelayedUpdate(
-                self.slots, self.masters, self.units, device, homes.gradient, make, dtype
+                self.slots, self.masters, self.units, device, tiers.gradient, make, dtype
             )
         self._handles: list[RemovableHandle | ShardedGenerate] = []
         self._hooked_parameters: set[int] = set()  # ids of parameters with gradient hooks
         self.destroyed = False
-        self._closer = finalize(self, _close, mesh, self.ledger, homes.disk)
+        self._closer = finalize(self, _close, mesh, self.ledger, tiers.disk)
         self.disk_health.check("initialize could not write the model to disk", loses=True)
         self._attach(blocks)
         self.agreement = StepAgreement(
@@ -248,14 +248,14 @@ class ShardedModel:
         Raises:
             StorageError: a rank has too little disk space. Raised on all ranks; the model is unchanged.
         """
-        disk, homes = self.tiers.disk, self.tiers
+        disk, tiers = self.tiers.disk, self.tiers
         if disk is None:
             return
         sizes = [n for unit in self.units for n in self.masters.disk_record_sizes(unit)]
         for unit in self.units:
             if unit.reshards and unit.tier is Tier.NVME:
                 sizes.append(unit.layout.padded // unit.dp_group.group.size * unit.dtype.itemsize)
-            if unit.trainable and unit.state_tier is not Tier.DEVICE and homes.gradient is Tier.NVME:
+            if unit.trainable and unit.state_tier is not Tier.DEVICE and tiers.gradient is Tier.NVME:
                 nbytes = (unit.state_stop - unit.state_start) * self.settings.accumulation_dtype.itemsize
                 sizes += [nbytes, nbytes] if self.settings.delayed_update else [nbytes]
         disk.reserve(sum(page_up(nbytes) for nbytes in sizes))
@@ -417,12 +417,12 @@ class ShardedModel:
         none_since = float(self._gradients_consumed and not self.reducer.backward_count)
         retries = float(self.disk_health.update_changed_nothing)
         # One exchange carries the norm, the caller's flags and the errors of all ranks, so that all decide the same.
-        verdict = self.agreement.agree(
+        status = self.agreement.agree(
             [float(trouble is not None), *(flags or []), none_since, float(lost != ""), retries]
         )
         self.scheduler.new_step()
-        failures = verdict.flags.pop()  # number of ranks with a failed disk transfer or update; `agree` appends it
-        retries, lost_edits, none_since = (verdict.flags.pop() for _ in range(3))
+        failures = status.flags.pop()  # number of ranks with a failed disk transfer or update; `agree` appends it
+        retries, lost_edits, none_since = (status.flags.pop() for _ in range(3))
         if retries == self.mesh.world.size:  # no rank's optimizer changed anything before it raised
             self.disk_health.clear_update_error()
         elif failures + retries > 0:
@@ -433,8 +433,8 @@ class ShardedModel:
             finally:
                 self._discard_reads()
         self.runtime.reshard_all()  # units left unsharded by an evaluation would hold outdated values
-        self._finish_result(trouble, verdict.flags.pop(0))
-        if verdict.diverged:
+        self._finish_result(trouble, status.flags.pop(0))
+        if status.diverged:
             try:
                 self.agreement.refuse_diverged()
             finally:
@@ -453,18 +453,18 @@ class ShardedModel:
                 "step() without a backward since the last step, on any rank: a step consumes its gradients, so a "
                 "second step has none, unlike in plain PyTorch. Call backward again, or remove the second step"
             )
-        norm = verdict.norm / scale
-        if not verdict.is_finite and (skip_overflow or (bad := self.agreement.first_nonfinite())):
+        norm = status.norm / scale
+        if not status.is_finite and (skip_overflow or (bad := self.agreement.first_nonfinite())):
             self.drop_gradients()
-            return StepOutcome(norm, applied=False, clip=1.0, flags=verdict.flags, bad="" if skip_overflow else bad)
+            return StepOutcome(norm, applied=False, clip=1.0, flags=status.flags, bad="" if skip_overflow else bad)
         if not self.settings.ignore_unused_parameters:
-            self.agreement.refuse_unused(verdict.used)
+            self.agreement.refuse_unused(status.used)
         self.reducer.all_gather_gradients()
         self.recapture_parameters()
         clip = clip_coefficient(norm, limit)
         self.callbacks.before_update(norm, clip)
         # A parameter is updated if it has a gradient on any rank.
-        used = {slot.unit.index: flags for slot, flags in zip(self.slots, verdict.used, strict=True)}
+        used = {slot.unit.index: flags for slot, flags in zip(self.slots, status.used, strict=True)}
         try:
             batches = _stepped(self.update.run(used, scale / clip))
         except Exception as error:
@@ -478,7 +478,7 @@ class ShardedModel:
             self._publish_update(batches)
         self.drop_gradients()
         self._gradients_consumed = True
-        return StepOutcome(norm, applied=True, clip=clip, flags=verdict.flags)
+        return StepOutcome(norm, applied=True, clip=clip, flags=status.flags)
 
     def wait_for_update(self) -> None:
         """Wait for a delayed update. Master weights and optimizer states are then up to date on this rank.
@@ -612,9 +612,9 @@ class ShardedModel:
         self._forget_properties()
         self._log_lost_state()
         self.units = []
-        for family in self.dp_groups:
-            if family.group.size > 1:  # peers may still read this rank's shards in shared memory, freed below
-                family.group.barrier()
+        for dp_group in self.dp_groups:
+            if dp_group.group.size > 1:  # peers may still read this rank's shards in shared memory, freed below
+                dp_group.group.barrier()
         if keeps_mesh:
             self._closer.detach()
             _close(None, self.ledger, self.tiers.disk)
@@ -627,7 +627,7 @@ class ShardedModel:
         Groups of one rank are left out.
         """
         wanted = {id(unit.dp_group) for unit in units}
-        return [family.group for family in self.dp_groups if id(family) in wanted and family.group.size > 1]
+        return [dp_group.group for dp_group in self.dp_groups if id(dp_group) in wanted and dp_group.group.size > 1]
 
     def _log_lost_state(self) -> None:
         """Log an error if some parameters of the model that `destroy` returns are lost."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.base.device_memory import DeviceMemoryLedger, device_has_own_memory
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import ModelError
 from windlass.comm.mesh import Mesh
 from windlass.comm.transport import BufferRequest, TransportBuffer
@@ -34,8 +35,8 @@ def effective_tiers(tiers: Placements, device: torch.device, *, delayed: bool = 
     if device_has_own_memory(device):
         return tiers
 
-    def of(home: Tier) -> Tier:
-        return Tier.DEVICE if home is Tier.HOST else home
+    def of(tier: Tier) -> Tier:
+        return Tier.DEVICE if tier is Tier.HOST else tier
 
     state, gradient = (tiers.state, tiers.gradient) if delayed else (of(tiers.state), of(tiers.gradient))
     return replace(tiers, param=of(tiers.param), state=state, gradient=gradient, pin=False)
@@ -44,9 +45,9 @@ def effective_tiers(tiers: Placements, device: torch.device, *, delayed: bool = 
 def make_units(
     plans: list[UnitPlan],
     settings: ZeroSettings,
-    homes: Placements,
+    tiers: Placements,
     mesh: Mesh,
-    families: list[DataParallelGroup],
+    dp_groups: list[DataParallelGroup],
     callbacks: UnitCallbacks,
     *,
     trains: bool,
@@ -54,35 +55,36 @@ def make_units(
     """Return the units of `plans`, without memory.
 
     Args:
-        families: Data-parallel groups. The first is for dense parameters, the last for experts.
+        dp_groups: Data-parallel groups. The first is for dense parameters, the last for experts.
         callbacks: Callables that the units call.
         trains: The model will have gradients. If False, all units are frozen.
     """
     policy = settings.policy
     total = sum(plan.numel for plan in plans if plan.trainable)
-    away = 0  # number of trained elements with offloaded states
+    offloaded_numel = 0  # number of trained elements with offloaded states
     units = []
     for number, plan in enumerate(plans):
-        floating = plan.parameters[0].is_floating_point()
-        compute = settings.param_dtype if settings.param_dtype is not None and floating else plan.dtype
-        family = families[-1] if plan.kind.is_expert else families[0]
-        layout = UnitLayout(tuple(p.numel() for p in plan.parameters), family.mesh.data.size)
+        # Frozen values in a quantised format keep it. A trained parameter needs a dtype that an update can write.
+        casts = is_castable(plan.dtype) or (plan.dtype.is_floating_point and plan.trainable and trains)
+        compute = settings.param_dtype if settings.param_dtype is not None and casts else plan.dtype
+        dp_group = dp_groups[-1] if plan.kind.is_expert else dp_groups[0]
+        layout = UnitLayout(tuple(p.numel() for p in plan.parameters), dp_group.mesh.data.size)
         # Experts that no other rank holds have no shards to gather.
-        alone = family.group.size == 1 < families[0].group.size and homes.param is Tier.DEVICE
+        alone = dp_group.group.size == 1 < dp_groups[0].group.size and tiers.param is Tier.DEVICE
         released = policy.param and not plan.persistent and not alone
-        home = homes.param if released else Tier.DEVICE
-        unit = Unit(number, plan, layout, compute, family, callbacks, reshards=released, tier=home)
+        tier = tiers.param if released else Tier.DEVICE
+        unit = Unit(number, plan, layout, compute, dp_group, callbacks, reshards=released, tier=tier)
         unit.extra_reduce_groups, unit.norm_weight = (
-            family.extra_reduce_groups(mesh, plan.kind, cut=policy.state),
+            dp_group.extra_reduce_groups(mesh, plan.kind, is_sharded=policy.state),
             norm_weight(mesh, plan.kind),
         )
         unit.is_primary_replica = is_primary_replica(mesh, plan.kind)
         unit.trainable = unit.trainable and trains
-        if unit.trainable and policy.state and away < homes.ratio * total:
-            unit.state_tier = homes.state
-            away += plan.numel
+        if unit.trainable and policy.state and offloaded_numel < tiers.ratio * total:
+            unit.state_tier = tiers.state
+            offloaded_numel += plan.numel
         if policy.state:
-            unit.state_start, unit.state_stop = layout.shard_range(family.group.index, family.group.size)
+            unit.state_start, unit.state_stop = layout.shard_range(dp_group.group.index, dp_group.group.size)
         units.append(unit)
     return units
 
@@ -94,24 +96,24 @@ class UnitBuilder:
         self,
         model: nn.Module,
         settings: ZeroSettings,
-        homes: Placements,
-        families: list[DataParallelGroup],
+        tiers: Placements,
+        dp_groups: list[DataParallelGroup],
         device: torch.device,
         ledger: DeviceMemoryLedger,
     ) -> None:
-        self._model, self._settings, self._tiers, self._dp_groups = model, settings, homes, families
+        self._model, self._settings, self._tiers, self._dp_groups = model, settings, tiers, dp_groups
         self._device, self._ledger = device, ledger
 
-    def make_slot(self, name: str, numel: int, dtype: torch.dtype, home: Tier) -> Slot:
+    def make_slot(self, name: str, numel: int, dtype: torch.dtype, tier: Tier) -> Slot:
         """Return a new slot with the storage options of this model, and account for its device memory.
 
         Args:
             name: Contents, for error messages and the memory ledger.
         """
-        if home is Tier.DEVICE:
+        if tier is Tier.DEVICE:
             self._ledger.set_held_bytes(name, numel * dtype.itemsize)
-        homes = self._tiers
-        return Slot(name, numel, dtype, home, self._device, disk=homes.disk, staging=homes.staging, pin=homes.pin)
+        tiers = self._tiers
+        return Slot(name, numel, dtype, tier, self._device, disk=tiers.disk, staging=tiers.staging, pin=tiers.pin)
 
     def fill(
         self, units: list[Unit], plans: list[UnitPlan], gradients: GradientReducer
@@ -126,21 +128,21 @@ class UnitBuilder:
         policy = self._settings.policy
         if not policy.param:
             mark_full_parameters(self._model, policy.stage)
-        of_gradients = {id(family): gradients.buffer_requests(family) for family in self._dp_groups}
+        of_gradients = {id(dp_group): gradients.buffer_requests(dp_group) for dp_group in self._dp_groups}
         held = sum(_bytes(needs) for needs in of_gradients.values())
         if policy.grad:
             self._ledger.set_held_bytes("ring of gradient buffers", held)
         elif gradients.slots:
             self._ledger.set_held_bytes("gradients", held)
         of_unit: dict[int, TransportBuffer] = {}
-        for family in self._dp_groups:
-            shared = [u for u in units if u.dp_group is family and (u.reshards or (u.trainable and policy.state))]
-            needs: list[BufferRequest] = [unit.buffer_request() for unit in shared] + of_gradients[id(family)]
+        for dp_group in self._dp_groups:
+            shared = [u for u in units if u.dp_group is dp_group and (u.reshards or (u.trainable and policy.state))]
+            needs: list[BufferRequest] = [unit.buffer_request() for unit in shared] + of_gradients[id(dp_group)]
             if not needs and len(self._dp_groups) == 1:
                 continue
-            buffers = family.transport.allocate(needs, self._device, lanes=len(gradients.slots))
+            buffers = dp_group.transport.allocate(needs, self._device, lanes=len(gradients.slots))
             of_unit |= {id(unit): buffer for unit, buffer in zip(shared, buffers, strict=False)}
-            gradients.take_buffers(family, buffers[len(shared) :])
+            gradients.take_buffers(dp_group, buffers[len(shared) :])
         for unit, plan in zip(units, plans, strict=True):
             buffer = of_unit.get(id(unit))
             if buffer is None:

@@ -1,4 +1,4 @@
-"""Hello, DeepSpeed: a small network learns to tell two spirals apart, saves as it goes, and goes on from a checkpoint.
+"""Hello, DeepSpeed: a small network learns to tell two spirals apart, saves as it goes, and resumes from a checkpoint.
 
 deepspeed hello_world.py --deepspeed --deepspeed_config ds_config.json
 """

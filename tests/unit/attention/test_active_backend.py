@@ -146,7 +146,7 @@ def test_invalid_arguments_are_refused_by_name() -> None:
         attention(q, k, v, AttentionMask(2, 7, 7), is_causal=True)
     with pytest.raises(ModelError, match=r"\['softcap'\].*\"sdpa\" does not support"):
         attention(q, k, v, softcap=2.0)
-    with pytest.raises(ModelError, match="4 query heads are no multiple of 3 key heads"):
+    with pytest.raises(ModelError, match="4 query heads are not a multiple of 3 key heads"):
         attention(*tensors(4, 3))
     with pytest.raises(ModelError, match="mask of type str"):
         attention(q, k, v, "causal")  # type: ignore[arg-type]

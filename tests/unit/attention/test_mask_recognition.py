@@ -135,7 +135,7 @@ def test_unknown_argument_is_refused_by_name() -> None:
 
 
 def test_descriptions_of_wrong_shapes_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"padding .* \[2, 3\]; give it \[2, 4\]"):
+    with pytest.raises(ModelError, match=r"padding .* \[2, 3\]; pass one of shape \[2, 4\]"):
         AttentionMask(2, 4, 4, padding=torch.ones(2, 3))
     with pytest.raises(ModelError, match="packed documents need queries and keys of the same tokens"):
         AttentionMask(2, 4, 5, sequence_ids=torch.ones(2, 4))

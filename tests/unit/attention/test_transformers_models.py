@@ -175,12 +175,12 @@ def test_unsupported_calls_are_refused_by_the_backend() -> None:
     with pytest.raises(ModelError, match="no mask"), use_backend(Refusing()):
         model(**batch("plain"))
     assert model(**batch("plain")).logits.isfinite().all()
-    with pytest.raises(ModelError, match="Linear is no model of transformers"):
+    with pytest.raises(ModelError, match="Linear is not a transformers model"):
         install_attention(torch.nn.Linear(1, 1))
     import transformers as hf
 
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=1, n_head=2))
-    with pytest.raises(ModelError, match="BloomForCausalLM does not take its attention from"):
+    with pytest.raises(ModelError, match="BloomForCausalLM does not call its attention through"):
         install_attention(bloom)
 
 

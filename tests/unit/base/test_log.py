@@ -23,7 +23,9 @@ def _level_stays() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["loud", "10", "warn ing"])
 def test_unknown_level_error_lists_the_levels(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"log_level = '{name}' is no level.*DEBUG, INFO, WARNING, ERROR, CRITICAL"):
+    with pytest.raises(
+        ConfigError, match=f"log_level = '{name}' is not a log level.*DEBUG, INFO, WARNING, ERROR, CRITICAL"
+    ):
         log.set_log_level(name, "log_level")
 
 
@@ -32,7 +34,9 @@ def test_unknown_level_in_the_environment_is_refused() -> None:
     done = subprocess.run(command, env={**os.environ, "WINDLASS_LOG_LEVEL": "loud"}, capture_output=True, text=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("windlass.base.errors.ConfigError: WINDLASS_LOG_LEVEL = 'loud' is no level; write one of")
+    assert last.startswith(
+        "windlass.base.errors.ConfigError: WINDLASS_LOG_LEVEL = 'loud' is not a log level; write one of"
+    )
 
 
 def test_environment_level_overrides_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_offload_report_names_missed_targets_and_differing_losses() -> None:
         "DeepSpeed, stage 3, all on host": _row(3.3, [2.1]),
     }
     verdicts, same = offload_bench._compare_losses_and_times(rows, 1e-5)
-    assert not same and "NOT equal: DeepSpeed, stage 3, all on host is 1.0e-01 apart" in verdicts[0]
+    assert not same and "NOT equal: DeepSpeed, stage 3, all on host differs by 1.0e-01" in verdicts[0]
     assert "stage 3, all on host: 1.40 x compute alone (target: at most 1.35: MISSED)" in verdicts
     assert "DeepSpeed, stage 3, all on host: 3.30 x compute alone" in verdicts
     rows["DeepSpeed, stage 3, all on host"] = _row(3.3, [float("nan")])

@@ -86,13 +86,13 @@ def test_pipeline_messages_are_classified_by_kind() -> None:
 
 
 def _race(**rounds: list[list[float]]) -> Any:
-    from rig.contest import Outcome, Race
-    from rig.contestants import FIELDS, Load
+    from rig.compared_methods import FIELDS, Load
+    from rig.method_comparison import Comparison, Outcome
 
     outcomes = {name: Outcome(name) for name in FIELDS["tp"]}
     for key, of_one in rounds.items():
         outcomes[{"torch": "torch tp", "cut": "torch tp, loss cut"}.get(key, key)].rounds = of_one
-    return Race("tp", Load(4, 256), outcomes)
+    return Comparison("tp", Load(4, 256), outcomes)
 
 
 def test_ratios_are_per_round_and_relative_to_the_fastest_rival() -> None:
@@ -110,11 +110,14 @@ def test_engines_slower_than_torch_are_named() -> None:
 
 
 def test_differing_losses_are_found_at_any_position() -> None:
-    from rig.contest import compare, furthest
+    from rig.method_comparison import compare, max_loss_difference
 
-    assert furthest([1.0, 2.0], [1.0, 2.0]) == 0.0
-    assert furthest([1.0, 2.02], [1.0, 2.0]) == pytest.approx(0.01)
-    assert furthest([1.0, math.nan], [1.0, 2.0]) == math.inf and furthest([1.0], [1.0, 2.0]) == math.inf
+    assert max_loss_difference([1.0, 2.0], [1.0, 2.0]) == 0.0
+    assert max_loss_difference([1.0, 2.02], [1.0, 2.0]) == pytest.approx(0.01)
+    assert (
+        max_loss_difference([1.0, math.nan], [1.0, 2.0]) == math.inf
+        and max_loss_difference([1.0], [1.0, 2.0]) == math.inf
+    )
     found = _race()
     for name, loss in (("none", 9.0), ("dp", 2.0), ("tp", 2.0 + 1e-4), ("torch tp", 2.0)):
         found.outcomes[name].losses = [loss]
@@ -124,14 +127,14 @@ def test_differing_losses_are_found_at_any_position() -> None:
 
 
 def test_step_time_is_the_maximum_and_loss_the_mean_over_ranks() -> None:
-    from rig.contest import slowest, whole_losses
+    from rig.method_comparison import mean_losses, slowest
 
     told = [{"seconds": [1.0, 2.0], "losses": [None, 4.0]}, {"seconds": [3.0, 1.0], "losses": [2.0, 6.0]}]
-    assert slowest(told) == [3.0, 2.0] and whole_losses(told) == [2.0, 5.0]
+    assert slowest(told) == [3.0, 2.0] and mean_losses(told) == [2.0, 5.0]
 
 
 def test_limit_counts_bubble_update_and_bytes() -> None:
-    from rig.contestants import DENSE, FIELDS, Load, floor
+    from rig.compared_methods import DENSE, FIELDS, Load, floor
     from rig.floor import Roofs
 
     from windlass.comm.mesh_shape import MeshShape
@@ -157,7 +160,7 @@ def test_limit_counts_bubble_update_and_bytes() -> None:
 
 
 def test_slow_link_is_a_separate_limit() -> None:
-    from rig.contestants import DENSE, FIELDS, Load, floor
+    from rig.compared_methods import DENSE, FIELDS, Load, floor
     from rig.floor import Roofs
 
     load, roofs = Load(4, 256, link=1), Roofs(1e30, 1e30)
@@ -169,8 +172,8 @@ def test_slow_link_is_a_separate_limit() -> None:
 
 
 def test_a_model_of_another_size_is_timed_and_not_compared() -> None:
-    from rig.contest import Outcome, Race, compare
-    from rig.contestants import EXPERTS, FIELDS, Load
+    from rig.compared_methods import EXPERTS, FIELDS, Load
+    from rig.method_comparison import Comparison, Outcome, compare
 
     dense = FIELDS["ep"]["dense"].sizes
     assert dense is not None and dense.experts == 0
@@ -178,7 +181,7 @@ def test_a_model_of_another_size_is_timed_and_not_compared() -> None:
     idle = (EXPERTS.experts - EXPERTS.chosen) * 3 * EXPERTS.hidden * EXPERTS.intermediate
     # experts that are not chosen, and routers
     assert per_token == EXPERTS.layers * (idle + EXPERTS.experts * EXPERTS.hidden)
-    found = Race("ep", Load(4, 256), {name: Outcome(name, losses=[8.0]) for name in FIELDS["ep"]})
+    found = Comparison("ep", Load(4, 256), {name: Outcome(name, losses=[8.0]) for name in FIELDS["ep"]})
     found.outcomes["dense"].losses = [9.0]
     compare(found)
     assert found.unequal == [] and found.outcomes["dense"].apart is None
@@ -196,17 +199,17 @@ def test_open_connections_are_paced() -> None:
 
 
 def test_link_speeds_are_compared_with_their_limits() -> None:
-    from rig.contest import Outcome, Race, links
-    from rig.contestants import Load
+    from rig.compared_methods import Load
+    from rig.method_comparison import Comparison, Outcome, links
 
     named = {"dp": (6.0, 4.0), "pp": (2.0, 1.0), "torch ddp": (9.0, None), "torch pp": (3.0, None)}
     outcomes = {name: Outcome(name, rounds=[[time]], floor=least) for name, (time, least) in named.items()}
-    table = links([Race("link", Load(4, 256, link=10 << 20), outcomes)])
+    table = links([Comparison("link", Load(4, 256, link=10 << 20), outcomes)])
     assert [next(iter(column.cells)) for column in table.columns] == ["10", "3.000", "3.000", "4.000"]
 
 
 def test_tables_and_json_contain_every_engine() -> None:
-    from rig.contest import notes, plain, table
+    from rig.method_comparison import notes, plain, table
 
     found = _race(dp=[[1.0]], tp=[[2.0]], torch=[[1.0]])
     found.outcomes["torch tp, loss cut"].failure = "a reason"
@@ -231,14 +234,14 @@ def test_requested_parts_are_run() -> None:
 
 
 def _points(rows: dict[int, int]) -> list[Any]:
-    from rig.tricks import Point
+    from rig.techniques import Point
 
     return [Point(length, peak, peak, 1.0, 2.0) for length, peak in rows.items()]
 
 
 @given(st.integers(1, 1000), st.integers(0, 200_000), st.integers(1, 400_000))
 def test_length_search_ends_near_the_maximum(each: int, fixed: int, cap: int) -> None:
-    from rig.tricks import longest, search
+    from rig.techniques import longest, search
 
     asked: list[int] = []
 
@@ -256,7 +259,7 @@ def test_length_search_ends_near_the_maximum(each: int, fixed: int, cap: int) ->
 
 
 def test_length_search_ignores_fits_beyond_a_failure() -> None:
-    from rig.tricks import longest
+    from rig.techniques import longest
 
     assert longest(_points({64: 10, 128: 30, 256: 15}), 20).length == 64  # type: ignore[union-attr]
     assert longest(_points({64: 30}), 20) is None
@@ -265,11 +268,11 @@ def test_length_search_ignores_fits_beyond_a_failure() -> None:
 def test_each_option_is_ablated_alone_and_left_out() -> None:
     from dataclasses import fields
 
-    from rig.tricks import ROWS, Tricks
+    from rig.techniques import ROWS, Techniques
 
     plain, everything = ROWS["nothing"], ROWS["all"]
-    names = [field.name for field in fields(Tricks)]
-    assert plain == Tricks() and all(getattr(everything, name) != getattr(plain, name) for name in names)
+    names = [field.name for field in fields(Techniques)]
+    assert plain == Techniques() and all(getattr(everything, name) != getattr(plain, name) for name in names)
     alone = {name for row in ROWS.values() for name in _other(row, plain)[:1] if len(_other(row, plain)) == 1}
     without = {_other(row, everything)[0] for row in ROWS.values() if len(_other(row, everything)) == 1}
     # "inputs" works only together with "recompute"

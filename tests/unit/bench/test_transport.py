@@ -89,7 +89,7 @@ def test_losses_are_equal_on_a_device_and_close_between_them(
 ) -> None:
     got, written = run(monkeypatch, Ranks(off={label: off}), tmp_path, transport_bench.available_settings(2))
     assert got == equal
-    assert equal or f"NOT equal: {label} is 1.0e-04 apart (bound 1e-05)" in written["verdicts"][0]
+    assert equal or f"NOT equal: {label} differs by 1.0e-04 (bound 1e-05)" in written["verdicts"][0]
 
 
 @pytest.mark.parametrize("off", [1e-2, math.nan])

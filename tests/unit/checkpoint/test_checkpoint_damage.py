@@ -195,7 +195,7 @@ def test_link_outside_the_directory_is_refused(saved: Path, tmp_path: Path) -> N
                     }
                 },
             },
-            "overlap or leave out elements from element 2 on",
+            "overlap, or elements are missing, from element 2 on",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_listing_of_a_directory(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(str(root)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0].strip() for line in lines] == ["tag", "global_step1", "best (latest)"]
-    assert "stage 3, 1 rank" in lines[1] and "sizes are right" in lines[1]
+    assert "stage 3, 1 rank" in lines[1] and "file sizes match" in lines[1]
     assert run(str(root), "--verify", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["tag"], one["step"], one["latest"], one["verified"]) for one in found["checkpoints"]] == [
@@ -91,8 +91,8 @@ def test_remains_of_interrupted_saves_are_listed(root: Path, capsys: pytest.Capt
     shutil.move(root / "best", root / ".best.replaced")
     assert run(str(root)) == 0, "the former one loads"
     said = capsys.readouterr().out
-    assert "left over: .next.writing (4 B): a save of 'next' is running, or was killed" in said
-    assert "left over: .best.replaced" in said and "which loads as that tag" in said
+    assert "unfinished: .next.writing (4 B): a save of 'next' that is running, or was killed" in said
+    assert "unfinished: .best.replaced" in said and "which loads as that tag" in said
 
 
 def test_missing_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

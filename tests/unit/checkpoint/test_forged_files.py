@@ -409,7 +409,7 @@ def test_array_of_the_other_byte_order_is_read_correctly(tmp_path: Path, caplog:
     write(tmp_path, "t", trained(big=numpy.arange(3, dtype=">i4"), small=numpy.arange(3)), stage=0, ranks=1)
     with caplog.at_level("WARNING", logger="windlass"):
         client = StoredCheckpoint(tmp_path).plain["client"]
-    assert set(client) == {"small"} and "'big' of the client state is left out" in caplog.text
+    assert set(client) == {"small"} and "'big' of the client state is not read" in caplog.text
 
 
 # tests of links, pipes and devices in a checkpoint
@@ -491,7 +491,7 @@ def test_files_without_checksums_are_logged_once(tmp_path: Path, caplog: pytest.
 
     from windlass.zero.sharded_init import weight_files
 
-    weight_files._say_unchecked.cache_clear()
+    weight_files._log_unchecked.cache_clear()
     for name in ("a", "b"):
         save_file({name: torch.zeros(2), f"{name}2": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     with caplog.at_level("INFO", logger="windlass"):

@@ -76,7 +76,8 @@ def test_any_sharding_loads_into_any_other(
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool],
+    [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2]
+    + [torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64, torch.int64, torch.bool],
 )
 def test_every_dtype_round_trips_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
     bits = torch.randint(0, 2, (64 * dtype.itemsize,), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Tests of reading the axes of a model-parallel unit (mpu), which must order ranks as the mesh does."""
+"""Tests of reading the axes of a model-parallel unit (mpu) or a topology, which must order ranks as the mesh does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from windlass.base.errors import ConfigError
 from windlass.comm import mpu as module
 from windlass.comm.mesh_shape import DATA_LOADING_AXES, MeshShape
-from windlass.comm.mpu import sizes_of_mpu
+from windlass.comm.mpu import sizes_of_mpu, sizes_of_topology
+from windlass.compat.process_topology import PipeModelDataParallelTopology, ProcessTopology
 
 MEGATRON = {
     "tp": "tensor_model_parallel",
@@ -112,3 +113,17 @@ def test_sizes_that_differ_between_ranks_are_refused() -> None:
         pytest.raises(ConfigError, match=r"'tp': 2\} on rank 0 and .*'tp': 1\} on rank 1"),
     ):
         sizes_of_mpu(unit(MeshShape(tp=2), 0), 2)
+
+
+@given(small, small, small)
+def test_sizes_of_a_topology_are_read_without_communication(pp: int, tp: int, dp: int) -> None:
+    assert sizes_of_topology(PipeModelDataParallelTopology(pp, tp, dp), pp * tp * dp) == {"pp": pp, "tp": tp}
+
+
+def test_a_topology_of_other_ranks_or_another_order_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the topology pipe 2 x data 1 x model 2 has 4 ranks, but the job has 8"):
+        sizes_of_topology(PipeModelDataParallelTopology(2, 2, 1), 8)
+    with pytest.raises(
+        ConfigError, match="the topology orders ranks differently from the mesh.*pipe of rank 1 is 1.*would be 0"
+    ):
+        sizes_of_topology(ProcessTopology(["model", "pipe", "data"], [2, 2, 1]), 4)

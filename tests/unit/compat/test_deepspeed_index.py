@@ -135,7 +135,7 @@ def test_a_malicious_pickle_is_refused_by_name(file: str, kind: str, tmp_path: P
         repacked(path, payload)
     else:
         path.write_bytes(payload)
-    said = r"asks for (posix|nt)\.mkdir, which is neither" if kind != "bare" else "old file of torch.save"
+    said = r"requests (posix|nt)\.mkdir, which is neither" if kind != "bare" else "old file of torch.save"
     for act in (
         lambda: StoredCheckpoint(tmp_path),
         lambda: export_safetensors(tmp_path, tmp_path / "out"),
@@ -159,7 +159,7 @@ def test_pickle_planted_in_a_windlass_directory_is_ignored(kept: bool, tmp_path:
         assert not list_checkpoints(root, verify=True).is_damaged
     else:
         (root / "t" / "checkpoint.json").unlink()
-        with pytest.raises(CheckpointError, match=r"asks for (posix|nt)\.mkdir"):
+        with pytest.raises(CheckpointError, match=r"requests (posix|nt)\.mkdir"):
             list(read_full(root))
     assert not trap.exists()
 
@@ -183,7 +183,7 @@ ODD = {
     ),
     "a class of ours": (
         _changes("windlass.compat.checkpoint.torch_file TorchFile", b")\x81"),
-        "asks for windlass.compat.checkpoint.torch_file.TorchFile",
+        "requests windlass.compat.checkpoint.torch_file.TorchFile",
     ),
     "an extension": (b"\x80\x02\x82\x01.", "its pickle cannot be read"),
     "nothing": (b"", "its pickle cannot be read"),
@@ -228,7 +228,7 @@ def test_client_state_is_read_as_plain_data(tmp_path: Path, caplog: pytest.LogCa
     }
     assert (array == numbers).all() and texts.tolist() == ["a", "bc"]
     assert (random[1] == client["numpy"][1]).all() and random[2:] == client["numpy"][2:]
-    assert "'odd' of the client state is left out" in caplog.text
+    assert "'odd' of the client state is not read" in caplog.text
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

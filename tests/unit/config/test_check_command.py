@@ -193,7 +193,7 @@ def test_comments_are_removed_with_a_note(tmp_path: Path, caplog: pytest.LogCapt
         ' {"_why": {}, "stage": 1}, "optimizer": {"type": "AdamW", "params": {"_note": 1, "lr": 0.1}}}',
     )
     code, text = run(path)
-    assert code == 0 and "comments, left out (6)" in text
+    assert code == 0 and "comments, ignored (6)" in text
     config = load_config(path)
     assert config.comments == (
         *("_comment", "//", "comment", "$schema", "zero_optimization._why", "optimizer.params._note"),

@@ -26,8 +26,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
             "data_types": {"grad_accum_dtype": "fp32"},
         },
     ),
-    ("prescale_gradients", {"prescale_gradients": True, "gradient_allreduce_op": "sum"}),
-    ("gradient_predivide_factor", {"gradient_predivide_factor": 2.0, "gradient_allreduce_op": "SUM"}),
     ("managed_gradient_accumulation", {"managed_gradient_accumulation": False, "parallel": {"pp": 2}}),
     ("zero_optimization.offload_param", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
     (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,11 +12,12 @@ from hypothesis import strategies as st
 from windlass.base.errors import ConfigError, ModelError, WeightFormatError
 from windlass.kernels.inference_path import get_inference_path, list_inference_paths
 from windlass.kernels.packed_gemm import PackedPanels, pack_panels, pack_weight, packed_linear
+from windlass.kernels.reference.quantized_input import quantize_groups
 from windlass.kernels.weight_format import CastWeightFormat, get_weight_format
 
 PATHS = list_inference_paths()
 NATIVE = PATHS[:-1]
-FORMATS = ("fp32", "bf16", "int8")
+FORMATS = ("fp32", "bf16", "int8", "int8, int8 inputs")
 DTYPES = (torch.float32, torch.bfloat16)
 
 sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 257]))
@@ -26,8 +29,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def pack(weight: torch.Tensor, format: str, path: str | None = None) -> PackedPanels:
+    name, _, inputs = format.partition(", ")
+    return pack_weight(weight, name, quantize_inputs=bool(inputs), path=path)
+
+
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, format: str) -> torch.Tensor:
-    form = get_weight_format(format)
+    name, _, inputs = format.partition(", ")
+    form = get_weight_format(name)
+    x = quantize_groups(x.float()) if inputs else x
     values = form.unpack(form.pack(weight)).double()
     return x.double() @ values.T + (0 if bias is None else bias.double())
 
@@ -40,7 +50,7 @@ def test_product_equals_float64_within_rounding(
     bias = random(outputs, seed=2) if has_bias else None
     torch.set_num_threads(threads)
     try:
-        found = packed_linear(x, pack_weight(weight, format, path=path), bias)
+        found = packed_linear(x, pack(weight, format, path), bias)
     finally:
         torch.set_num_threads(1)
     wanted = exact(x, weight, bias, format)
@@ -66,7 +76,7 @@ def test_rows_have_the_same_bits_in_every_batch(
 ) -> None:  # fmt: skip
     if path == "reference":  # makes no such promise
         return
-    packed = pack_weight(random(outputs, features), format, path=path)
+    packed = pack(random(outputs, features), format, path)
     x = random(rows, features, seed=1).to(dtype)
     together = packed_linear(x, packed)
     first %= rows
@@ -78,6 +88,28 @@ def test_rows_have_the_same_bits_in_every_batch(
     assert torch.equal(alone, together[first : first + count])
 
 
+@pytest.mark.parametrize("path", NATIVE)
+def test_more_rows_than_are_packed_at_once(path: str) -> None:
+    packed, x = pack_weight(random(17, 5), path=path), random(2100, 5, seed=1)
+    found = packed_linear(x, packed)
+    assert torch.equal(found, torch.cat([packed_linear(part, packed) for part in x.split(300)]))
+    assert torch.allclose(found, x @ random(17, 5).T, atol=1e-5)
+
+
+@pytest.mark.skipif(not NATIVE, reason="no native module was built")
+def test_forked_child_multiplies_with_threads() -> None:
+    packed, x = pack_weight(random(400, 300)), random(64, 300, seed=1)
+    torch.set_num_threads(2)
+    try:
+        wanted = packed_linear(x, packed)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(packed_linear(x, packed), wanted) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(1)
+
+
 @given(outputs=st.integers(1, 40), extra=st.integers(1, 40), rows=st.integers(1, 20), **native_kinds)
 def test_outputs_have_the_same_bits_in_a_joined_weight(
     outputs: int, extra: int, rows: int, path: str, format: str, dtype: torch.dtype
@@ -85,8 +117,8 @@ def test_outputs_have_the_same_bits_in_a_joined_weight(
     if path == "reference":
         return
     weight, x = random(outputs + extra, 50), random(rows, 50, seed=1).to(dtype)
-    joined = packed_linear(x, pack_weight(weight, format, path=path))
-    parts = [packed_linear(x, pack_weight(part, format, path=path)) for part in weight.split([outputs, extra])]
+    joined = packed_linear(x, pack(weight, format, path))
+    parts = [packed_linear(x, pack(part, format, path)) for part in weight.split([outputs, extra])]
     assert torch.equal(torch.cat(parts, 1), joined)
 
 
@@ -94,14 +126,28 @@ def test_outputs_have_the_same_bits_in_a_joined_weight(
 def test_sets_with_fused_multiply_add_agree_in_every_bit(format: str) -> None:
     x, weight = random(13, 131), random(45, 131, seed=1)
     fused = [path for path in NATIVE if path != "baseline"]
-    found = [packed_linear(x, pack_weight(weight, format, path=path)) for path in fused]
+    found = [packed_linear(x, pack(weight, format, path)) for path in fused]
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_quantized_inputs_lose_at_most_half_a_scale(path: str) -> None:
+    x, weight = random(3, 300), torch.eye(300)
+    x[1, 128:256] = 0
+    x[2, 5] = 1000
+    found = packed_linear(x, pack_weight(weight, "int8", quantize_inputs=True, path=path))
+    scales = torch.stack([part.abs().amax(1) / 127 for part in x.split(128, 1)], 1).repeat_interleave(128, 1)[:, :300]
+    assert bool(((found - x).abs() <= 0.5001 * scales).all())
+    assert float((found - x)[2, 128:].abs().max()) < 0.02  # the outlier is in another group
+    with pytest.raises(WeightFormatError, match="'fp32'; use 'int8'"):
+        pack_weight(weight, "fp32", quantize_inputs=True)
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8, int8 inputs"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_are_not_finite_stay_in_their_row(path: str, value: float) -> None:
-    packed = pack_weight(random(20, 33), path=path)
+def test_numbers_that_are_not_finite_stay_in_their_row(path: str, format: str, value: float) -> None:
+    packed = pack(random(20, 33), format, path)
     x = random(9, 33, seed=1)
     clean = packed_linear(x, packed)
     x[4, 7] = value
@@ -111,11 +157,11 @@ def test_numbers_that_are_not_finite_stay_in_their_row(path: str, value: float) 
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMATS[:3])
 def test_packed_tensors_of_a_file_give_the_same_product(path: str, format: str) -> None:
     weight, x = random(37, 50), random(5, 50, seed=1)
     packed = pack_panels(get_weight_format(format).pack(weight), format, path=path)
-    assert torch.equal(packed_linear(x, packed), packed_linear(x, pack_weight(weight, format, path=path)))
+    assert torch.equal(packed_linear(x, packed), packed_linear(x, pack(weight, format, path)))
     with pytest.raises(WeightFormatError, match=r"weight_scale.* are not of format 'fp32'"):
         pack_panels(get_weight_format("int8").pack(weight), "fp32", path=path)
 

@@ -101,7 +101,7 @@ def test_unaligned_bytes_in_a_shared_buffer() -> None:
 
 def test_mismatched_shapes_are_refused() -> None:
     packed = PackedLinear(37, 11)
-    with pytest.raises(WeightFormatError, match=r"shape \(37, 11\) does not fit.*give one of shape \(11, 37\)"):
+    with pytest.raises(WeightFormatError, match=r"shape \(37, 11\) does not fit.*pass one of shape \(11, 37\)"):
         packed.pack(torch.zeros(37, 11))
     with pytest.raises(WeightFormatError, match="packed tensors"):
         packed.set_packed({"weight": torch.zeros(11, 37, dtype=torch.int8)})

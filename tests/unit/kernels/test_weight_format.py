@@ -137,7 +137,7 @@ def test_weight_format_registry() -> None:
     with pytest.raises(WeightFormatError, match="'int8_too' is registered already"):
         register_weight_format(Mine())
     mine.name = "a.b"
-    with pytest.raises(WeightFormatError, match=r"'a\.b' is badly named"):
+    with pytest.raises(WeightFormatError, match=r"'a\.b' has an invalid name"):
         register_weight_format(mine)
     with pytest.raises(WeightFormatError, match="no weight format named 'nf5'; use one of bf16, fp32, int8, int8_too"):
         get_weight_format("nf5")

@@ -100,7 +100,9 @@ def test_large_world_is_drawn_partially() -> None:
 
 
 def test_sizes_that_do_not_fit_are_one_message() -> None:
-    with pytest.raises(ConfigError, match=r"pp 3 .* tp 2 = 6 ranks do not divide the world size 8 \(these hosts'"):
+    with pytest.raises(
+        ConfigError, match=r"pp 3 .* tp 2 = 6 ranks do not divide the world size 8 \(the slots of these hosts"
+    ):
         drawn("--nproc", "8", "--pp", "3", "--tp", "2")
     with pytest.raises(ConfigError, match=r"parallel.tp"):
         drawn("--nproc", "8", "--tp", "0")

@@ -129,5 +129,5 @@ def test_cores_are_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert core_binding.bindable_cores("5,2-3") == [5, 2, 3]
     with pytest.raises(LaunchError, match="core 4 does not exist or is not allowed; this process may use 2,3,5"):
         core_binding.bindable_cores("4")
-    with pytest.raises(LaunchError, match="names a core twice"):
+    with pytest.raises(LaunchError, match="lists a core twice"):
         core_binding.bindable_cores("2,2")

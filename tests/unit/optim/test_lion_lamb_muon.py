@@ -249,7 +249,7 @@ def test_a_flattened_matrix_is_refused() -> None:
     optimizer = Muon([torch.zeros(2, 3, requires_grad=True)])
     optimizer.param_groups[0]["params"] = [span]
     span.grad = torch.zeros(6)
-    with pytest.raises(ModelError, match="step the full matrix"):
+    with pytest.raises(ModelError, match="pass the gradient of the full matrix"):
         optimizer.step()
 
 

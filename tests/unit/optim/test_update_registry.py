@@ -95,7 +95,7 @@ def test_a_second_class_under_a_name_and_a_second_update_of_a_class_are_refused(
 
 
 def test_other_classes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no subclass of torch.optim.Optimizer"):
+    with pytest.raises(ConfigError, match="not a subclass of torch.optim.Optimizer"):
         windlass.optim.register_update("Thing", dict)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs_whole_parameters and reduces_itself"):
         windlass.optim.register_update("Thing", Halving, dict)

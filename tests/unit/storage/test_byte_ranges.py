@@ -17,6 +17,7 @@ def test_spans_equal_a_set(operations: list[tuple[bool, int, int]], first: int, 
     for adds, low, high in operations:
         (spans.add if adds else spans.remove)(low, high)
         model = model | set(range(low, high)) if adds else model - set(range(low, high))
+    assert {at for at in range(25) if spans.overlaps(at, at + 1)} == model
     asked = set(range(first, last))
     assert spans.overlaps(first, last) == bool(asked & model)
     gap = spans.first_gap(first, last)

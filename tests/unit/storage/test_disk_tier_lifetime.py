@@ -39,7 +39,7 @@ def test_unreferenced_tier_is_closed(make_tier: MakeTier, engine: str, tmp_path:
     try:
         pending.wait()
     except StorageError as error:
-        assert "was closed first" in str(error)
+        assert "was closed before" in str(error)
 
 
 def test_only_own_directories_of_dead_processes_are_removed(make_tier: MakeTier, tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ def test_working_ranks_are_not_reported() -> None:
 def test_straggler_is_named_and_not_killed() -> None:
     found = verdict(sight(0, "gather", 31), sight(1), sight(2, "gather", 31))
     assert not found.fatal
-    assert found.headline.startswith("ranks 0, 2 wait for 31 s now, for rank 1, which is alive and elsewhere")
+    assert found.headline.startswith(
+        "ranks 0, 2 wait for 31 s now, for rank 1, which is alive and not in the collective"
+    )
 
 
 @pytest.mark.parametrize("state", [PeerState.ALIVE, PeerState.STOPPED, PeerState.SILENT])
@@ -55,7 +57,7 @@ def test_live_rank_is_awaited_until_the_timeout(state: PeerState) -> None:
 
 def test_unstarted_rank_is_not_fatal() -> None:
     found = verdict(sight(0, "barrier", 40), PeerStatus(1, None, PeerState.NOT_STARTED))
-    assert not found.fatal and "rank 1, which is not there yet" in found.headline
+    assert not found.fatal and "rank 1, which is not started yet" in found.headline
 
 
 def test_different_operations_are_fatal_once_no_rank_advances() -> None:

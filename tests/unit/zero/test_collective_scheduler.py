@@ -131,10 +131,10 @@ def test_begin_of_a_phase_is_awaited_only_by_gathers(there: bool) -> None:
     order.unshard(units[0], backward=False)  # already unsharded
     board.there = there
     assert order.prefetch(units[1], backward=False) == there
-    assert board.waited == ["the begin of a forward"] * there
+    assert board.waited == ["the start of a forward"] * there
     order.unshard(units[1], backward=False)
     order.unshard(units[2], backward=False)
-    assert board.waited == ["the begin of a forward"], "what was needed before is known"
+    assert board.waited == ["the start of a forward"], "what was needed before is known"
 
 
 def test_reading_experts_syncs_once_per_phase_or_step() -> None:

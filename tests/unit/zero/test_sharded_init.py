@@ -135,7 +135,7 @@ def _patched(path: Path, text: bytes) -> Path:
     ("text", "words"),
     [
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "damaged"),
-        (b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', "cut short"),
+        (b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', "truncated"),
         (b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}', "F99"),
         (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]}}', "damaged"),
         (b'{"a": 3}', "its entry for tensor 'a' is 3"),

@@ -100,9 +100,9 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
     losses: dict[str, list[float]] = {label: [] for label in trainees}
     copied: dict[str, dict[str, int]] = {}
     labels = list(trainees)
-    for turn in range(work.rounds):
+    for round_index in range(work.rounds):
         # slow drift of the machine then affects all configurations alike
-        for label in labels if turn % 2 == 0 else reversed(labels):
+        for label in labels if round_index % 2 == 0 else reversed(labels):
             for step in range(work.steps + 1):
                 before = _copied_bytes(trainees[label])
                 took, loss = _timed_step(trainees[label], work, device, len(losses[label]))
@@ -119,8 +119,8 @@ def measure_training(work: TrainingTask) -> dict[str, Any]:
         "seconds": seconds,
         "losses": losses,
         "copied": copied,
-        "transport": {label: said.get("transport", "none") for label, said in reports.items()},
-        "delayed_update": {label: said.get("delayed_update") for label, said in reports.items()},
+        "transport": {label: report.get("transport", "none") for label, report in reports.items()},
+        "delayed_update": {label: report.get("delayed_update") for label, report in reports.items()},
         "work": asdict(work),
     }
 

@@ -65,8 +65,8 @@ def build_tool_environment() -> dict[str, str]:
 def deepspeed_engine_config(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a configuration of windlass to the entry of `TrainingTask.configs` for the same training in DeepSpeed."""
     zero = dict(config["zero_optimization"])
-    away = "offload_optimizer" in zero
-    params = {"weight_decay": 0.01, **config["optimizer"]["params"]} | ({} if away else {"torch_adam": True})
+    offloads = "offload_optimizer" in zero
+    params = {"weight_decay": 0.01, **config["optimizer"]["params"]} | ({} if offloads else {"torch_adam": True})
     theirs = {**config, "optimizer": {"type": config["optimizer"]["type"], "params": params}}
     theirs["zero_optimization"] = {**zero, "overlap_comm": False}
     return {"engine": "deepspeed", "config": theirs}

@@ -38,10 +38,10 @@ def compare_with_expected_order(
         tolerance: relative difference up to which two values count as equal.
     """
     wrong = find_contradictions(values, expected, tolerance)
-    said = " <= ".join(expected)
+    expected_text = " <= ".join(expected)
     outcome = "holds" if not wrong else "does not hold: " + "; ".join(wrong)
     return (
-        f"{quantity}: measured {describe_order(values, tolerance)}; in tutorials {said}: {outcome} "
+        f"{quantity}: measured {describe_order(values, tolerance)}; in tutorials {expected_text}: {outcome} "
         f"(within {tolerance:.0%})"
     )
 

@@ -76,9 +76,9 @@ def run_offload_bench(
         rates = measure_disk_rates(place)
     notes += [f"{label}: absent, it failed with the error printed above" for label in failed]
     notes += [_describe_device(cuda, device_bytes)]
-    verdicts, same = _compare_losses_and_times(rows, LOSS_TOLERANCE if not bf16 else 1e-2)
-    verdicts += _compare_with_disk(rows, nproc, *rates)
-    report_bench("offload", rows, verdicts + notes, nproc, sizes, out)
+    conclusions, same = _compare_losses_and_times(rows, LOSS_TOLERANCE if not bf16 else 1e-2)
+    conclusions += _compare_with_disk(rows, nproc, *rates)
+    report_bench("offload", rows, conclusions + notes, nproc, sizes, out)
     return same
 
 
@@ -103,7 +103,7 @@ def _compare_with_disk(rows: dict[str, ConfigMeasurement], nproc: int, read: flo
     """Describe how the steps with all slots on disk compare with their lower bound."""
     if COMPUTE_ONLY not in rows:
         return []
-    compute, said = statistics.median(rows[COMPUTE_ONLY].seconds), []
+    compute, lines = statistics.median(rows[COMPUTE_ONLY].seconds), []
     for label, row in rows.items():
         if not row.copied_bytes.get("to_disk") or ON_DISK not in label:
             continue
@@ -111,12 +111,12 @@ def _compare_with_disk(rows: dict[str, ConfigMeasurement], nproc: int, read: flo
         ratio = statistics.median(row.seconds) / max(compute, moved)
         floor = f"compute ({compute * 1e3:.0f} ms) and its bytes on disk ({moved * 1e3:.0f} ms at the disk's rate)"
         kept = "held" if ratio <= DISK_TARGET_RATIO else "MISSED"
-        said.append(f"{label}: {ratio:.2f} x the longer of {floor} (target: at most {DISK_TARGET_RATIO}: {kept})")
-    if said:
-        said.append(
+        lines.append(f"{label}: {ratio:.2f} x the longer of {floor} (target: at most {DISK_TARGET_RATIO}: {kept})")
+    if lines:
+        lines.append(
             f"the disk reads {read / 1e9:.1f} and writes {write / 1e9:.1f} GB/s by direct I/O, in one large transfer"
         )
-    return said
+    return lines
 
 
 def _describe_device(cuda: bool, device_bytes: str) -> str:
@@ -125,8 +125,8 @@ def _describe_device(cuda: bool, device_bytes: str) -> str:
     if device_bytes == "0":
         return "no device is emulated: device memory is host memory, and nothing is copied between them"
     return (
-        f"the device is emulated ({device_bytes}): windlass' copies to and from it are made and counted; DeepSpeed has "
-        "no such device, so its rows have no copies. Pinned memory has no effect without CUDA: one row for both"
+        f"the device is emulated ({device_bytes}): windlass' rows include copies to and from it; DeepSpeed does not "
+        "know this device, so its rows include none. Pinned memory has no effect without CUDA: one row for both"
     )
 
 
@@ -140,9 +140,9 @@ def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) 
         label: max(abs(a - b) for a, b in zip(row.losses, reference, strict=True)) for label, row in engines.items()
     }
     # `not <=` also catches NaN
-    far = [f"{label} is {off:.1e} apart" for label, off in apart.items() if not off <= bound]
-    said = "NOT equal: " + "; ".join(far) if far else f"equal; the furthest is {max(apart.values()):.1e} apart"
-    verdicts = [f"losses: {said} (bound {bound:.0e})"]
+    far = [f"{label} differs by {off:.1e}" for label, off in apart.items() if not off <= bound]
+    summary = "NOT equal: " + "; ".join(far) if far else f"equal; the largest difference is {max(apart.values()):.1e}"
+    conclusions = [f"losses: {summary} (bound {bound:.0e})"]
     for label, row in engines.items():
         if label == against:
             continue
@@ -150,8 +150,8 @@ def _compare_losses_and_times(rows: dict[str, ConfigMeasurement], bound: float) 
         promise = ""
         if against == COMPUTE_ONLY and label.startswith("stage 3, all on host"):
             promise = f" (target: at most {HOST_TARGET_RATIO}: {'held' if ratio <= HOST_TARGET_RATIO else 'MISSED'})"
-        verdicts.append(f"{label}: {ratio:.2f} x {against}{promise}")
-    return verdicts, not far
+        conclusions.append(f"{label}: {ratio:.2f} x {against}{promise}")
+    return conclusions, not far
 
 
 def _windlass_configs(
@@ -188,10 +188,10 @@ def _deepspeed_configs(sizes: BenchSizes, bf16: bool, folder: str) -> tuple[dict
 
 def _config(sizes: BenchSizes, stage: int, name: str, bf16: bool, folder: str, pin: bool) -> dict[str, Any]:
     config = plain_config(sizes, stage=stage)
-    for section, home in zip(("offload_optimizer", "offload_param"), _OFFLOAD_DEVICES[name], strict=True):
-        if home != "none":
-            where = {"nvme_path": folder} if home == "nvme" else {}
-            config["zero_optimization"][section] = {"device": home, "pin_memory": pin, **where}
+    for section, device in zip(("offload_optimizer", "offload_param"), _OFFLOAD_DEVICES[name], strict=True):
+        if device != "none":
+            where = {"nvme_path": folder} if device == "nvme" else {}
+            config["zero_optimization"][section] = {"device": device, "pin_memory": pin, **where}
     if bf16:
         config["bf16"] = {"enabled": True}
     return config

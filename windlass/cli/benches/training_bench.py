@@ -76,12 +76,12 @@ def run_stages_bench(nproc: int, sizes: BenchSizes, out: Path) -> bool:
     apart = max(abs(a - b) for row in rows.values() for a, b in zip(row.losses, reference, strict=True))
     times = {label: statistics.median(row.seconds) * 1e3 for label, row in rows.items()}
     memory = {label: row.peak_memory / row.parameters for label, row in rows.items()}
-    verdicts = [
-        f"losses: {'equal' if apart <= LOSS_TOLERANCE else 'NOT equal'}; the furthest two are {apart:.1e} apart",
+    conclusions = [
+        f"losses: {'equal' if apart <= LOSS_TOLERANCE else 'NOT equal'}; the largest difference is {apart:.1e}",
         compare_with_expected_order("speed (ms a step)", times, STAGES, _TIME_TOLERANCE),
         compare_with_expected_order("memory (bytes a parameter)", memory, tuple(reversed(STAGES)), _MEMORY_TOLERANCE),
     ]
-    report_bench("stages", rows, verdicts, nproc, sizes, out)
+    report_bench("stages", rows, conclusions, nproc, sizes, out)
     return apart <= LOSS_TOLERANCE
 
 
@@ -98,14 +98,14 @@ def run_precision_bench(nproc: int, sizes: BenchSizes, stage: int, out: Path) ->
     rows, _ = measure_configs(configs, sizes, nproc)
     learned = {label: row.losses[-1] < row.losses[0] for label, row in rows.items()}
     full = rows["fp32"].losses[-1]
-    verdicts = [
+    conclusions = [
         f"{label}: loss {row.losses[0]:.4f} -> {row.losses[-1]:.4f} ({row.losses[-1] - full:+.4f} against fp32), "
         f"{statistics.median(row.seconds) / statistics.median(rows['fp32'].seconds):.2f} x the time and "
         f"{row.peak_memory / rows['fp32'].peak_memory:.2f} x the memory of fp32"
         f"{'' if learned[label] else '; did NOT learn'}"
         for label, row in rows.items()
     ]
-    report_bench("precision", rows, verdicts, nproc, sizes, out)
+    report_bench("precision", rows, conclusions, nproc, sizes, out)
     return all(learned.values())
 
 
@@ -151,7 +151,7 @@ def measure_configs(
             if label in configs:
                 raise
             failed.append(label)
-    console.print(f"time: {', '.join(alone)} in turns, {sizes.rounds} rounds of {sizes.steps} steps", style="dim")
+    console.print(f"time: {', '.join(alone)} alternately, {sizes.rounds} rounds of {sizes.steps} steps", style="dim")
     together = run_task(sizes.make_task({label: every[label] for label in alone}), nproc, env)
     return {label: _make_measurement(label, together, ranks, sizes, nproc) for label, ranks in alone.items()}, failed
 

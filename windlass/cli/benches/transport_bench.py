@@ -93,16 +93,18 @@ def run_transport_bench(
     console = bench_console()
     everything = [TransportMeasurement(setting) for setting in settings]
     alone = BenchSizes(**{**vars(sizes), "rounds": 1})
-    for turn in range(sizes.rounds):
+    for round_index in range(sizes.rounds):
         # slow drift of the machine then affects all settings alike
-        for found in everything if turn % 2 == 0 else reversed(everything):
+        for found in everything if round_index % 2 == 0 else reversed(everything):
             if not found.failure:
-                console.print(f"{turn + 1} of {sizes.rounds}: {found.setting.label}, {nproc} fresh ranks", style="dim")
+                console.print(
+                    f"{round_index + 1} of {sizes.rounds}: {found.setting.label}, {nproc} fresh ranks", style="dim"
+                )
                 _run_once(found, nproc, alone, stage)
     ran = [found for found in everything if not found.failure]
-    verdicts, equal = _compare_losses_and_times(ran, nproc)
-    verdicts += [f"{one.setting.label}: absent, {one.failure}" for one in everything if one.failure]
-    _report(ran, verdicts, nproc, sizes, stage, out)
+    conclusions, equal = _compare_losses_and_times(ran, nproc)
+    conclusions += [f"{one.setting.label}: absent, {one.failure}" for one in everything if one.failure]
+    _report(ran, conclusions, nproc, sizes, stage, out)
     return equal
 
 
@@ -130,24 +132,24 @@ def _compare_losses_and_times(ran: Sequence[TransportMeasurement], nproc: int) -
         bound = LOSS_TOLERANCE if found.setting.device == reference.setting.device else CPU_TO_GPU_LOSS_TOLERANCE
         furthest = max(furthest, apart)
         if not apart <= bound:  # `not <=` also catches NaN
-            far.append(f"{found.setting.label} is {apart:.1e} apart (bound {bound:.0e})")
-    said = "NOT equal: " + "; ".join(far) if far else f"equal; the furthest is {furthest:.1e} apart"
-    verdicts = [f"losses: {said}"]
+            far.append(f"{found.setting.label} differs by {apart:.1e} (bound {bound:.0e})")
+    summary = "NOT equal: " + "; ".join(far) if far else f"equal; the largest difference is {furthest:.1e}"
+    conclusions = [f"losses: {summary}"]
     for found in ran[1:]:
         ratio = statistics.median(found.seconds) / statistics.median(reference.seconds)
-        verdicts.append(f"{found.setting.label}: {ratio:.2f} x the time of {reference.setting.label}")
+        conclusions.append(f"{found.setting.label}: {ratio:.2f} x the time of {reference.setting.label}")
     if nproc == 1:
-        verdicts.append("one rank has no peer, so these settings do not differ; use -n 2 or more")
-    return verdicts, not far
+        conclusions.append("one rank has no peer, so these settings do not differ; use -n 2 or more")
+    return conclusions, not far
 
 
 def _report(
-    ran: Sequence[TransportMeasurement], verdicts: list[str], nproc: int, sizes: BenchSizes, stage: int, out: Path
+    ran: Sequence[TransportMeasurement], conclusions: list[str], nproc: int, sizes: BenchSizes, stage: int, out: Path
 ) -> None:
     rows = {found.setting.label: _result_row(found, nproc, sizes) for found in ran}
     console = bench_console()
     console.print(_result_table(rows, nproc, sizes, stage))
-    for line in verdicts:
+    for line in conclusions:
         console.print(line, soft_wrap=True)
     result = {
         "bench": "transport",
@@ -155,7 +157,7 @@ def _report(
         "stage": stage,
         "sizes": vars(sizes),
         "rows": rows,
-        "verdicts": verdicts,
+        "verdicts": conclusions,
     }
     written = write_result(out / "transport.json", result)
     panels = [

@@ -35,21 +35,21 @@ def run_zero_memory_bench(
     sums = {engine: result["parameter_sum"] for engine, result in results.items()}
     same = all_equal(sums, SUM_TOLERANCE)
     console.print(_memory_table(results, f"{depth} x Linear({width}), {nproc} ranks"))
-    verdicts = [
+    conclusions = [
         f"parameter sums after {steps} steps: {'equal' if same else 'NOT equal'} (to {SUM_TOLERANCE:g} of the sum)"
     ]
     peaks = {engine: result["bytes_per_parameter"] for engine, result in results.items()}
     expected = [engine for engine in _TUTORIAL_ORDER if engine in peaks]
     if len(expected) > 1:
-        verdicts.append(
+        conclusions.append(
             compare_with_expected_order(
                 "peak memory (bytes a parameter)", {e: peaks[e] for e in expected}, expected, 0.03
             )
         )
-    for line in verdicts:
+    for line in conclusions:
         console.print(line, soft_wrap=True)
     result = {"bench": "zero-memory", "ranks": nproc, "width": width, "depth": depth, "batch": batch, "steps": steps}
-    written = write_result(out / "zero-memory.json", {**result, "engines": results, "verdicts": verdicts})
+    written = write_result(out / "zero-memory.json", {**result, "engines": results, "verdicts": conclusions})
     drawn = draw_bars(
         [BarPanel("peak memory of a rank", "bytes a parameter", peaks)],
         out / "zero-memory.png",

@@ -20,10 +20,10 @@ _NVLINK_TEXTS = {
 
 def format_facts(facts: dict[str, Any]) -> Iterator[str]:
     """Yield the lines for the facts that `collect_facts` returned."""
-    for name, key, tell in _FACT_ROWS:
+    for name, key, formatter in _FACT_ROWS:
         value = facts[key]
-        said = [_format_unknown(value)] if is_unknown(value) else tell(value)
-        yield from (f"{name if number == 0 else '':<13}{line}" for number, line in enumerate(said))
+        lines = [_format_unknown(value)] if is_unknown(value) else formatter(value)
+        yield from (f"{name if number == 0 else '':<13}{line}" for number, line in enumerate(lines))
     yield ""
     yield "settings that reduce speed:" if facts["settings"] else "settings that reduce speed: none of the known ones"
     if is_unknown(facts["settings"]):
@@ -91,16 +91,16 @@ def _format_topology(value: dict[str, Any] | None) -> list[str]:
     if value is None:
         return ["nvidia-smi is not installed"]
     pairs = ", ".join(f"{link} {count} ({_describe_link(link)})" for link, count in value["pairs"].items())
-    said = [_NVLINK_TEXTS[value["nvlink"]] + (f"; pairs of GPUs: {pairs}" if pairs else "")]
+    lines = [_NVLINK_TEXTS[value["nvlink"]] + (f"; pairs of GPUs: {pairs}" if pairs else "")]
     everyone = list(value["links"])
     if len(everyone) > 1:
-        said.append("".join(f"{name:<6}" for name in ("", *everyone)))
-        said += ["".join(f"{cell:<6}" for cell in (name, *row.values())) for name, row in value["links"].items()]
-    said += [
+        lines.append("".join(f"{name:<6}" for name in ("", *everyone)))
+        lines += ["".join(f"{cell:<6}" for cell in (name, *row.values())) for name, row in value["links"].items()]
+    lines += [
         f"{gpu}: nearest network card {', '.join(near['cards'])} ({near['class']}: {_describe_link(near['class'])})"
         for gpu, near in value["nearest_cards"].items()
     ]
-    return said + [f"{gpu}: processors {cpus}" for gpu, cpus in value["cpus"].items()]
+    return lines + [f"{gpu}: processors {cpus}" for gpu, cpus in value["cpus"].items()]
 
 
 def _describe_link(link: str) -> str:
@@ -112,8 +112,8 @@ def _format_network(value: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_interface(one: dict[str, Any]) -> str:
-    said = [one["state"] or "state unknown", _format_rate(one["megabits_per_second"]), f"packets of {one['mtu']}"]
-    return f"{one['name']}: {', '.join(said + ['virtual'] * one['virtual'])}"
+    lines = [one["state"] or "state unknown", _format_rate(one["megabits_per_second"]), f"packets of {one['mtu']}"]
+    return f"{one['name']}: {', '.join(lines + ['virtual'] * one['virtual'])}"
 
 
 def _format_rate(megabits: int | None) -> str:
@@ -142,14 +142,14 @@ def _format_backends(value: dict[str, dict[str, Any]]) -> list[str]:
 
 def _format_disk(value: dict[str, Any]) -> list[str]:
     engine, rates = value["engine"], value["rates"]
-    said = [_format_unknown(engine) if is_unknown(engine) else engine]
+    lines = [_format_unknown(engine) if is_unknown(engine) else engine]
     if rates is None:
-        return [*said, "rates: measure with --disk FOLDER"]
+        return [*lines, "rates: measure with --disk FOLDER"]
     if is_unknown(rates):
-        return [*said, f"rates: {_format_unknown(rates)}"]
+        return [*lines, f"rates: {_format_unknown(rates)}"]
     memory = "; this is memory, not a disk" if rates["memory"] else ""
     return [
-        *said,
+        *lines,
         f"{rates['folder']} ({rates['file_system']}, {rates['free_bytes'] / _GIB:.1f} GiB free{memory}): reads "
         f"{rates['read_bytes_per_second'] / 1e9:.2f} GB/s, writes {rates['write_bytes_per_second'] / 1e9:.2f} GB/s "
         f"({rates['measured_bytes'] >> 20} MiB each way)",

@@ -136,15 +136,15 @@ class TrainLoop:
         torch.manual_seed(((self.plan.seed * _SEED_FACTOR + self.step) * _SEED_FACTOR + reader) % _SEED_MODULUS)
         if self.engine.mesh.pp.size > 1:
             loss = self.engine.train_batch(self._micro_batches())
-            verdict = all_reduce_losses([loss], self.stop_signals.stop_requested)
+            agreement = all_reduce_losses([loss], self.stop_signals.stop_requested)
         else:
-            verdict = self._train_micro_batches()
+            agreement = self._train_micro_batches()
         self.step += 1
         norm = self.engine.grad_norm()
-        reporter.report_step(verdict.loss, norm, time.monotonic() - started)
-        if not verdict.stop_requested and self.plan.eval_every and self.step % self.plan.eval_every == 0:
+        reporter.report_step(agreement.loss, norm, time.monotonic() - started)
+        if not agreement.stop_requested and self.plan.eval_every and self.step % self.plan.eval_every == 0:
             reporter.report_held_out(self._evaluate_held_out())
-        return verdict.stop_requested
+        return agreement.stop_requested
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:
@@ -159,10 +159,10 @@ class TrainLoop:
             self.engine.backward(loss)
             losses.append(loss.detach())
             if micro == accumulation - 1:
-                verdict = all_reduce_losses(losses, self.stop_signals.stop_requested)
-                self._require_finite(verdict.first_non_finite)
+                agreement = all_reduce_losses(losses, self.stop_signals.stop_requested)
+                self._require_finite(agreement.first_non_finite)
             self.engine.step()
-        return verdict
+        return agreement
 
     def _evaluate_held_out(self) -> float:
         micro = self.engine.train_micro_batch_size_per_gpu()

@@ -157,8 +157,8 @@ def _log_corpus(packed: PackedCorpus, seconds: float) -> None:
 def _plan_resumed_run(options: TrainOptions) -> TrainingPlan:
     old = read_plan(options.out / "run.json")
     fixed = ("model", "data", "tokenizer", "vocab_size", "text_field", "seq_len", "seed", "eval_bytes", "overwrite")
-    said = {name: getattr(options, name) for name in fixed}
-    given = [name for name, value in said.items() if value is not None and value is not False]
+    option_values = {name: getattr(options, name) for name in fixed}
+    given = [name for name, value in option_values.items() if value is not None and value is not False]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"--resume continues the run in {options.out} with its own settings; leave out {flags}")
@@ -191,8 +191,8 @@ def _warn_schedule_ends_early(config: dict[str, Any], steps: int) -> None:
     total = config.get("scheduler", {}).get("params", {}).get("total_num_steps")
     if isinstance(total, int | float) and total < steps:
         logger.warning(
-            "the schedule of this run ends at step %d of %d: the learning rate then stays constant; --config with "
-            "another total_num_steps changes that",
+            "the schedule of this run ends at step %d of %d, after which the learning rate is constant; set another "
+            "total_num_steps in --config to change that",
             total,
             steps,
         )

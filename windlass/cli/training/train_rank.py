@@ -107,8 +107,8 @@ def run_rank(plan_path: Path, failure_path: Path) -> int:
 def _uses_sharded_init(config: Config) -> bool:
     """Return True if no rank will hold the full model, nor needs it for a partition by measured time."""
     axes = config.parallel
-    cut = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.partition_method != "time"
-    return cut or config.zero_optimization.stage == 3
+    is_partitioned = axes.pp * axes.ep * axes.tp > 1 and config.pipeline.partition_method != "time"
+    return is_partitioned or config.zero_optimization.stage == 3
 
 
 def train_on_rank(plan: TrainingPlan, stop_signals: StopSignals) -> bool:

@@ -45,8 +45,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     def device_count(self) -> int:
         """Return the number of local ranks if a launcher sets `LOCAL_SIZE`, else of NUMA nodes that have cores."""
-        told = int(os.environ.get("LOCAL_SIZE", "0"))
-        return told if told > 0 else max(1, len(nodes_with_cores()))
+        local_size = int(os.environ.get("LOCAL_SIZE", "0"))
+        return local_size if local_size > 0 else max(1, len(nodes_with_cores()))
 
     def synchronize(self, device_index: int | str | None = None) -> None:
         return

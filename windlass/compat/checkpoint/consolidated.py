@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from windlass.base.broken_pipe import exit_quietly_on_broken_pipe
+from windlass.base.dtypes import is_castable
 from windlass.base.errors import CheckpointError, WindlassError
 from windlass.base.log import logger
 from windlass.checkpoint.checkpoint_directory import (
@@ -288,7 +289,7 @@ def _stored_weights(path: Path, exclude_frozen: bool) -> dict[str, StoredWeight]
         is_buffer, like = where.startswith("buffer/"), stored.meta_tensor(where)
         if exclude_frozen and not is_buffer and name not in trained:
             continue
-        widened = like.is_floating_point() and (is_buffer or name in trained)
+        widened = is_castable(like.dtype) and (is_buffer or name in trained)
         dtype = torch.float32 if widened else stored_param_dtype(stored, where)
         found[name] = StoredWeight(name, dtype, tuple(like.shape), stored, where)
     for alias, name in stored.engine_data.get("tied", {}).items():
@@ -318,8 +319,10 @@ def _require_zero(path: Path) -> None:
     inner = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(inner, dict) or not ({"zero_stage", "single_partition_of_fp32_groups"} & set(inner)):
         raise NotZeroCheckpointError(f"{files[0]} is not a zero checkpoint")
-    said = inner.get("zero_stage", 1)
-    stage = said if isinstance(said, int) else (getattr(said, "arguments", None) or (1,))[0]
+    recorded_stage = inner.get("zero_stage", 1)
+    stage = (
+        recorded_stage if isinstance(recorded_stage, int) else (getattr(recorded_stage, "arguments", None) or (1,))[0]
+    )
     if stage not in (1, 2, 3):
         raise NotZeroCheckpointError(f"{files[0]}: unknown zero stage {stage}")
     count = inner.get("partition_count", len(files))

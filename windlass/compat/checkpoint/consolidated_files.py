@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.dtypes import is_castable
 from windlass.checkpoint.checkpoint_directory import disk_errors, require_space
 from windlass.checkpoint.pickle_writer import PlannedTensor
 from windlass.checkpoint.safetensors_file import TensorEntry
@@ -52,8 +53,8 @@ class StoredWeight:
             return self.stored.read_full(self.stored_name).to(self.dtype)
 
     def dtype_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Return `dtype` for a floating-point tensor, else the tensor's own dtype."""
-        return dtype if self.dtype.is_floating_point else self.dtype
+        """Return `dtype` for a floating-point tensor of at least 16 bits, else the tensor's own dtype."""
+        return dtype if is_castable(self.dtype) else self.dtype
 
 
 def parse_output_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -54,7 +54,7 @@ def read_deepspeed_index(path: Path, parameter_order: ParameterOrder | None = No
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
             f"{path} does not have the layout that DeepSpeed 0.19 writes ({type(error).__name__}: {error!s:.200}); a "
-            "file is damaged, or of another version. Load it with the library that wrote it"
+            "file is damaged, or written by another version. Load it with the library that wrote it"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -158,8 +158,8 @@ class _DeepSpeedDirectory:
                     tied[name] = kept
                 elif f"param/{name}" not in self.shards.tensors:
                     self.shards.add_full_tensor(f"param/{name}", tensor)
-        said = first.get("shared_params")
-        return tied | (dict(said) if isinstance(said, dict) else {})
+        recorded = first.get("shared_params")
+        return tied | (dict(recorded) if isinstance(recorded, dict) else {})
 
     def _index_frozen_parameters(self, states: list[dict[str, Any]]) -> None:
         """Index the frozen parameters of stage 3, each a flat part per rank."""
@@ -186,7 +186,7 @@ class _DeepSpeedDirectory:
         optimizers = [one["optimizer_state_dict"] for one in saved]
         for group in groups:
             self.shards.require(
-                len(group.shapes) and all(len(flat) == len(groups) for flat in masters), "flat groups of masters"
+                len(group.shapes) and all(len(flat) == len(groups) for flat in masters), "flat groups of master weights"
             )
             at = 0
             for name, shape in group.shapes.items():
@@ -322,7 +322,7 @@ class _DeepSpeedDirectory:
             for name, tensor in first["module"].items()
             if isinstance(tensor, StoredTensor) and f"param/{name}" in tensors and tensor.dtype != torch.float32
         }
-        told = {
+        engine_data = {
             **read_deepspeed_metadata(first, saved, self.path),
             "layout": {"stage": stage, "ranks": ranks},
             "states": self.kinds,
@@ -334,7 +334,7 @@ class _DeepSpeedDirectory:
             "tied": tied,
             "dtypes": dtypes,
         }
-        encoded, found = plain_data.encode(told, "plain/", (torch.Tensor, StoredTensor))
+        encoded, found = plain_data.encode(engine_data, "plain/", (torch.Tensor, StoredTensor))
         for name, tensor in found.items():
             if isinstance(tensor, StoredTensor):
                 self.shards.add_full_tensor(name, tensor)
@@ -364,8 +364,8 @@ def _files_by_rank(path: Path, pattern: str) -> list[Path]:
 
 
 def _stage_of(saved: Mapping[str, Any]) -> int:
-    said = saved.get("zero_stage")
-    given = (said,) if isinstance(said, int) else getattr(said, "arguments", (1,))
+    recorded = saved.get("zero_stage")
+    given = (recorded,) if isinstance(recorded, int) else getattr(recorded, "arguments", (1,))
     return int(given[0]) if given else 1
 
 

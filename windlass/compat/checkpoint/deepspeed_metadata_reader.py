@@ -76,7 +76,7 @@ def _client_state(first: Mapping[str, Any], path: Path) -> dict[str, Any]:
             value = _resolve_stand_ins(value)
             plain_data.encode(value, "", (torch.Tensor, StoredTensor))
         except CheckpointError as error:
-            logger.warning("%s: %r of the client state is left out: %s", path, key, error)
+            logger.warning("%s: %r of the client state is not read: %s", path, key, error)
             continue
         client[key] = value
     return client

@@ -41,7 +41,7 @@ class PickleStandIn:
         return [*self.arguments, *self.attributes.values()]
 
     def __setstate__(self, state: Any) -> None:
-        raise TypeError("a stand-in takes no state but by its reader")
+        raise TypeError("a stand-in receives its state from the reader alone")
 
     def __reduce__(self) -> Any:
         raise TypeError("a stand-in is not pickled again")
@@ -122,7 +122,7 @@ class NumpyArrayStandIn(PickleStandIn):
         _, shape, kind, by_columns, raw = saved
         code = kind.dtype_code() if isinstance(kind, NumpyDtypeStandIn) else ""
         if not re.fullmatch("[biufcSU][0-9]{1,6}", code) or not isinstance(raw, bytes):
-            raise CheckpointError(f"an array of numpy's type {code!r} is neither of numbers nor of text")
+            raise CheckpointError(f"an array of numpy's type {code!r} contains neither numbers nor text")
         try:
             return numpy.ndarray(shape, code, bytearray(raw), order="F" if by_columns else "C")
         except (TypeError, ValueError, OverflowError) as error:

@@ -10,7 +10,7 @@ from windlass.base.regular_file import read_regular
 from windlass.checkpoint.checkpoint_directory import disk_errors
 
 _SCRIPT = '''#!/usr/bin/env python
-"""Whole weights out of the checkpoints beside this file{what}: python {name}.py . OUT{more}; --help says more."""
+"""Write the full weights of the checkpoints beside this file{what}: python {name}.py . OUT{more}; --help says more."""
 
 import sys
 

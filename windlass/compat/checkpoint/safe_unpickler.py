@@ -40,7 +40,9 @@ class MemoryBudget:
         """Allocate this many bytes. Raises PickleError if fewer are left."""
         self._left -= nbytes
         if self._left < 0:
-            raise PickleError(f"its plain data need more than {self.limit} bytes of memory, which no such file does")
+            raise PickleError(
+                f"its plain data need more than {self.limit} bytes of memory, and those of no valid file do"
+            )
 
 
 class AllowedFunction:
@@ -92,7 +94,7 @@ class SafeUnpickler:
         text, stack, budget = self._text, self._stack, self._budget
         while True:
             if self._at >= len(text):
-                raise PickleError("it is cut short")
+                raise PickleError("it is truncated")
             code = text[self._at]
             self._at += 1
             if code == 0x2E:  # STOP
@@ -105,7 +107,7 @@ class SafeUnpickler:
             except (IndexError, KeyError) as error:
                 raise PickleError(f"it is damaged at byte {self._at} ({type(error).__name__})") from error
             except UnicodeDecodeError as error:
-                raise PickleError(f"it is damaged at byte {self._at}: a text that is no UTF-8") from error
+                raise PickleError(f"it is damaged at byte {self._at}: a string that is not UTF-8") from error
             if len(stack) > deepest:
                 budget.charge((len(stack) - deepest) * _WORD)
                 deepest = len(stack)
@@ -119,7 +121,7 @@ class SafeUnpickler:
     def _take(self, count: int) -> bytes:
         """Return the next `count` bytes. They must exist before any memory is allocated for them."""
         if count > len(self._text) - self._at:
-            raise PickleError(f"it is cut short: {count} bytes are asked for, {len(self._text) - self._at} are left")
+            raise PickleError(f"it is truncated: {count} bytes are needed, {len(self._text) - self._at} are left")
         begin, self._at = self._at, self._at + count
         return self._text[begin : self._at]
 
@@ -129,7 +131,7 @@ class SafeUnpickler:
     def _line(self) -> str:
         end = self._text.find(b"\n", self._at, self._at + 1000)
         if end < 0:
-            raise PickleError("it is cut short in a name")
+            raise PickleError("it is truncated in a name")
         line, self._at = self._text[self._at : end].decode(), end + 1
         return line
 
@@ -142,7 +144,7 @@ class SafeUnpickler:
     def _pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise PickleError("it takes a value where there is none")
+            raise PickleError("it pops a value from an empty stack")
         return value
 
     def _top(self) -> Any:
@@ -153,7 +155,7 @@ class SafeUnpickler:
         while self._stack[at] is not _MARK:
             at -= 1
             if at < 0:
-                raise PickleError("it ends a list that it did not begin")
+                raise PickleError("it ends a list that was not begun")
         items = self._stack[at + 1 :]
         del self._stack[at:]
         return items
@@ -287,7 +289,7 @@ class SafeUnpickler:
         if on_stack:
             name, module = self._pop(), self._pop()
             if not isinstance(name, str) or not isinstance(module, str):
-                raise PickleError("it has a name that is no text")
+                raise PickleError("it has a name that is not a string")
         else:
             module, name = self._line(), self._line()
         self._stack.append(self._resolve_name(module, name))
@@ -300,7 +302,7 @@ class SafeUnpickler:
     def apply(self, function: Any, arguments: Any) -> Any:
         """Return the result of a function or class for these arguments."""
         if type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
-            raise PickleError("it calls something with arguments that are none")
+            raise PickleError("it calls a function with arguments that are not a tuple")
         if isinstance(function, AllowedFunction):
             return function.function(self._budget, *arguments)
         if isinstance(function, type) and issubclass(function, PickleStandIn):

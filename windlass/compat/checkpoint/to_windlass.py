@@ -74,14 +74,14 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
         CheckpointError: there is no checkpoint in `source`, it is damaged, or `target` cannot be written.
     """
     if is_checkpoint(source):
-        draft = StagingCheckpoint(target.parent, target.name)
+        staging = StagingCheckpoint(target.parent, target.name)
         try:
-            _copy_files(source, draft.path)
-            if problem := find_damage(draft.path, read_index(draft.path)):
+            _copy_files(source, staging.path)
+            if problem := find_damage(staging.path, read_index(staging.path)):
                 raise CheckpointError(f"the copy of {source} is damaged: {problem}")
-            return draft.commit()
+            return staging.commit()
         except BaseException:
-            draft.discard()
+            staging.discard()
             raise
     if foreign_format_of(source) is None:
         raise CheckpointError(
@@ -91,7 +91,8 @@ def convert_to_windlass(source: Path, target: Path, parameter_order: ParameterOr
         shards = [_StoredTensorStorage(stored, name).shard() for name in stored.names()]
         if parameter_order is None and stored.engine_data["layout"]["stage"] == 0:
             logger.warning(
-                "%s has DeepSpeed's stage 0, which stores optimizer states by number: they are not in %s. Load %s "
+                "%s was saved at DeepSpeed's stage 0, which stores optimizer states by number: they are not in %s. "
+                "Load %s "
                 "itself to use them",
                 source,
                 target,

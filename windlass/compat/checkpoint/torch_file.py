@@ -63,7 +63,7 @@ class _Storage:
     record: ZipRecord
 
     def __setstate__(self, state: Any) -> None:
-        raise TypeError("a storage takes no state")
+        raise TypeError("a storage accepts no state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class StoredTensor:
     strides: tuple[int, ...]
 
     def __setstate__(self, state: Any) -> None:
-        raise TypeError("a tensor takes no state")
+        raise TypeError("a tensor accepts no state")
 
     def numel(self) -> int:
         """Return the number of elements."""
@@ -171,7 +171,7 @@ class TorchFile(TensorFile):
         begin, _, end = entry.partition(":")
         first, last = int(begin), int(end)
         if first < last and self._records.record_covering(first, last) is None:
-            raise CheckpointError(f"the checkpoint file {self.path} is damaged: no record has its bytes {entry}")
+            raise CheckpointError(f"the checkpoint file {self.path} is damaged: no record contains the bytes {entry}")
         return first, last
 
     def check_entry(self, entry: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -237,7 +237,7 @@ class _PickleResolver:
         if (module, name) in self._known:
             return self._known[module, name]
         raise CheckpointError(
-            f"{self._path} is refused: it asks for {module:.100}.{name:.100}, which is neither a tensor nor plain "
+            f"{self._path} is refused: it requests {module:.100}.{name:.100}, which is neither a tensor nor plain "
             "data; nothing was executed. If you trust its author, load it with the program that wrote it, and save "
             "without that object"
         )
@@ -265,9 +265,9 @@ class _PickleResolver:
         if not isinstance(storage, _Storage):
             raise TypeError("a tensor without storage")
         if type(size) is not tuple or type(stride) is not tuple or not len(size) == len(stride) <= _MOST_DIMS:
-            raise ValueError("a tensor whose sizes and strides are none")
+            raise ValueError("a tensor whose sizes and strides are not tuples")
         if any(type(number) is not int or not 0 <= number < 1 << 63 for number in (*size, *stride, offset)):
-            raise ValueError("a tensor whose sizes, strides or offset are no sizes")
+            raise ValueError("a tensor whose sizes, strides or offset are not valid")
         budget.charge(128 + 8 * len(size))
         record, width = storage.record, storage.dtype.itemsize
         found = StoredTensor(self._path, record, record.begin + offset * width, storage.dtype, size, stride)
@@ -279,7 +279,7 @@ class _PickleResolver:
 
 def _from_type(budget: MemoryBudget, make: Any, kind: Any, args: Any, state: Any) -> Any:
     if not isinstance(make, AllowedFunction) or type(args) is not tuple or len(args) > _MOST_DIMS:
-        raise TypeError("a tensor made by something else")
+        raise TypeError("a tensor made by an unknown function")
     return make.function(budget, *args)
 
 
@@ -298,7 +298,7 @@ def _bytes(budget: MemoryBudget, text: Any = None, encoding: Any = None) -> byte
 
 def _text(budget: MemoryBudget, *parts: Any) -> str:
     if not all(type(part) in (str, int) for part in parts):
-        raise TypeError("a path or device of something else than texts")
+        raise TypeError("a path or device that is not made of strings")
     texts = [str(part) for part in parts]
     budget.charge(2 * sum(len(text) + 64 for text in texts))
     return "/".join(texts).replace("//", "/")
@@ -306,21 +306,21 @@ def _text(budget: MemoryBudget, *parts: Any) -> str:
 
 def _dictionary(budget: MemoryBudget, items: Any = ()) -> dict[Any, Any]:
     if items != () and items != []:
-        raise TypeError("an ordered dictionary that is made from something")  # pickles set their items one by one
+        raise TypeError("an ordered dictionary made from arguments")  # pickles set their items one by one
     budget.charge(64)
     return {}
 
 
 def _size(budget: MemoryBudget, numbers: Any = ()) -> tuple[Any, ...]:
     if not isinstance(numbers, (list, tuple)) or len(numbers) > _MOST_DIMS:
-        raise ValueError("a size of something else than a few numbers")
+        raise ValueError("a torch.Size that is not a few numbers")
     budget.charge(getsizeof(numbers))
     return tuple(numbers)
 
 
 def _set(budget: MemoryBudget, items: Any = ()) -> set[Any]:
     if not isinstance(items, (list, tuple)):
-        raise TypeError("a set of something else than a list")
+        raise TypeError("a set that is not made from a list")
     keys = KeyValidator()
     for item in items:
         keys.require(item)

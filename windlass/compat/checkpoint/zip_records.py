@@ -22,7 +22,7 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")  # entry of the directory
 _LOCAL = struct.Struct("<4s22xHH")  # header of a record: lengths of its name and its extra fields
 _COMMENT = 1 << 16
 _FULL32 = 0xFFFFFFFF  # marks that the value is in a 64-bit field
-_AT_ONCE = 1 << 22
+_CHUNK_BYTES = 1 << 22
 
 
 class ZipError(ValueError):
@@ -102,7 +102,7 @@ class ZipRecords:
         self._file.seek(record.begin)
         left, found = record.end - record.begin, 0
         while left:
-            part = self._file.read(min(_AT_ONCE, left))
+            part = self._file.read(min(_CHUNK_BYTES, left))
             if not part:
                 return False
             found, left = crc32_of(part, found), left - len(part)
@@ -115,7 +115,7 @@ class ZipRecords:
         at = 0
         for _ in range(count):
             if at + _ENTRY.size > len(directory):
-                raise ZipError("its directory is cut short")
+                raise ZipError("its directory is truncated")
             sign, *_, flags, method, _, _, crc32, packed, size, named, extra, remark, _, _, _, start = (
                 _ENTRY.unpack_from(directory, at)
             )
@@ -129,14 +129,14 @@ class ZipRecords:
             data = self._data_offset(name, start)
             yield start, ZipRecord(name.decode("utf-8", "backslashreplace").partition("/")[2], data, data + size, crc32)
         if at != len(directory):
-            raise ZipError("its directory has more than its records")
+            raise ZipError("its directory has bytes after its last record")
 
     def _data_offset(self, name: bytes, start: int) -> int:
         """Return the byte offset of a record's data, which follows its header."""
         self._file.seek(start)
         header = self._file.read(_LOCAL.size + len(name))
         if len(header) < _LOCAL.size:
-            raise ZipError(f"the header of record {name!r:.100} is cut short")
+            raise ZipError(f"the header of record {name!r:.100} is truncated")
         sign, named, extra = _LOCAL.unpack_from(header)
         if sign != b"PK\3\4" or header[_LOCAL.size :] != name or named != len(name):
             raise ZipError(f"the header of record {name!r:.100} is damaged")
@@ -151,19 +151,19 @@ def _find_directory(file: BufferedReader, size: int) -> tuple[int, int, int]:
     tail = file.read(size - tail_at)
     at = tail.rfind(b"PK\5\6")
     if at < 0 or at + _END.size > len(tail):
-        raise NotZipError("it does not end as an archive")
+        raise NotZipError("it has no end-of-archive record")
     _, disk, other, here, count, length, first, _ = _END.unpack_from(tail, at)
     last = tail_at + at
     if at >= _LOCATOR.size and tail[at - _LOCATOR.size : at - _LOCATOR.size + 4] == b"PK\6\7":
         last = _LOCATOR.unpack_from(tail, at - _LOCATOR.size)[2]
         if last > size - _END64.size:
-            raise ZipError("its end is damaged")
+            raise ZipError("its end-of-archive record is damaged")
         file.seek(last)
         sign, _, _, _, disk, other, here, count, length, first = _END64.unpack(file.read(_END64.size))
         if sign != b"PK\6\6":
-            raise ZipError("its end is damaged")
+            raise ZipError("its end-of-archive record is damaged")
     if disk or other or here != count or first + length != last or count * _ENTRY.size > length:
-        raise ZipError("its end does not fit its directory")
+        raise ZipError("its end-of-archive record does not match its directory")
     return count, first, last
 
 
@@ -181,4 +181,4 @@ def _resolve_zip64(extra: bytes, *values: int) -> tuple[int, ...]:
                 break
             return tuple(wide.pop(0) if value == _FULL32 else value for value in values)
         at += 4 + length
-    raise ZipError("a record has no 64-bit sizes where its directory says so")
+    raise ZipError("a record lacks the 64-bit sizes that its directory announces")

@@ -69,8 +69,8 @@ def _wait_for_result(store: Any, first: int, timeout: timedelta) -> None:
         raise CommunicationError(
             f"monitored_barrier: rank {first} did not arrive within {timeout.total_seconds():.0f} s; check it"
         ) from error
-    said = store.get("verdict").decode()
-    _raise_if_missing([int(rank) for rank in said.split(",") if rank], timeout)
+    result = store.get("verdict").decode()
+    _raise_if_missing([int(rank) for rank in result.split(",") if rank], timeout)
 
 
 def _raise_if_missing(missing: list[int], timeout: timedelta) -> None:

@@ -89,10 +89,10 @@ def reduce_scatter(output: Operand, parts: Sequence[Operand], operator: ReduceOp
             )
     way = _find_native(into, operator, group)
     # The backend's reduce-scatter needs parts of equal size.
-    alike = all(part[0].numel() == into[0].numel() for part in each)
+    equal_sizes = all(part[0].numel() == into[0].numel() for part in each)
     if (
         size > 1
-        and alike
+        and equal_sizes
         and into[0].numel()
         and way is not None
         and capabilities_of(group, into[0].device).has_reduce_scatter
@@ -113,15 +113,17 @@ def reduce_scatter_tensor(output: Operand, operand: Operand, operator: ReduceOpe
     size = dist.get_world_size(group)
     out = output if isinstance(output, (tuple, list)) else (output,)
     whole = operand if isinstance(operand, (tuple, list)) else (operand,)
-    cuts = []
+    ranges = []
     for one, into in zip(whole, out, strict=True):
         if one.numel() != size * into.numel():
             raise CommunicationError(
                 f"reduce_scatter_tensor: {describe_tensor(one)} is not {size} times the output, "
                 f"{describe_tensor(into)}; the input holds one part for each rank"
             )
-        cuts.append([part.reshape(into.shape) for part in one.reshape(-1).chunk(size)] if one.numel() else [one] * size)
-    parts: list[Any] = [tuple(part) if len(whole) > 1 else part[0] for part in zip(*cuts, strict=True)]
+        ranges.append(
+            [part.reshape(into.shape) for part in one.reshape(-1).chunk(size)] if one.numel() else [one] * size
+        )
+    parts: list[Any] = [tuple(part) if len(whole) > 1 else part[0] for part in zip(*ranges, strict=True)]
     return reduce_scatter(output, parts, operator, group)
 
 

@@ -61,6 +61,10 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     "optimizer.bit16_groups_flat": differs(
         "windlass.compat.optimizer_group_views:FlatParameters", "copies, made at each access"
     ),
+    "optimizer.fp32_groups_gradients_flat": differs(
+        "windlass.compat.optimizer_group_views:FlatGradients",
+        "reduced gradients without padding, copied at each access, which is collective",
+    ),
     "optimizer._get_norm_groups": differs(
         "windlass.compat.optimizer_group_views:norms_of_groups",
         "collective at every stage: full gradients are gathered one by one",

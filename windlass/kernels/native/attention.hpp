@@ -29,8 +29,14 @@ WINDLASS_INLINE F load_cached(const char* from) {
     } else if constexpr (kCode == CacheCode::bf16) {
         return (F)(__builtin_convertvector(load<Half>(from), U) << 16);
     } else {
+#if defined(__AVX512F__)
+        return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+        return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
         typedef std::int8_t Signed __attribute__((vector_size(kLanes)));
         return __builtin_convertvector(__builtin_convertvector(load<Signed>(from), I), F);
+#endif
     }
 }
 
@@ -255,7 +261,7 @@ inline void weigh_row(const AttentionJob& job, const TileOfCache& tile, VisibleK
 template <CacheCode kCode, int kRows>
 void attend_rows(const AttentionJob& job, const AttentionPart& part, const TileOfCache& tile, std::int64_t first,
                  std::int64_t count, const AttentionScratch& scratch) {
-    constexpr int kBeside = panels_for(kRows);
+    constexpr int kBeside = panels_for(kRows, 2) > 4 ? 4 : panels_for(kRows, 2);
     const CacheOfLayer& cache = job.cache;
     float* scores = scratch.scores;
     const float* query = scratch.query + first * cache.key_dim;

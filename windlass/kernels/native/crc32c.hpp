@@ -1,7 +1,8 @@
-// CRC-32C (Castagnoli) of pages of 4096 bytes, by the processor's own instruction where it has one.
+// CRC-32C (Castagnoli) of pages of 4096 bytes, by the processor's own instruction if it has one.
 //
-// The instruction takes three cycles and one can start in every cycle, so that one checksum alone would run at a third
-// of what is possible: four pages are hashed side by side. windlass/kernels/reference/crc32c.py says what is computed.
+// The instruction has a latency of three cycles and a throughput of one per cycle, so that a single checksum would run
+// at a third of the possible rate: four pages are hashed in parallel. windlass/kernels/reference/crc32c.py is the
+// reference.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +40,7 @@ inline uint64_t word(const char* at) {
     return value;
 }
 
-// Eight tables: a word of 64 bits is folded in at once.
+// Eight tables, to fold in a word of 64 bits at a time.
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
 inline constexpr Tables make_tables() {
@@ -73,7 +74,7 @@ inline void by_table(const char* pages, uint64_t count, uint32_t* sums) {
     }
 }
 
-// `Step` folds one word into a checksum. Forced into its callers, which name the instruction set.
+// `Step` folds one word into a checksum. Always inlined into its callers, which name the instruction set.
 template <typename Step>
 [[gnu::always_inline]] inline void side_by_side(const char* pages, uint64_t count, uint32_t* sums, Step step) {
     uint64_t page = 0;
@@ -81,8 +82,8 @@ template <typename Step>
         const char* first = pages + page * kCrcPage;
         uint64_t a = ~0u, b = ~0u, c = ~0u, d = ~0u;
         for (uint64_t line = 0; line < kCrcPage; line += kLine) {
-            // The processor's own prefetcher stops at every page: ask for the next four pages meanwhile. A prefetch
-            // beyond the end of the memory does nothing.
+            // The hardware prefetcher stops at page boundaries, so prefetch the next four pages here. A prefetch beyond
+            // the end of the memory does nothing.
             for (uint64_t next = kCrcStreams; next < 2 * kCrcStreams; ++next) {
                 __builtin_prefetch(first + next * kCrcPage + line);
             }
@@ -108,7 +109,7 @@ template <typename Step>
 #if defined(__x86_64__)
 struct Sse42 {
     [[gnu::always_inline]] uint64_t operator()(uint64_t value, uint64_t word) const {
-        // By its mnemonic: the builtin would not be inlined into a loop that is written for no instruction set.
+        // Inline assembly: the builtin would not be inlined into a loop that is compiled without an instruction set.
         asm("crc32q %1, %0" : "+r"(value) : "rm"(word));
         return value;
     }
@@ -123,7 +124,7 @@ struct Sse42 {
 struct Armv8 {
     [[gnu::always_inline]] uint64_t operator()(uint64_t value, uint64_t word) const {
         uint32_t folded = static_cast<uint32_t>(value);
-        // By its mnemonic: the builtin has one name with GCC and another with Clang.
+        // Inline assembly: the builtin has different names in GCC and Clang.
         asm(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(folded) : "r"(word));
         return folded;
     }
@@ -136,7 +137,7 @@ inline void by_armv8(const char* pages, uint64_t count, uint32_t* sums) {
 
 }  // namespace crc
 
-// Every way that this processor has, the fastest first.
+// All implementations that this processor supports, the fastest first.
 inline const std::vector<CrcPath>& crc_paths() {
     static const std::vector<CrcPath> found = [] {
         std::vector<CrcPath> paths;
@@ -154,10 +155,10 @@ inline const std::vector<CrcPath>& crc_paths() {
     return found;
 }
 
-// Writes the checksum of each page, by the fastest way.
+// Writes the checksum of each page, with the fastest implementation.
 inline void crc_write(const char* pages, uint64_t count, uint32_t* sums) { crc_paths().front().pages(pages, count, sums); }
 
-// The first page whose checksum is another than that in `sums`, or `count`.
+// Returns the first page whose checksum differs from that in `sums`, or `count`.
 inline uint64_t crc_first_wrong(const char* pages, uint64_t count, const uint32_t* sums) {
     constexpr uint64_t kAtOnce = 64;
     uint32_t found[kAtOnce];

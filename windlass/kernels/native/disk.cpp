@@ -17,7 +17,8 @@ using Span = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, uint64_t>;  // f
 using Error = std::tuple<int, uint32_t, uint64_t, uint64_t>;                // errno, file, offset, bytes done
 using Totals = std::tuple<uint64_t, uint64_t, double, double, double>;
 
-// An engine that ends with its last user; a forked child has its memory but not its threads and leaves it alone.
+// Engine that closes with its last reference. A forked child has its memory but not its threads, so it does not close
+// it.
 template <typename Engine>
 std::shared_ptr<Engine> owned(Engine* engine) {
     return {engine, [owner = getpid()](Engine* ending) {
@@ -90,7 +91,7 @@ class Disk {
     }
 
  private:
-    // Before anything is started: a block that is wrong would be read or written where there is nothing.
+    // Check all blocks before any starts: an invalid block would access memory or file ranges that do not exist.
     void check(const std::vector<Span>& spans) const {
         for (const auto& [file, offset, address, bytes, sums] : spans) {
             if (file >= files_) throw std::invalid_argument("a span names a file that the engine was not given");
@@ -112,7 +113,7 @@ std::vector<std::string> checksum_paths() {
     return names;
 }
 
-// CRC-32C of each page of memory, by one of `checksum_paths()`; the first of them without a name.
+// CRC-32C of each page of memory, by one of `checksum_paths()`; by default the first.
 std::vector<uint32_t> page_checksums(uint64_t address, uint64_t bytes, const std::string& path) {
     if (bytes % kCrcPage) throw std::invalid_argument("checksums are of whole pages of 4096 bytes");
     if (address == 0 && bytes) throw std::invalid_argument("there is no memory at address 0");

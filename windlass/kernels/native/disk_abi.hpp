@@ -1,9 +1,8 @@
 // The part of the kernel's io_uring and statx interface that the disk tier uses.
 //
-// Written down here, under names of our own, because the headers of a build machine are often older than the kernel
-// that runs the program (wheels are built against headers that have no io_uring at all). These layouts never change:
-// they are the kernel's contract with programs. Sources: io_uring_setup(2), io_uring_enter(2), io_uring_register(2),
-// statx(2).
+// Defined here, under separate names, because the headers of a build machine are often older than the kernel that runs
+// the program (wheels are built against headers without io_uring). These layouts never change: they are the kernel's
+// contract with programs. Sources: io_uring_setup(2), io_uring_enter(2), io_uring_register(2), statx(2).
 #pragma once
 
 #include <sys/syscall.h>
@@ -107,12 +106,13 @@ inline int control(int ring, unsigned what, void* argument, unsigned count) {
 struct Statx {
     uint32_t mask;
     uint8_t before_alignments[148];
-    uint32_t memory_alignment, offset_alignment;  // of direct I/O; 0: the file takes none
+    uint32_t memory_alignment, offset_alignment;  // of direct I/O; 0: the file does not support it
     uint8_t after_alignments[96];
 };
 static_assert(sizeof(Statx) == 256);
 
-// What direct I/O on `fd` asks of addresses in memory, in bytes; 0 where the kernel does not tell (before 6.1).
+// Alignment of memory addresses that direct I/O on `fd` requires, in bytes; 0 if the kernel does not report it (before
+// 6.1).
 inline uint32_t direct_memory_alignment(int fd) {
 #ifdef __NR_statx
     constexpr unsigned kEmptyPath = 0x1000, kDirectAlignment = 0x2000;

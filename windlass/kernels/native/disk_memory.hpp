@@ -1,4 +1,4 @@
-// Aligned memory through which a block passes when its own does not suit direct I/O.
+// Aligned bounce buffer for a block whose own memory does not meet the alignment of direct I/O.
 #pragma once
 
 #include <cstdlib>
@@ -13,22 +13,23 @@ namespace windlass::disk {
 
 inline constexpr uint64_t kPage = kCrcPage;
 
-// Before a write: note the checksums of what is meant to be written, whatever comes to lie on the disk.
+// Before a write: record the checksums of the bytes to be written.
 inline void note_sums(const Block& block, bool write) {
     if (!write || block.sums == 0) return;
     crc_write(reinterpret_cast<const char*>(block.address), block.bytes / kPage, reinterpret_cast<uint32_t*>(block.sums));
 }
 
-// After a read into `memory`: how many bytes come before the first page that is not what was written, all if none is.
+// After a read into `memory`: returns the bytes before the first page that differs from the written one; all if none
+// does.
 inline uint64_t undamaged(const Block& block, bool write, const char* memory) {
     if (write || block.sums == 0) return block.bytes;
     return kPage * crc_first_wrong(memory, block.bytes / kPage, reinterpret_cast<const uint32_t*>(block.sums));
 }
 
-// One such buffer, made at its first use: aligned programs never pay for it.
+// Bounce buffer, allocated at its first use, so that aligned transfers need none.
 class Bounce {
  public:
-    // Where the I/O of `block` is to happen: its own memory if that is aligned, else this, filled if it is a write.
+    // Returns the memory for the I/O of `block`: its own if aligned, else the bounce buffer, filled for a write.
     char* lend(const Block& block, bool write, uint64_t alignment, uint64_t largest) {
         char* own = reinterpret_cast<char*>(block.address);
         used_ = block.address % alignment != 0;
@@ -39,7 +40,7 @@ class Bounce {
         return memory_.get();
     }
 
-    // After a read: bring the bytes to where they belong.
+    // After a read: copy the bytes to the block's memory.
     void give_back(const Block& block, bool write) const {
         if (used_ && !write) std::memcpy(reinterpret_cast<char*>(block.address), memory_.get(), block.bytes);
     }

@@ -1,4 +1,4 @@
-// Requests of the disk tier, cut into blocks that wait for their turn; shared by both ways of doing the I/O.
+// Requests of the disk tier, split into queued blocks; shared by both I/O engines.
 #pragma once
 
 #include <cerrno>
@@ -14,26 +14,27 @@
 
 namespace windlass::disk {
 
-// A span of one file and the memory it comes from or goes to. `offset` and `bytes` suit direct I/O, `address` may not.
-// `sums` is the address of one checksum a page: set by a write, compared by a read; 0: there are none.
+// A span of one file and the memory it comes from or goes to. `offset` and `bytes` are aligned for direct I/O,
+// `address` may not be. `sums` is the address of one checksum a page: set by a write, compared by a read; 0: there are
+// none.
 struct Block {
     uint32_t file;
     uint64_t offset, address, bytes, sums;
 };
 
-// A block that failed: what the system said, and how far it had come. ENODATA: the file ended before the block did.
-// EBADMSG: the page after `done` is not what was written there.
+// A failed block: the system's error and the bytes done. ENODATA: the file ended before the block. EBADMSG: the page
+// after `done` differs from the written one.
 struct Failure {
     int error;
     uint32_t file;
     uint64_t offset, done;
 };
 
-// What one call asked for. Done when none of its blocks is queued or in flight, also after a failure.
+// Blocks of one call. Done when none of its blocks is queued or in flight, also after a failure.
 struct Request {
     bool write;
     uint64_t blocks_left;
-    std::optional<Failure> failure;  // the first one; what was not started then is not started any more
+    std::optional<Failure> failure;  // the first one; blocks not started by then are cancelled
 };
 
 using RequestPtr = std::shared_ptr<Request>;
@@ -43,13 +44,13 @@ struct Job {
     Block block;
 };
 
-// What passed so far, and for how long (seconds) reads, writes, or either were outstanding.
+// Bytes so far, and seconds during which reads, writes, or either were outstanding.
 struct Counters {
     uint64_t read_bytes = 0, write_bytes = 0;
     double read_seconds = 0, write_seconds = 0, busy_seconds = 0;
 };
 
-// A stopwatch that runs while at least one thing is outstanding.
+// Stopwatch that runs while at least one operation is outstanding.
 class Busy {
  public:
     void begin() {
@@ -69,8 +70,8 @@ class Busy {
     Clock::time_point since_;
 };
 
-// Blocks in the order of their requests, reads and writes by turns: a read that the step waits for does not stand
-// behind gigabytes of writes, and writes, whose buffers are needed again, are not starved by reads.
+// Blocks in the order of their requests, alternating between reads and writes: a read that the step waits for is not
+// queued behind gigabytes of writes, and writes, whose buffers are needed again, are not starved by reads.
 class Queue {
  public:
     // Null once the queue is stopped.
@@ -86,13 +87,13 @@ class Queue {
         return request;
     }
 
-    // The next block to start, if there is one.
+    // Returns the next block to start, if there is one.
     std::optional<Job> take() {
         std::lock_guard lock(mutex_);
         return next();
     }
 
-    // The next block to start, when there is one; nothing once the queue is stopped.
+    // Waits for the next block to start and returns it; returns nothing once the queue is stopped.
     std::optional<Job> await() {
         std::unique_lock lock(mutex_);
         for (;;) {
@@ -111,7 +112,7 @@ class Queue {
         drop(job);
     }
 
-    // What waits is cancelled, what is in flight goes on; nothing can be added any more.
+    // Cancels queued blocks; blocks in flight continue. Nothing can be added afterwards.
     void stop(int error) {
         std::lock_guard lock(mutex_);
         stopped_ = true;

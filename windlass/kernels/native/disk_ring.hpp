@@ -12,8 +12,8 @@
 
 namespace windlass::disk {
 
-// Raises std::system_error with the system's errno. Every member is called by the thread that made it: the kernel
-// then needs no locks, and completions cost this thread's time instead of interrupting the one that computes.
+// Raises std::system_error with the system's errno. All members are called by the thread that constructed it: the
+// kernel then needs no locks, and completions run on this thread instead of interrupting the computing one.
 class Ring {
  public:
     explicit Ring(unsigned entries) {
@@ -30,20 +30,20 @@ class Ring {
         }
     }
 
-    // Room for `count` buffers; false where the kernel (before 5.19) has no such table.
+    // Allocates a table of `count` buffers; false if the kernel (before 5.19) has no such table.
     bool reserve_buffers(unsigned count) {
         abi::ResourceRegister table{count, abi::kSparse, 0, 0, 0};
         return abi::control(fd_.number, abi::kRegisterBuffers2, &table, sizeof table) == 0;
     }
 
-    // 0, or what the system answered. No memory (address 0) empties the place.
+    // Sets an entry of the table. Returns 0 or the errno. Address 0 clears the entry.
     int set_buffer(unsigned place, uint64_t address, uint64_t bytes) {
         uint64_t vector[2] = {address, bytes};  // an iovec
         abi::ResourceUpdate update{place, 0, reinterpret_cast<uint64_t>(vector), 0, 1, 0};
         return abi::control(fd_.number, abi::kUpdateBuffers, &update, sizeof update) < 0 ? errno : 0;
     }
 
-    // A cleared entry to fill; the caller never asks for more than there are entries.
+    // Returns a cleared submission entry; the caller never requests more than the ring has.
     abi::Sqe& entry() {
         const uint32_t tail = sq_tail_->load(std::memory_order_relaxed);
         const uint32_t index = tail & sq_mask_;
@@ -54,10 +54,10 @@ class Ring {
         return sqes_at(index);
     }
 
-    // Hand over the entries and go on.
+    // Submits the entries without waiting.
     void submit() { hand_over(0, 0); }
 
-    // Hand over the entries and sleep until something completes.
+    // Submits the entries and sleeps until an operation completes.
     void submit_and_wait() { hand_over(1, abi::kGetEvents); }
     template <typename Take>
     void completions(Take take) {

@@ -1,4 +1,4 @@
-// The disk tier's I/O where io_uring is refused: a few threads, each with one pread or pwrite at a time.
+// I/O engine for systems that refuse io_uring: a few threads, each with one pread or pwrite at a time.
 #pragma once
 
 #include <pthread.h>
@@ -11,7 +11,7 @@
 
 namespace windlass::disk {
 
-// Signals are Python's main thread's affair; threads started under this one never get any.
+// Python's main thread handles signals, so threads started in this scope block all of them.
 class NoSignals {
  public:
     NoSignals() {

@@ -1,4 +1,4 @@
-// The disk tier's I/O through io_uring: one thread keeps `depth` blocks in flight and sleeps in the kernel otherwise.
+// I/O engine with io_uring: one thread keeps `depth` blocks in flight and otherwise sleeps in the kernel.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -15,7 +15,7 @@ namespace windlass::disk {
 
 class Uring {
  public:
-    // Raises std::system_error where the kernel refuses.
+    // Raises std::system_error if the kernel refuses.
     Uring(std::vector<int> files, unsigned depth, uint64_t largest, uint64_t alignment)
         : files_(std::move(files)), slots_(depth), largest_(largest), alignment_(alignment) {
         wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -50,8 +50,8 @@ class Uring {
         }
     }
 
-    // The kernel keeps the pages of this memory at hand, which saves looking them up for every block.
-    // The region's number, or -errno (ENOMEM: more locked memory than `ulimit -l` allows).
+    // Registers memory with the kernel, which then need not look up its pages for each block. Returns the region's
+    // number, or -errno (ENOMEM: more locked memory than `ulimit -l` allows).
     int add_region(uint64_t address, uint64_t bytes) {
         std::promise<int> answer;
         auto found = answer.get_future();
@@ -59,7 +59,7 @@ class Uring {
         return found.get();
     }
 
-    // Found no more when this returns, so that other memory may come to lie at the same address.
+    // After the return the region is not used any more, so that other memory may be allocated at the same address.
     void remove_region(int place) {
         {
             std::lock_guard lock(regions_mutex_);
@@ -87,8 +87,8 @@ class Uring {
         std::promise<int>* answer;
     };
 
-    // Ask for short turns: this thread runs for microseconds, and is then given one sooner beside those that compute.
-    // Linux 6.12 and newer do so; where it is refused or ignored, blocks wait a little longer.
+    // Request short time slices: this thread runs for microseconds, and is then scheduled sooner beside computing
+    // threads. Linux 6.12 and newer support it; elsewhere blocks wait a little longer.
     static void run_briefly() {
 #ifdef SYS_sched_getattr
         struct {
@@ -140,7 +140,7 @@ class Uring {
         });
     }
 
-    // Polled, not read through the ring: what is still armed when the ring closes then writes to nobody's memory.
+    // Polled, not read through the ring: a read still armed when the ring closes would write to freed memory.
     void listen() {
         abi::Sqe& entry = ring_->entry();
         entry.opcode = abi::kOpPoll;
@@ -173,7 +173,7 @@ class Uring {
             note_sums(slot.job.block, write);
             start(free_slots_.back());
             free_slots_.pop_back();
-            if (write) ring_->submit();  // the disk works while the next block's checksums are taken
+            if (write) ring_->submit();  // the disk works while the checksums of the next block are computed
         }
     }
 
@@ -204,7 +204,7 @@ class Uring {
         } else {
             slot.done += static_cast<uint64_t>(result);
             if (slot.done < slot.job.block.bytes) {
-                // Direct I/O stops short within a page only where the file ends.
+                // Direct I/O is short within a page only at the end of the file.
                 if (result > 0 && slot.done % kPage == 0) return start(number);
                 error = ENODATA;
             }
@@ -256,7 +256,7 @@ class Uring {
         return place;
     }
 
-    // In-flight blocks of the region keep its pages: the kernel lets them go when the last one is done.
+    // Blocks in flight keep the region's pages pinned; the kernel unpins them when the last block is done.
     void forget(int place) {
         ring_->set_buffer(place, 0, 0);
         free_places_.push_back(place);
@@ -278,7 +278,7 @@ class Uring {
         }
     }
 
-    // The ring itself failed: everybody who waits is told.
+    // The ring itself failed: fail all waiting requests.
     void abandon(int error) {
         queue.stop(error);
         for (Slot& slot : slots_) {

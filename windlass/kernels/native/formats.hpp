@@ -1,13 +1,13 @@
-// Between memory and fp32 vectors, two at a time: bf16, fp16, and states coded in 8 bits with one scale for each block.
+// Conversions between memory and pairs of fp32 vectors: bf16, fp16, and 8-bit states with one scale per block.
 //
 // 8-bit codes are small floats under a scale, the power of two that puts the block's largest magnitude at 1 to 1.875:
 //   signed:   sign, 4 bits of exponent, 3 of mantissa; values 2^-15 to 1.875, and 0
 //   unsigned: 5 bits of exponent, 3 of mantissa; values 2^-31 to 1.875, and 0
-// So a code is cut out of the rounded fp32 number, and coding what was decoded changes nothing, whatever the noise.
-// Rounding of narrow states is stochastic: a moving average whose beta is near 1 moves by less than half a code a step,
-// so that rounding to nearest would stop it. The noise is a hash of the element's own parameter, gradient and step:
-// it does not depend on the place of the element or on how work is split. windlass/kernels/reference says the same in
-// PyTorch.
+// So a code consists of bits of the rounded fp32 number, and encoding a decoded value gives the same code with any
+// noise. Rounding of narrow states is stochastic: a moving average whose beta is near 1 moves by less than half a code
+// a step, so that rounding to nearest would stop it. The noise is a hash of the element's own parameter, gradient and
+// step: it does not depend on the position of the element or on how work is split. windlass/kernels/reference is the
+// reference in PyTorch.
 #pragma once
 
 #include "job.hpp"
@@ -19,13 +19,13 @@ using windlass::Format;
 using windlass::kBlock;
 
 constexpr int kPair = 2 * kLanes;
-constexpr std::uint32_t kNoiseBits = 20;  // as many as a code drops of fp32's mantissa
+constexpr std::uint32_t kNoiseBits = 20;  // the number of mantissa bits of fp32 that a code drops
 constexpr std::uint32_t kNoiseMask = (1u << kNoiseBits) - 1;
 constexpr std::uint32_t kSecondNoise = 0x9e3779b1u;
 constexpr float kSmallestSigned = 0x1.2p-15f;  // the value of code 1
 
-// Exponents (of fp32, biased) that the codes span below that of the scale; and that of the least scale, under which
-// code 1 is a normal number and, where values are compared with it times a noise, so is that product.
+// Number of biased fp32 exponents that the codes span below that of the scale; and the exponent of the smallest scale,
+// with which code 1 and, for signed codes, its product with a noise are normal numbers.
 template <bool kSigned>
 constexpr int kSpan = kSigned ? 15 : 31;
 template <bool kSigned>
@@ -45,8 +45,8 @@ inline std::uint32_t scrambled(std::uint32_t bits) {
     return bits ^ (bits >> 16);
 }
 
-// A hash of 32 bits, of which each state takes 20. What differs from step to step is made of the seed once; the old
-// parameter is taken, since the new one comes last.
+// Hash of 32 bits, of which each state uses 20. The part that differs between steps is derived from the seed once. The
+// hash uses the old parameter, because the new one is computed last.
 struct Noise {
     std::uint32_t first, second, added;
 
@@ -54,7 +54,7 @@ struct Noise {
         : first(scrambled(3 * seed) | 1u), second(scrambled(3 * seed + 1) | 1u), added(scrambled(3 * seed + 2)) {}
 
     WINDLASS_INLINE U operator()(F parameter, F gradient) const {
-        // A NaN counts as 0: which bits of it survive is the processor's choice.
+        // A NaN counts as 0, because its payload bits depend on the processor.
         const U spread = select(parameter == parameter, (U)parameter * first, U{});
         const U hash = spread ^ ((U)gradient + added);
         return (hash ^ (hash >> 15)) * second;
@@ -78,7 +78,7 @@ WINDLASS_INLINE void decode(const std::uint8_t* codes, F scale, F& a, F& b) {
     const Halves bits = load_bytes(codes);
     Halves values;
     if constexpr (kSigned) {
-        const Halves high = bits << 8;  // the sign stands where it belongs; a zero is ready
+        const Halves high = bits << 8;  // the sign is in place; a zero is complete
         const Halves spread = (Halves)((SignedHalves)high >> 4);
         values = where_bits(bits, 0x7f, (spread & 0x87f0) | 0x3800, high);
     } else {
@@ -90,14 +90,14 @@ WINDLASS_INLINE void decode(const std::uint8_t* codes, F scale, F& a, F& b) {
     b = (F)high * scale;
 }
 
-// What coding a block of one state needs of all its elements before it can code the first.
+// Values over all elements of a block of one state, needed before its first element is encoded.
 template <bool kSigned>
 struct Extent {
     Halves most_ = {}, least_ = all_halves(0xffff);
     Numbers numbers;
 
-    // Takes a pair of values; returns both with noise added, in the upper halves: sign, exponent, mantissa of 3 bits
-    // as it is rounded, and 4 bits to be dropped. Codes are made of them.
+    // Returns a pair of values with noise added, in the upper halves: sign, exponent, rounded mantissa of 3 bits, and 4
+    // bits to drop. Codes are computed from them.
     WINDLASS_INLINE Halves take(F a, F b, U noise_a, U noise_b) {
         numbers.take(a, b);
         const Halves rounded = upper_halves((U)a + noise_a, (U)b + noise_b);
@@ -107,13 +107,13 @@ struct Extent {
         return rounded;
     }
 
-    // Biased exponent of the largest magnitude; 255 or more where the block is lost.
+    // Biased exponent of the largest magnitude; 255 or more if the block has a non-finite value.
     WINDLASS_INLINE int exponent() const {
         return numbers.all_are() ? static_cast<std::uint16_t>(~least_of(~most_)) >> 7 : 255;
     }
 };
 
-// `floor` is the size of code 0; no size lies below code 1.
+// `floor` is the magnitude of code 0; no other magnitude is below code 1.
 template <bool kSigned>
 WINDLASS_INLINE Halves encode_inside(Halves rounded, std::uint16_t floor) {
     const Halves above = rounded - floor;
@@ -121,7 +121,8 @@ WINDLASS_INLINE Halves encode_inside(Halves rounded, std::uint16_t floor) {
     return above >> 4;
 }
 
-// Of any size. Signed ones below code 1 are rounded once more, to it or to 0; unsigned ones become code 1.
+// For values of any magnitude. Signed values below code 1 are rounded again, to code 1 or 0; unsigned ones become code
+// 1.
 template <bool kSigned>
 WINDLASS_INLINE Halves encode_any(Halves rounded, std::uint16_t floor, F smallest, U noise_a, U noise_b) {
     const Halves size = rounded & 0x7ff0;
@@ -138,7 +139,7 @@ WINDLASS_INLINE Halves encode_any(Halves rounded, std::uint16_t floor, F smalles
     return kSigned ? code | ((rounded >> 8) & 0x80) : code;
 }
 
-// Codes of a block and their scale. `hashes` are those whose noise `rounded` was made with.
+// Codes of a block and their scale. `hashes` gave the noise in `rounded`.
 template <bool kSigned>
 WINDLASS_INLINE void encode(const Extent<kSigned>& extent, const std::uint16_t* rounded, const std::uint32_t* hashes,
                             int state, std::uint8_t* codes, float* scale) {
@@ -186,7 +187,7 @@ WINDLASS_INLINE void load_pair(Format format, const char* from, std::int64_t at,
     }
 }
 
-// With `past_cache` (`to` must be aligned) the result is not read again soon: it is written without being fetched.
+// With `past_cache` (`to` must be aligned) the result is not read again soon: it is written with non-temporal stores.
 WINDLASS_INLINE void store_pair(Format format, char* to, std::int64_t at, F a, F b, bool past_cache) {
     to += at * width(format);
     if (format == Format::fp32) {

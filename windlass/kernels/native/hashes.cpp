@@ -1,4 +1,4 @@
-// The module windlass.kernels._hashes: sums of keyed words. windlass/kernels/reference/keyed_sum.py says what they are.
+// The module windlass.kernels._hashes: sums of keyed words. windlass/kernels/reference/keyed_sum.py is the reference.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::int64_t kBlock = 4096;  // elements that share a factor
 constexpr std::uint64_t kStep = 0x9E3779B97F4A7C15;
-constexpr std::int64_t kPart = 256 * kBlock;  // elements that a thread takes at once
+constexpr std::int64_t kPart = 256 * kBlock;  // elements that a thread processes at a time
 
 // The finalizer of splitmix64 (Steele et al. 2014), made odd.
 constexpr std::uint64_t odd(std::uint64_t value) {
@@ -39,7 +39,7 @@ template <class Word>
 [[gnu::always_inline]] inline std::uint64_t products(const Word* words, const std::uint64_t* keys, std::int64_t count) {
     std::uint64_t sum = 0;
     for (std::int64_t i = 0; i < count; ++i) {
-        sum += static_cast<std::uint64_t>(static_cast<std::int64_t>(words[i])) * keys[i];  // widened with its sign
+        sum += static_cast<std::uint64_t>(static_cast<std::int64_t>(words[i])) * keys[i];  // sign-extended
     }
     return sum;
 }
@@ -107,7 +107,7 @@ std::uint64_t keyed_sum(std::uint64_t address, int width, std::int64_t count, st
     if (start < 0) throw std::invalid_argument("words begin at a negative place");
     if (count > 0 && address == 0) throw std::invalid_argument("there is no memory at address 0");
     static const Sum sum = best();
-    keys();  // before threads ask for them
+    keys();  // initialize before threads use them
     if (count <= 0) return 0;
     const auto parts = static_cast<int>((count + kPart - 1) / kPart);
     std::vector<std::uint64_t> sums(parts);

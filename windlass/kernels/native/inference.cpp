@@ -23,10 +23,12 @@ namespace windlass {
 namespace {
 
 constexpr std::int64_t kCacheBytes = 384 << 10;  // of weights that a core keeps in its second-level cache
+constexpr std::int64_t kRowsAtOnce = 1020;       // of a product, so that their packed input stays small; 85 blocks of 12
 constexpr std::int64_t kMostFeatures = 1024;     // of a head of a cache
 // Work that one thread does in the time that a second one takes to start.
 constexpr std::int64_t kSerialProducts = 100'000;
 constexpr std::int64_t kSerialElements = 32'768;
+constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that is held up leaves its parts to others
 constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
 
 struct NamedSet {
@@ -165,22 +167,22 @@ void multiply_all(const InferenceSet& set, const GemmJob& job, int threads) {
     const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
     const std::int64_t groups = (panels + group - 1) / group;
     const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * job.steps() * kStepBytes));
-    const std::int64_t share = std::max<std::int64_t>(1, groups / (threads * 4));
-    const std::int64_t chunk = group * std::min(share, fitting);
-    const std::int64_t chunks = (panels + chunk - 1) / chunk;
-    // Rows are divided too where there are fewer chunks of outputs than threads could take.
-    const std::int64_t wanted = std::max<std::int64_t>(1, (threads * 2 + chunks - 1) / chunks);
-    const std::int64_t bands = threads == 1 || chunks >= threads * 2 ? 1 : std::min(wanted, number);
+    const std::int64_t chunks =
+        std::min(groups, std::max<std::int64_t>(threads * kPartsOfThread, (groups + fitting - 1) / fitting));
+    // Rows are divided too where there are fewer groups of outputs than threads could take.
+    const std::int64_t wanted = (threads * kPartsOfThread + chunks - 1) / chunks;
+    const std::int64_t bands = threads == 1 || groups >= 4 * threads ? 1 : std::min(wanted, number);
     run_parallel(threads, static_cast<int>(chunks * bands), [&](int part) {
-        const std::int64_t begin = part / bands * chunk, band = part % bands;
-        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed, begin,
-                     std::min(begin + chunk, panels));
+        const std::int64_t chunk = part / bands, band = part % bands;
+        set.multiply(job, divided, number * band / bands, number * (band + 1) / bands, packed,
+                     groups * chunk / chunks * group, std::min(groups * (chunk + 1) / chunks * group, panels));
     });
 }
 
 // y = x @ weight.T * scales + bias. Addresses are 0 where there is nothing.
 void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::uint64_t scales,
-            std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16, int threads) {
+            std::uint64_t bias, std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16, int threads,
+            bool codes_inputs) {
     const InferenceSet& chosen = set_at(set);
     GemmJob job{};
     job.panels = reinterpret_cast<const char*>(panels);
@@ -193,11 +195,20 @@ void linear(int set, int code, std::uint64_t panels, std::int64_t outputs, std::
     job.x = reinterpret_cast<const void*>(x);
     job.y = reinterpret_cast<void*>(y);
     job.is_bf16 = is_bf16;
+    job.codes_inputs = codes_inputs;
+    refuse(codes_inputs && job.code != PanelCode::int8, "int8 weights alone take int8 inputs");
     refuse(panels == 0 || x == 0 || y == 0, "a product needs the addresses of weight, input and output");
     refuse(rows <= 0 || outputs <= 0 || features <= 0 || threads <= 0, "a product needs sizes and threads above 0");
     refuse(panels % kStepBytes != 0, "a packed weight begins at a multiple of 64 bytes");
     const nb::gil_scoped_release released;
-    multiply_all(chosen, job, threads);
+    const std::int64_t width = is_bf16 ? 2 : 4;
+    for (std::int64_t first = 0; first < rows; first += kRowsAtOnce) {
+        GemmJob part = job;
+        part.rows = std::min(kRowsAtOnce, rows - first);
+        part.x = reinterpret_cast<const char*>(x) + first * features * width;
+        part.y = reinterpret_cast<char*>(y) + first * outputs * width;
+        multiply_all(chosen, part, threads);
+    }
 }
 
 CacheOfLayer make_cache(int code, std::uint64_t keys, std::uint64_t values, std::uint64_t key_scales,
@@ -405,5 +416,5 @@ NB_MODULE(_inference, module) {
                "out"_a, "is_bf16"_a, "rows"_a, "features"_a, "threads"_a);
     module.def("read_memory", windlass::read_memory, "instruction_set"_a, "address"_a, "bytes"_a, "threads"_a);
     module.def("linear", windlass::linear, "instruction_set"_a, "code"_a, "panels"_a, "outputs"_a, "features"_a,
-               "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a);
+               "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "codes_inputs"_a);
 }

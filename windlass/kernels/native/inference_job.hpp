@@ -13,6 +13,9 @@ constexpr std::int64_t kStepBytes = 64;
 // that both a widening loop and a dot-product instruction can use it. int8 is stored with an offset of 128.
 enum class PanelCode : int { fp32 = 0, bf16 = 1, int8 = 2 };
 
+// Features of an input row that share a scale where inputs are rounded to int8.
+constexpr std::int64_t kCodeGroup = 128;
+
 constexpr std::int64_t features_per_step(PanelCode code) {
     return code == PanelCode::fp32 ? 1 : code == PanelCode::bf16 ? 2 : 4;
 }
@@ -27,6 +30,7 @@ struct GemmJob {
     const void* x;        // [rows, features], contiguous
     void* y;              // [rows, outputs], contiguous
     bool is_bf16;         // x and y; else float32
+    bool codes_inputs;    // int8 weights: x is rounded to int8 with one scale for each row and kCodeGroup features
 
     std::int64_t steps() const { return (features + features_per_step(code) - 1) / features_per_step(code); }
     std::int64_t num_panels() const { return (outputs + kPanel - 1) / kPanel; }

@@ -11,19 +11,19 @@ using windlass::kPanel;
 constexpr int kVectors = kPanel / kLanes;  // vectors of a panel
 
 // Sizes of micro-kernels: rows, and panels beside each other for at most that many rows. All accumulators stay in
-// registers; few rows take several panels, so that additions to one accumulator do not wait for each other.
+// registers; few rows take several panels, so that additions to one accumulator do not wait for each other and memory
+// is read in several streams, which is faster than in one. `parts` above 1: weights are widened, in registers too.
 #if defined(__AVX512F__)
 constexpr int kMostRows = 12;
-constexpr int panels_for(int rows) { return rows <= 4 ? 4 : 2; }
-#elif defined(__AVX2__)
+constexpr int panels_for(int rows, int parts) {
+    return rows == 1 ? 8 : rows <= 4 ? 4 : rows <= 8 && parts == 1 ? 3 : 2;
+}
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int kMostRows = 6;
-constexpr int panels_for(int rows) { return rows <= 2 ? 2 : 1; }
-#elif defined(__aarch64__)
-constexpr int kMostRows = 6;
-constexpr int panels_for(int rows) { return rows <= 2 ? 2 : 1; }
+constexpr int panels_for(int rows, int) { return rows <= 2 ? 2 : 1; }
 #else
 constexpr int kMostRows = 2;
-constexpr int panels_for(int) { return 1; }
+constexpr int panels_for(int, int) { return 1; }
 #endif
 
 #if defined(__FMA__) || defined(__aarch64__)

@@ -1,4 +1,4 @@
-// The module windlass.kernels._optimizers: optimizer updates on raw addresses, linked against nothing but Python.
+// The module windlass.kernels._optimizers: optimizer updates on raw addresses. It is linked against Python alone.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
@@ -65,7 +65,7 @@ const InstructionSet& find(const std::string& name) {
     throw std::invalid_argument("this processor has no " + name);
 }
 
-// Elements of one part of the work: several parts a thread, so that one that is held up does not hold up all.
+// Elements of one part of the work. Each thread gets several parts, so that a delayed thread does not delay the others.
 std::int64_t grain(std::int64_t elements, int threads) {
     constexpr std::int64_t least = 128 * kBlock;
     const std::int64_t share = elements / (threads * 8) / kBlock * kBlock;
@@ -91,7 +91,7 @@ std::vector<Part> cut(const std::vector<Piece>& pieces, int threads) {
     return parts;
 }
 
-// |parameter| / |update| within bounds, 1 where either is 0, in fp32 as windlass.optim.lamb has it.
+// |parameter| / |update| within bounds, 1 if either is 0, in fp32 as in windlass.optim.lamb.
 float trust_ratio(const std::vector<double>& sums, const double* bounds) {
     double weight = 0, update = 0;
     for (std::size_t i = 0; i < sums.size(); i += 2) {
@@ -145,11 +145,11 @@ std::vector<Range> ranges_of(const Job& job, const std::vector<Piece>& pieces) {
     return ranges;
 }
 
-// What is written may be nobody else's memory: parts of the work run side by side, in any order.
+// Written memory must not overlap other memory, because parts of the work run in parallel and in any order.
 void refuse_overlaps(std::vector<Range> ranges) {
     std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-    const Range* furthest = nullptr;          // of those before, the one that ends last
-    const Range* furthest_written = nullptr;  // and of those that are written
+    const Range* furthest = nullptr;          // of the previous ranges, the one that ends last
+    const Range* furthest_written = nullptr;  // the same among written ranges
     const auto refuse = [](const Range& a, const Range& b) {
         throw std::invalid_argument(std::string("the ") + a.name + " of piece " + std::to_string(a.piece) + " and the " +
                                     b.name + " of piece " + std::to_string(b.piece) + " share memory; pass a clone");
@@ -164,7 +164,7 @@ void refuse_overlaps(std::vector<Range> ranges) {
     }
 }
 
-// Everything that would be read or written where there is nothing.
+// Checks for accesses outside the given memory.
 void check(const Job& job, const std::vector<Piece>& pieces, std::size_t numbers, int threads) {
     const auto known = [](Format format, Format last) { return format >= Format::fp32 && format <= last; };
     if (job.rule < Rule::adam || job.rule > Rule::lamb) throw std::invalid_argument("there is no such rule");
@@ -213,7 +213,7 @@ void update(const std::string& instruction_set, int rule, unsigned flags, const 
     });
 }
 
-// Asks for huge pages under memory that nothing was written to yet; a system that has none ignores it.
+// Requests huge pages for memory that was not written to yet; ignored by systems without them.
 void prefer_huge_pages(std::uint64_t address, std::uint64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr std::uint64_t page = 4096;

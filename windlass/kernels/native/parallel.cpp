@@ -3,6 +3,7 @@
 #include "parallel.hpp"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <atomic>
 
@@ -18,6 +19,9 @@ Region find_region() {
     static const Region found = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     return found;
 }
+
+// A child of this process has none of its OpenMP threads, and would wait for them.
+const pid_t process_of_loading = getpid();
 
 struct Work {
     const std::function<void(int)>& part;
@@ -39,7 +43,7 @@ void run_parallel(int threads, int parts, const std::function<void(int)>& part) 
         return;
     }
     const Region region = find_region();
-    if (region == nullptr) {
+    if (region == nullptr || getpid() != process_of_loading) {
         run_in_team(used, parts, part);
         return;
     }

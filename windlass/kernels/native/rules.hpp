@@ -1,7 +1,7 @@
-// The update rules on one vector of elements. Each takes parameter and gradient, renews its states in place and returns
-// the new parameter. The order of operations is that of torch's own fused CPU steps (Adam, SGD, Adagrad), of
-// windlass.optim.Lion and of windlass.optim.Lamb; a multiplication and an addition are fused only where `fma` says so.
-// The numbers of a job are laid out by windlass/kernels/update_rules.py.
+// The update rules on one vector of elements. Each receives parameter and gradient, updates its states in place and
+// returns the new parameter. The order of operations is that of torch's own fused CPU steps (Adam, SGD, Adagrad), of
+// windlass.optim.Lion and of windlass.optim.Lamb; a multiplication and an addition are fused only by an explicit `fma`.
+// windlass/kernels/update_rules.py defines the order of a job's coefficients.
 #pragma once
 
 #include "job.hpp"
@@ -23,7 +23,7 @@ struct Adam {
     static constexpr int kStates = kAmsgrad ? 3 : 2;
     static constexpr bool kSigned[3] = {true, false, false};
     F keep, decay, mix, beta2, rest2, correction, eps, size;
-    bool towards;  // interpolation starts from the average, not from the gradient
+    bool towards;  // interpolate from the average, not from the gradient
 
     Adam(const Job& job, float)
         : keep(number(job, 0)), decay(number(job, 1)), beta2(number(job, 3)), rest2(number(job, 4)),

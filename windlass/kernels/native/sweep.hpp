@@ -1,5 +1,6 @@
-// One pass of a rule over memory. Where all is fp32 it runs on long spans of the caller's memory; else a block at a
-// time is read in any formats, updated and written back narrow: main memory is read and written once.
+// One pass of a rule over memory. If all tensors are fp32, it runs on long spans of the caller's memory. Otherwise it
+// reads one block at a time in any formats, updates it and writes it back in the narrow formats, so main memory is read
+// and written once.
 #pragma once
 
 #include "formats.hpp"
@@ -45,7 +46,7 @@ inline void sweep(const Rule& rule, float divisor, float* parameter, const float
     }
 }
 
-// Where blocks of one piece begin, in the formats of its job.
+// Start addresses of the blocks of one piece, in the formats of its job.
 struct Place {
     char *parameter, *gradient, *lowered;
     char* state[kMostStates];
@@ -62,8 +63,7 @@ struct Place {
     }
 };
 
-// The formats of a job: any, or some that are common and known when this is compiled, for which the loop over a block
-// has nothing to decide.
+// Formats of a job: any, or common ones known at compile time, for which the loop over a block has no branches.
 struct AnyFormats {
     Format parameter, gradient, lowered;
     explicit AnyFormats(const Job& job) : parameter(job.parameter), gradient(job.gradient), lowered(job.lowered) {}
@@ -79,8 +79,7 @@ struct KnownFormats {
     }
 };
 
-// Asks for what is read at `at` of a block some blocks on: the work on a block is too long for the processor to look
-// past it.
+// Prefetches the data at `at` of a later block: a block takes too long for the hardware prefetcher to look beyond it.
 WINDLASS_INLINE void prefetch(Format format, const char* from, std::int64_t at) {
     constexpr std::int64_t line = 64, ahead = 3 * kBlock;
     const std::int64_t bytes = width(format);
@@ -129,7 +128,7 @@ struct Extents {
     }
 };
 
-// A block between the pass that computes it and the one that codes its states.
+// Block between the pass that computes it and the pass that encodes its states.
 template <class Rule>
 struct Uncoded {
     alignas(64) std::uint32_t hashes[kBlock];
@@ -208,7 +207,7 @@ template <class Rule, Format kState, class Formats>
 __attribute__((noinline)) void update_blocks(const Rule& rule, const Job& job, Place block, std::int64_t count) {
     const Formats formats(job);
     const Noise noise(job.seed);
-    const Rule own = rule;  // here, where no store of the loop can reach it: it stays in registers
+    const Rule own = rule;  // a local copy, which no store in the loop can alias, so it stays in registers
     const float divisor = job.divisor;
     const bool divides = divisor != 1.0f;
     for (; count > 0; --count) {
@@ -236,8 +235,8 @@ void update_in_formats(const Rule& rule, const Job& job, const Place& blocks, st
     }
 }
 
-// The elements of a part block in a whole one. What lies behind its end is 0 at first, is computed with the rest (a
-// rule leaves states of 0 where all is 0), and is not written.
+// Elements of a partial block inside a full one. The elements behind its end are 0 initially, are computed with the
+// rest (a rule keeps states of 0 if all inputs are 0), and are not written.
 class Padded {
   public:
     Padded(const Job& job, const Place& part, int states, std::int64_t count)
@@ -315,7 +314,7 @@ void update_with(const Job& job, const Piece& piece, std::int64_t begin, std::in
     fence();
 }
 
-// In double and in sixteen partial sums, whatever the width of the vectors: every instruction set adds in one order.
+// In double, with sixteen partial sums for any vector width, so that all instruction sets add in the same order.
 inline double square_sum(const float* values, std::int64_t count) {
     double parts[16] = {};
     for (std::int64_t i = 0; i < count; ++i) parts[i % 16] += static_cast<double>(values[i]) * values[i];

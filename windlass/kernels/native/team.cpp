@@ -1,4 +1,4 @@
-// Threads that wait for work, in a process that may fork: a child starts a team of its own.
+// Threads that wait for work, in a process that may fork: a child starts its own team.
 #include "team.hpp"
 
 #include <unistd.h>
@@ -17,7 +17,7 @@ struct Team {
     explicit Team(pid_t owner) : owner(owner) {}
 
     const pid_t owner;
-    std::mutex turn;  // held by the caller whose work is being done
+    std::mutex turn;  // held by the caller whose work is running
     std::mutex lock;  // guards everything below
     std::condition_variable wake, done;
     const std::function<void(int)>* part = nullptr;
@@ -45,7 +45,7 @@ void member(Team& team, int index, unsigned long seen) {
     }
 }
 
-// Members handle no signals: those are for the threads of the program.
+// Members block all signals, which the program's own threads handle.
 void grow(Team& team, int wanted) {
     sigset_t everything, before;
     sigfillset(&everything);
@@ -55,12 +55,12 @@ void grow(Team& team, int wanted) {
             std::thread(member, std::ref(team), team.members, team.round).detach();
         }
     } catch (const std::system_error&) {
-        // No more threads are to be had: those that are there do all the parts.
+        // The system grants no more threads: the existing ones run all parts.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-// Never destroyed: its members wait in it until the process ends. A team of a parent process is left where it is.
+// Never destroyed: its members wait in it until the process ends. The team of a parent process is not touched.
 Team& team_of_process() {
     static std::atomic<Team*> current{nullptr};
     Team* team = current.load();

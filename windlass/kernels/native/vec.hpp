@@ -1,6 +1,6 @@
-// The widest vectors of the instruction set that a file is compiled for. Compiler vectors do arithmetic, comparison and
-// selection; only what they lack is written for each set. All names are local to the file that includes this one, so
-// that no linker can take code of one set for another.
+// The widest vectors of the instruction set that a file is compiled for. Compiler vectors provide arithmetic,
+// comparison and selection; only the missing operations are written for each set. All names are local to the file that
+// includes this one, so that the linker cannot merge code of different sets.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include <arm_neon.h>
 #endif
 
-// For what stands in the loop over a block: a call there would cost more than the work.
+// For functions in the loop over a block, where a call would cost more than the work.
 #define WINDLASS_INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -29,7 +29,7 @@ typedef std::int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef std::uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef std::uint16_t Half __attribute__((vector_size(2 * kLanes)));
 typedef std::uint8_t Byte __attribute__((vector_size(kLanes)));
-// Of two vectors of lanes, and of four.
+// Pairs of vectors, and groups of four.
 typedef std::uint16_t Halves __attribute__((vector_size(4 * kLanes)));
 typedef std::int16_t SignedHalves __attribute__((vector_size(4 * kLanes)));
 typedef std::uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
@@ -46,7 +46,7 @@ inline void store(void* to, V value) {
     __builtin_memcpy(to, &value, sizeof value);
 }
 
-inline F all(float value) { return value - F{}; }  // no sum: that turns -0 into 0, which compilers have to do
+inline F all(float value) { return value - F{}; }  // not a sum, which turns -0 into 0
 inline U all_bits(std::uint32_t value) { return U{} + value; }
 inline F select(I mask, F yes, F no) { return mask ? yes : no; }
 inline U select(I mask, U yes, U no) { return mask ? yes : no; }
@@ -64,12 +64,12 @@ inline std::uint16_t least_of(Halves a) {
     return least;
 }
 
-// `some` where any of `bits` is set.
+// Selects `some` where any of `bits` is set.
 inline Halves where_bits(Halves tested, std::uint16_t bits, Halves some, Halves none) {
     return select((tested & bits) == 0, none, some);
 }
 
-// Whether all that was taken so far are numbers.
+// True if no value so far is NaN.
 struct Numbers {
     I found = ~I{};
     void take(F a, F b) { found &= (a == a) & (b == b); }
@@ -211,7 +211,7 @@ inline Halves load_bytes(const std::uint8_t* from) {
     return (Halves)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
 }
 
-// Takes bytes in halves: nothing is cut off.
+// The halves contain bytes, so nothing is truncated.
 inline Bytes low_bytes(Halves a, Halves b) {
     return (Bytes)_mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)a, (__m256i)b), 0xd8);
 }

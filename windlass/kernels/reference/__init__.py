@@ -1,8 +1,7 @@
 """Reference implementation of every kernel in plain PyTorch, which also runs where native code is missing.
 
-Reading order: fused_multiply_add (with square roots), stochastic_rounding, blockwise (8-bit codes); adam, lion,
-adagrad, sgd, lamb (the rules); reference_update (from stored tensors to fp32 and back); keyed_sum (a hash), crc32c
-(checksums of pages).
+Reading order: fused_multiply_add (with square roots), stochastic_rounding, blockwise (8-bit codes);
+reference_update (the rules, from stored tensors to fp32 and back); keyed_sum (a hash), crc32c (checksums of pages).
 """
 
 from __future__ import annotations

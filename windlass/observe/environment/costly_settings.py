@@ -99,7 +99,7 @@ COSTLY_SETTINGS = (
     CostlySetting(
         "TORCH_NCCL_BLOCKING_WAIT",
         _is_on,
-        "the thread that launches kernels waits for each collective, so nothing is launched behind it",
+        "the thread that launches kernels waits for each collective, so no later kernel is queued",
     ),
     CostlySetting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -206,7 +206,7 @@ class MachineLimits:
 
 def find_low_limits(machine: MachineLimits) -> list[dict[str, str]]:
     """Return limits of the machine or the container that are too low, in the format of `find_costly_settings`."""
-    return [_finding(*told) for told in _low_limits(machine)]
+    return [_finding(*limit) for limit in _low_limits(machine)]
 
 
 def _low_limits(machine: MachineLimits) -> Iterator[tuple[str, str, str, str, str]]:

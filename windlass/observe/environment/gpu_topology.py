@@ -86,9 +86,9 @@ def _read_row(found: GpuTopology, columns: list[str], name: str, fields: list[st
     if len(classes) < len(columns) or not all(_LINK_PATTERN.fullmatch(one) for one in classes):
         raise ValueError(f"a row of nvidia-smi topo -m cannot be parsed: {line.strip()}")
     found.links.update({(name, other): one for other, one in zip(columns, classes, strict=True)})
-    for told, value in zip((found.cpus, found.numa), rest, strict=False):
+    for affinity, value in zip((found.cpus, found.numa), rest, strict=False):
         if name in found.gpus and value != "N/A":
-            told[name] = value
+            affinity[name] = value
 
 
 def link_distance(link: str) -> tuple[int, int]:

@@ -37,6 +37,6 @@ def output_of(*command: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{command[0]} did not answer within {_COMMAND_TIMEOUT_S:.0f} s") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[0]
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}: {said}")
+        message = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[0]
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}: {message}")
     return done.stdout

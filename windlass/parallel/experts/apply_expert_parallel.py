@@ -87,18 +87,18 @@ def apply_expert_parallel(
         return ExpertParallelPlan(
             1, tuple(ExpertLayerShard(name, type(m).__name__, n, (0, n)) for name, m, _, n in layers)
         )
-    for name, module, family, _ in layers:
-        if family is not None:
-            find_shardable_parameters(module, name, family)
-    cut = []
-    for name, module, family, count in layers:
-        if family is None:
+    for name, module, spec, _ in layers:
+        if spec is not None:
+            find_shardable_parameters(module, name, spec)
+    sharded = []
+    for name, module, spec, count in layers:
+        if spec is None:
             assert isinstance(module, Experts)
             here = module.shard(axis)
         else:
-            here = shard_stacked_experts(module, name, family, axis)
-        cut.append(ExpertLayerShard(name, type(module).__name__, count, here))
-    return ExpertParallelPlan(axis.size, tuple(cut))
+            here = shard_stacked_experts(module, name, spec, axis)
+        sharded.append(ExpertLayerShard(name, type(module).__name__, count, here))
+    return ExpertParallelPlan(axis.size, tuple(sharded))
 
 
 def get_requested_ep_size(model: nn.Module) -> int:
@@ -110,19 +110,19 @@ def get_requested_ep_size(model: nn.Module) -> int:
     asked = {module.ep_size for module in model.modules() if isinstance(module, MixtureOfExperts)}
     if len(asked - {1}) > 1:
         raise ConfigError(
-            f"layers of MoE ask for ep_size = {' and '.join(map(str, sorted(asked)))}; there is one axis of experts: "
-            "write the same value in all of them"
+            f"MoE layers have different ep_size: {' and '.join(map(str, sorted(asked)))}; there is one "
+            "expert-parallel axis: write the same value in all of them"
         )
     return max(asked, default=1)
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the name and the parameter of every expert parameter that is, or can be, sharded along ep."""
-    for name, module, family, _ in _expert_modules(model, ()):
-        if family is None:
+    for name, module, spec, _ in _expert_modules(model, ()):
+        if spec is None:
             yield from ((f"{name}.{inner}", parameter) for inner, parameter in module.named_parameters())
         else:
-            yield from ((f"{name}.{inner}", module.get_parameter(inner)) for inner in family.sharded_parameters(module))
+            yield from ((f"{name}.{inner}", module.get_parameter(inner)) for inner in spec.sharded_parameters(module))
 
 
 def _expert_modules(
@@ -137,16 +137,16 @@ def _expert_modules(
             inside.append(name)
             yield name, module, None, module.num_experts
             continue
-        family = find_expert_spec(module)
-        if family is not None:
+        spec = find_expert_spec(module)
+        if spec is not None:
             inside.append(name)
             forward = module.__dict__.get("forward")
             count = (
                 forward.num_experts
                 if isinstance(forward, ExpertParallelForward)
-                else int(getattr(module, family.count_attribute))
+                else int(getattr(module, spec.count_attribute))
             )
-            yield name, module, family, count
+            yield name, module, spec, count
 
 
 def _unknown_expert_modules(model: nn.Module, replicated: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -173,18 +173,18 @@ def _check_expert_counts(
     for name, module, _, count in layers:
         if count < axis.size:
             raise ConfigError(
-                f"{name} ({type(module).__name__}) has {count} experts, and parallel.ep = {axis.size} ranks have at "
-                f"least one each; set parallel.ep to at most {min(n for _, _, _, n in layers)}"
+                f"{name} ({type(module).__name__}) has {count} experts, fewer than the parallel.ep = {axis.size} "
+                f"ranks, and each rank needs one; set parallel.ep to at most {min(n for _, _, _, n in layers)}"
             )
         spread_already = isinstance(module.__dict__.get("forward"), ExpertParallelForward) or (
             isinstance(module, Experts) and module.axis.size > 1
         )
         if axis.size > 1 and spread_already:
-            raise ModelError(f"{name} is spread already; call apply_expert_parallel once")
+            raise ModelError(f"the experts of {name} are distributed already; call apply_expert_parallel once")
     asked = get_requested_ep_size(model)
     if asked not in (1, axis.size):
         raise ConfigError(
-            f"layers of MoE ask for ep_size = {asked}, and parallel.ep = {axis.size}; set parallel.ep to {asked}"
+            f"MoE layers have ep_size = {asked}, and parallel.ep = {axis.size}; set parallel.ep to {asked}"
         )
 
 

@@ -42,7 +42,7 @@ def drop_over_capacity(
     elif priority == "random":
         before = torch.rand(tokens * k, device=index.device).argsort()
     else:
-        assert scores is not None, "a priority by score needs scores"
+        assert scores is not None, 'priority "score" needs scores'
         before = scores.detach().reshape(-1).argsort(descending=True, stable=True)
     order = sort_by_expert(index.reshape(-1)[before][:, None], num_experts)
     first = torch.cat(

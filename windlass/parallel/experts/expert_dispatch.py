@@ -79,11 +79,15 @@ def _dispatch_remote(
     here = spans[axis.index][1] - spans[axis.index][0]
     arriving = axis.all_to_all(permutation.tokens_per_expert, [end - first for first, end in spans], [here] * axis.size)
     # the only synchronization with the device
-    told: list[int] = torch.cat([permutation.tokens_per_expert, arriving]).tolist()
-    sends = [sum(told[first:end]) for first, end in spans]
-    heard = [told[num_experts + rank * here : num_experts + (rank + 1) * here] for rank in range(axis.size)]
-    receives = [sum(counts) for counts in heard]
-    groups = RowGroups(arriving.view(axis.size, here).sum(0), [sum(counts) for counts in zip(*heard, strict=True)])
+    all_counts: list[int] = torch.cat([permutation.tokens_per_expert, arriving]).tolist()
+    sends = [sum(all_counts[first:end]) for first, end in spans]
+    received_counts = [
+        all_counts[num_experts + rank * here : num_experts + (rank + 1) * here] for rank in range(axis.size)
+    ]
+    receives = [sum(counts) for counts in received_counts]
+    groups = RowGroups(
+        arriving.view(axis.size, here).sum(0), [sum(counts) for counts in zip(*received_counts, strict=True)]
+    )
     rows = all_to_all(permute_tokens(hidden, permutation, sum(sends)), axis, sends, receives)
     if here == 1:  # all received rows are for the same expert
         return all_to_all(run_local_experts(rows, groups), axis, receives, sends)

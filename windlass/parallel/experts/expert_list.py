@@ -24,7 +24,9 @@ class ExpertList(nn.ModuleList):
 
     def __getitem__(self, number: int | slice) -> nn.Module:  # type: ignore[override]
         if isinstance(number, slice):
-            raise TypeError("index experts one by one: a rank may not hold all of them")
+            raise TypeError(
+                "slices are not supported, because a rank may not hold all experts; index experts one by one"
+            )
         found = self._modules.get(str(number))
         if found is None:
             raise IndexError(f"expert {number} is not on this rank, which has {', '.join(self._modules)}")

@@ -81,17 +81,17 @@ def find_expert_spec(module: nn.Module) -> ExpertModuleSpec | None:
 
 def run_interface_rows(module: nn.Module, rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
     """Run sorted rows through a module of transformers' experts interface (`use_experts_implementation`)."""
-    said: Any = module
-    up = "gate_up_proj" if said.has_gate else "up_proj"
+    untyped: Any = module
+    up = "gate_up_proj" if untyped.has_gate else "up_proj"
 
     def through(name: str, rows: torch.Tensor) -> torch.Tensor:
-        weight = getattr(said, name)
-        bias = getattr(said, f"{name}_bias") if said.has_bias else None
-        return grouped_linear(rows.to(weight.dtype), weight, groups, bias, transposed=said.is_transposed)
+        weight = getattr(untyped, name)
+        bias = getattr(untyped, f"{name}_bias") if untyped.has_bias else None
+        return grouped_linear(rows.to(weight.dtype), weight, groups, bias, transposed=untyped.is_transposed)
 
     rows = through(up, rows)
-    rows = through("down_proj", said._apply_gate(rows) if said.has_gate else said.act_fn(rows))
-    normed: torch.Tensor = said.post_expert_norm(rows) if getattr(said, "has_post_expert_norm", False) else rows
+    rows = through("down_proj", untyped._apply_gate(rows) if untyped.has_gate else untyped.act_fn(rows))
+    normed: torch.Tensor = untyped.post_expert_norm(rows) if getattr(untyped, "has_post_expert_norm", False) else rows
     return normed
 
 
@@ -105,9 +105,9 @@ def _accepts_routing(module: nn.Module) -> bool:
 
 
 def _run_llama4_rows(module: nn.Module, rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-    said: Any = module
-    gate, up = grouped_linear(rows, said.gate_up_proj, groups, transposed=True).chunk(2, dim=-1)
-    return grouped_linear(up * said.act_fn(gate), said.down_proj, groups, transposed=True)
+    untyped: Any = module
+    gate, up = grouped_linear(rows, untyped.gate_up_proj, groups, transposed=True).chunk(2, dim=-1)
+    return grouped_linear(up * untyped.act_fn(gate), untyped.down_proj, groups, transposed=True)
 
 
 def _read_llama4_routing(num_experts: int, hidden: torch.Tensor) -> TokenRouting:

@@ -52,7 +52,8 @@ class RoutingRule:
     def __post_init__(self) -> None:
         if self.num_experts < 1 or not 1 <= self.k <= self.num_experts:
             raise ConfigError(
-                f"k = {self.k} of {self.num_experts} experts: a token has at least 1, and at most all of them"
+                f"k = {self.k} of {self.num_experts} experts is out of range; write a number from 1 to the number of "
+                "experts"
             )
         if self.score_function not in ("softmax", "sigmoid"):
             raise ConfigError(f"score = {self.score_function!r}; write 'softmax' or 'sigmoid'")
@@ -64,12 +65,12 @@ class RoutingRule:
             or not 1 <= self.num_limited_groups <= self.num_expert_groups
         ):
             raise ConfigError(
-                f"{self.num_experts} experts can't lie in {self.num_expert_groups} equal groups of which "
+                f"{self.num_experts} experts can't form {self.num_expert_groups} equal groups of which "
                 f"{self.num_limited_groups} are kept"
             )
         if self.k > self.num_experts // self.num_expert_groups * self.num_limited_groups:
             raise ConfigError(
-                f"k = {self.k} experts of a token can't come from {self.num_limited_groups} groups of "
+                f"k = {self.k} experts of a token can't be chosen from {self.num_limited_groups} groups of "
                 f"{self.num_experts // self.num_expert_groups}"
             )
 

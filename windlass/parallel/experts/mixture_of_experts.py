@@ -87,16 +87,16 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         if ep_size < 1 or num_experts < ep_size:
             raise ConfigError(
-                f"{num_experts} experts can't be spread over ep_size = {ep_size} ranks, which have at least one each; "
-                f"set ep_size to at most {num_experts}"
+                f"{num_experts} experts can't be distributed over ep_size = {ep_size} ranks, each of which needs at "
+                f"least one; set ep_size to at most {num_experts}"
             )
         if isinstance(expert, StackedMLP) and (use_residual or expert.num_experts != num_experts):
             raise ConfigError(
                 f"a StackedMLP of {expert.num_experts} experts can't be {num_experts} experts"
-                f"{' and the residual one' if use_residual else ''}; they are as many, with use_residual = False"
+                f"{' and the residual one' if use_residual else ''}; pass equal numbers, and use_residual = False"
             )
         if use_tutel:
-            logger.info("MoE: use_tutel has no effect; rows are sorted by expert without it")
+            logger.info("MoE: use_tutel has no effect: rows are always sorted by expert")
         rule = RoutingRule(
             num_experts,
             k,

@@ -108,9 +108,8 @@ def find_shardable_parameters(module: nn.Module, name: str, spec: ExpertModuleSp
         if rest or not grain or before.ranges[0] != ((0, before.global_shape[0]),):
             raise ModelError(
                 f"{name}.{tensor} of shape {tuple(before.global_shape)}, of which {parameter.shape[0]} rows are "
-                f"here, can't "
-                f"be cut into {experts} experts ({spec.count_attribute}); register_experts({type(module).__name__!r}, "
-                "parameter_names=...) names the parameters to shard"
+                f"here, can't be split into {experts} experts ({spec.count_attribute}); "
+                f"register_experts({type(module).__name__!r}, parameter_names=...) names the parameters to shard"
             )
         found.append((parameter, grain))
     return found

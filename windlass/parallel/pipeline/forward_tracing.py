@@ -127,9 +127,9 @@ def trace_forward(model: nn.Module, example_kwargs: Mapping[str, Any] | None = N
 def _cannot_split_text(model: nn.Module, reasons: dict[str, str], more: str) -> str:
     looked = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
     return (
-        f"{type(model).__name__} can't be cut into stages: looked for a list of layers (nn.ModuleList) that its "
-        f"forward calls one after the other, each with the previous one's hidden states: {looked or more}. "
-        "Write it as a PipelineModule, or train it without pp"
+        f"{type(model).__name__} can't be split into stages, which need a list of layers (nn.ModuleList) that its "
+        f"forward calls in order, each with the hidden states of the previous one: {looked or more}. Write it as a "
+        "PipelineModule, or train it without pp"
     )
 
 

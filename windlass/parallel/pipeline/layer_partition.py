@@ -27,7 +27,7 @@ def partition_layers(weights: Sequence[float], num_stages: int) -> list[int]:
         ConfigError: there are fewer layers than stages.
     """
     if len(weights) < num_stages or num_stages < 1:
-        raise ConfigError(f"{len(weights)} layers can't be cut into {num_stages} parts, of at least one layer each")
+        raise ConfigError(f"{len(weights)} layers can't be split into {num_stages} parts of at least one layer each")
     ends = [0.0]
     for weight in weights:
         ends.append(ends[-1] + weight)
@@ -100,8 +100,8 @@ def compute_layer_weights(
             )
         return found
     raise ConfigError(
-        f'there is no partition {partition_method!r}; write "uniform", "parameters", "type:REGEX", or one number per '
-        "layer"
+        f'partition_method {partition_method!r} does not exist; write "uniform", "parameters", "type:REGEX", or one '
+        "number per layer"
     )
 
 

@@ -19,7 +19,7 @@ class LayerSpec:
         module_args, module_kwargs: arguments of its constructor.
 
     Raises:
-        ModelError: `typename` is no subclass of `torch.nn.Module`.
+        ModelError: `typename` is not a subclass of `torch.nn.Module`.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:

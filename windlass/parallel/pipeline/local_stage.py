@@ -26,7 +26,9 @@ def find_local_stage(num_stages: int | None, topology: Any) -> tuple[int, int]:
         return int(topology.get_coord(rank).pipe), stages
     stages = num_stages or 1
     if stages < 1 or world % stages:
-        raise ConfigError(f"{world} ranks can't be cut into num_stages = {stages}; write a number that divides {world}")
+        raise ConfigError(
+            f"{world} ranks can't be split into num_stages = {stages}; write a number that divides {world}"
+        )
     return rank // (world // stages), stages
 
 

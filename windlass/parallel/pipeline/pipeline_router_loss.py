@@ -70,8 +70,8 @@ def collecting_router_logits(collector: RouterLogitsCollector) -> Iterator[Route
 
 
 def _collect(local_logits: RouterLogits) -> RouterLogits | None:
-    heard = _current_collector.get()
-    return local_logits if heard is None else heard.collect(local_logits)
+    active_collector = _current_collector.get()
+    return local_logits if active_collector is None else active_collector.collect(local_logits)
 
 
 def record_router_logits(model: nn.Module) -> int:
@@ -92,9 +92,9 @@ def record_router_logits(model: nn.Module) -> int:
     if loss is None or not routers:
         if _wants_router_loss(model):
             raise ModelError(
-                f"{type(model).__name__} can't be cut into stages: config.output_router_logits asks for a loss over "
-                f"the routers of all layers, and it has no {FUNCTION_NAME} over {_KEY} that transformers records; set "
-                "it to False"
+                f"{type(model).__name__} can't be split into stages: config.output_router_logits requests a loss "
+                f"over the routers of all layers, and it has no {FUNCTION_NAME} over {_KEY} that transformers "
+                "records; set it to False"
             )
         return 0
     from transformers.utils.output_capturing import maybe_install_capturing_hooks

@@ -63,14 +63,14 @@ def build_forward_schedule(ranks: int, num_micro_batches: int, virtual_stages: i
 
 def _check_schedule(name: str, ranks: int, num_micro_batches: int, virtual_stages: int) -> None:
     if name not in SCHEDULES:
-        raise ConfigError(f"there is no schedule {name!r}; write one of {', '.join(SCHEDULES)}")
+        raise ConfigError(f"pipeline schedule {name!r} does not exist; write one of {', '.join(SCHEDULES)}")
     for value, what in (
         (ranks, "ranks"),
         (num_micro_batches, "micro-batches"),
         (virtual_stages, "stages on each rank"),
     ):
         if value < 1:
-            raise ConfigError(f"a pipeline of {value} {what} can't run; it needs at least 1")
+            raise ConfigError(f"a pipeline has {value} {what}; it needs at least 1")
     if virtual_stages > 1 and name in ("1f1b", "zero-bubble"):
         raise ConfigError(
             f'the schedule "{name}" has one stage on each rank, not {virtual_stages}; write "interleaved", or one stage'

@@ -144,8 +144,8 @@ class PipelineSequential(nn.Module):
         names = [get_layer_name(layer) for layer in self._layer_specs]
         if len(names) < stages * virtual_stages:
             raise ConfigError(
-                f"{len(names)} layers can't be cut into {stages * virtual_stages} stages ({stages} ranks, "
-                f"{virtual_stages} on each), of at least one layer"
+                f"{len(names)} layers can't be split into {stages * virtual_stages} stages ({stages} ranks, "
+                f"{virtual_stages} on each) of at least one layer"
             )
         sizes = count_layer_parameters(self._layer_specs)
         bounds = partition_layers(
@@ -155,7 +155,7 @@ class PipelineSequential(nn.Module):
             if not sum(sizes[start:stop]):
                 raise ModelError(
                     f"stage {number} of {stages * virtual_stages} has no parameters: layers {start} to {stop - 1} "
-                    f"({', '.join(names[start:stop])}), cut by {self.partition_method!r}; use fewer stages or "
+                    f"({', '.join(names[start:stop])}), split by {self.partition_method!r}; use fewer stages or "
                     "another partition_method"
                 )
         self.stage_id, self.num_stages, self.virtual_stages, self.parts = stage, stages, virtual_stages, bounds

@@ -255,7 +255,7 @@ class _ScheduleRunner:
             edges = [get_gradient_edge(tensor) for tensor in out if tensor.requires_grad]
             self._backward_states[stage, micro_batch] = _BackwardState(arrived.leaves, edges)
         self._unsent_outputs[stage, micro_batch] = form, [tensor.detach() for tensor in out]
-        # The schedule of a single rank has no transfers, so hand the output over here.
+        # The schedule of a single rank has no transfers, so pass the output to the next stage here.
         if self._transfers.is_single_rank:
             self._send(stage, micro_batch)
 
@@ -269,7 +269,7 @@ class _ScheduleRunner:
 
     def _backward_state_of_loss(self, input_leaves: list[torch.Tensor], loss: torch.Tensor) -> _BackwardState:
         if loss.numel() != 1:
-            raise ModelError(f"the last stage returned a loss of shape {list(loss.shape)}; it has to be a scalar")
+            raise ModelError(f"the last stage returned a loss of shape {list(loss.shape)}; return a scalar")
         # A loss without graph, e.g. of a model without trainable parameters: the backward has nothing to do.
         if not loss.requires_grad:
             return _BackwardState(input_leaves, [], [])
@@ -299,7 +299,7 @@ class _ScheduleRunner:
             # No previous stage, hence no SEND_GRADIENT that would remove the state.
             del self._backward_states[stage, micro_batch]
         elif self._transfers.is_single_rank:
-            # The schedule of a single rank has no transfers, so hand the gradients over here.
+            # The schedule of a single rank has no transfers, so pass the gradients to the previous stage here.
             self._transfers.send_gradient(
                 stage, micro_batch, self._backward_states.pop((stage, micro_batch)).input_leaves
             )

@@ -88,10 +88,10 @@ class SplitBackward:
         finally:
             for hook in hooks:
                 hook.remove()
-        beside = [
+        side_edges = [
             (e, s) for e, s in zip(self._edges, self._output_gradients, strict=True) if not graph.reaches_leaf(e.node)
         ]
-        self._edges, self._output_gradients = [edge for edge, _ in beside], [seed for _, seed in beside]
+        self._edges, self._output_gradients = [edge for edge, _ in side_edges], [seed for _, seed in side_edges]
         self._input_leaves = []
 
     def backward_weights(self, on_start: Callable[[], None] = lambda: None) -> None:
@@ -172,8 +172,10 @@ class _StageGraph:
         for node in self._nodes:
             if not self._reaches_leaf[node]:
                 continue
-            beside = [after for after, _ in node.next_functions if after is not None and not self._reaches_leaf[after]]
-            reached = list(dict.fromkeys(p for after in beside for p in self._parameters[after]))
+            side_edges = [
+                after for after, _ in node.next_functions if after is not None and not self._reaches_leaf[after]
+            ]
+            reached = list(dict.fromkeys(p for after in side_edges for p in self._parameters[after]))
             if not reached:
                 continue
             group = _ParameterGroup([_EntryNode(node)])

@@ -108,7 +108,7 @@ class StageTransfers:
 
     @property
     def is_single_rank(self) -> bool:
-        """True if all stages are on this rank: values are handed over at once, and nothing is sent or received."""
+        """True if all stages are on this rank: values are passed on directly, and nothing is sent or received."""
         return self._axis.size == 1
 
     def forget_layouts(self) -> None:
@@ -376,7 +376,7 @@ def _tag(kind: int, stage: int) -> int:
 
 
 def _describe_layout(layout: MessageLayout) -> str:
-    said = [
+    tensor_texts = [
         f"{one.dtype} {list(one.shape)}{'' if one.requires_grad else ' (no gradient)'}" for one in layout.tensor_specs
     ]
-    return f"{', '.join(said) or 'no tensors'} in {layout.skeleton!r}"
+    return f"{', '.join(tensor_texts) or 'no tensors'} in {layout.skeleton!r}"

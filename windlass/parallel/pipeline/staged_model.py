@@ -79,7 +79,7 @@ class StagedModel:
         hidden, before = stage_input if isinstance(stage_input, tuple) else (stage_input, ())
         with (
             self._stage_installed(stage, hidden),
-            collecting_router_logits(RouterLogitsCollector(before, self.trace.num_routers if last else 0)) as heard,
+            collecting_router_logits(RouterLogitsCollector(before, self.trace.num_routers if last else 0)) as collector,
         ):
             output = call_module(**self._shard_sequences(arguments, last))
             passed = self._forward_state.stage_output
@@ -88,7 +88,7 @@ class StagedModel:
                 raise ModelError(
                     f"the forward of stage {stage} ended without a call of layer {self.stage_bounds[stage + 1]}"
                 )
-            return (passed, heard.logits) if heard.logits else passed
+            return (passed, collector.logits) if collector.logits else passed
         return MicroBatchResult(_output_loss(output, batch) if compute_loss else None, output)
 
     def _shard_sequences(self, arguments: dict[str, Any], is_last: bool) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class StagedModel:
                     self.model(**plan.example_kwargs)
         except Exception as error:
             raise ModelError(
-                f"{type(self.model).__name__} can't be cut into stages: without the modules of other stages its "
+                f"{type(self.model).__name__} can't be split into stages: without the modules of other stages its "
                 f"forward fails ({type(error).__name__}: {error})"
             ) from error
         finally:

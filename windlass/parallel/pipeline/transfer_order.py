@@ -75,7 +75,7 @@ def _merge_transfers(actions: RankActions, halves: list[tuple[Action, Action]]) 
     slots: list[RankActions] = [[] for _ in range(len(actions) + 1)]  # halves before each action, and after the last
     at = 0
     for (half, action), limit in zip(halves, reversed(limits), strict=True):
-        wish = places[action] + 1 if half.kind.is_send else places[action] - 1
-        at = max(at, min(wish, limit))
+        position = places[action] + 1 if half.kind.is_send else places[action] - 1
+        at = max(at, min(position, limit))
         slots[at].append(half)
     return [one for slot, action in zip(slots, [*actions, None], strict=True) for one in (*slot, action) if one]

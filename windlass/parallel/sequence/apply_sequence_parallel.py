@@ -30,7 +30,7 @@ from windlass.parallel.sequence_loss import ModelLoss, install_loss
 from windlass.parallel.tensor.output_head_sharding import get_sharded_vocabulary
 
 GATHERED_OUTPUTS = ("logits", "last_hidden_state")
-"""Outputs `[samples, tokens, ...]` that are all-gathered if the batch came whole and without labels."""
+"""Outputs `[samples, tokens, ...]` that are all-gathered if the batch was not sharded and has no labels."""
 
 
 @dataclass
@@ -140,8 +140,8 @@ class SequenceParallel:
         if call.has_labels:
             if self.loss.calls == call.loss_calls and _output_loss(output) is not None:
                 raise ModelError(
-                    f"{type(module).__name__} computes its loss without model.loss_function, so it is that of this "
-                    "rank's tokens alone; call it without labels and compute the loss from its outputs"
+                    f"{type(module).__name__} computes its loss without model.loss_function, so the loss covers only "
+                    "this rank's tokens; call it without labels and compute the loss from its outputs"
                 )
             return None
         return self._gather_outputs(call.shard, output) if call.shard.gathers_outputs else None

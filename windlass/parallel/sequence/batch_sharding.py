@@ -45,7 +45,7 @@ def shard_batch(
         derive_positions: derivation of positions for a batch without them; None: count from 0.
 
     Returns:
-        The batch with tensors of the local tokens. `labels`, if given, come back as `labels` and as `shift_labels`,
+        The batch with tensors of the local tokens. `labels`, if given, are returned as `labels` and as `shift_labels`,
         both shifted.
 
     Raises:
@@ -63,17 +63,17 @@ def shard_batch(
     if length < axis.size:
         local = _pad_batch(local, length, axis.size)
     positions, mask = local.get("position_ids"), local.get("attention_mask")
-    cut = pattern.shard(max(length, axis.size))
+    sharding = pattern.shard(max(length, axis.size))
     if derived is not None:  # positions of padding are arbitrary here: they do not separate documents
-        local["position_ids"] = torch.nn.functional.pad(derived, (0, cut.length - length))
+        local["position_ids"] = torch.nn.functional.pad(derived, (0, sharding.length - length))
     elif positions is None:
-        local["position_ids"] = torch.arange(cut.length, device=ids.device).unsqueeze(0)
+        local["position_ids"] = torch.arange(sharding.length, device=ids.device).unsqueeze(0)
     for name in SHARDED_KEYS:
         if local.get(name) is not None:
-            local[name] = cut.local_shard(local[name], axis.index).contiguous()
-    local["position_ids"] = cut.local_shard(local["position_ids"], axis.index, dim=-1).contiguous()
-    sight = _attention_mask(positions, mask, samples, cut.length)
-    local[SHARD_KEY] = SequenceShard(cut, sight, axis, full_length=length, gathers_outputs=True)
+            local[name] = sharding.local_shard(local[name], axis.index).contiguous()
+    local["position_ids"] = sharding.local_shard(local["position_ids"], axis.index, dim=-1).contiguous()
+    visibility = _attention_mask(positions, mask, samples, sharding.length)
+    local[SHARD_KEY] = SequenceShard(sharding, visibility, axis, full_length=length, gathers_outputs=True)
     return local
 
 
@@ -114,7 +114,7 @@ def mark_sharded_batch(
     positions, mask = local.get("position_ids"), local.get("attention_mask")
     if positions is None:
         raise ModelError(
-            "a batch of local tokens has no position_ids; pass them: nothing else gives the tokens' positions"
+            "a batch of local tokens has no position_ids; pass them, because the positions cannot be derived"
         )
     sizes = axis.all_gather(torch.tensor([ids.shape[1]], device=ids.device)).tolist()
     if positions.dim() == 2:
@@ -125,9 +125,9 @@ def mark_sharded_batch(
     if mask is None and derive is not None and positions.dim() == 2 and "input_ids" in local:
         whole = derive({"input_ids": axis.all_gather(ids.contiguous(), 1, sizes)})
         positions = None if bool((whole == positions).all()) else positions
-    sight = _attention_mask(positions, mask, ids.shape[0], sum(sizes))
+    visibility = _attention_mask(positions, mask, ids.shape[0], sum(sizes))
     local[SHARD_KEY] = SequenceShard(
-        make_sharding_from_sizes(sizes, ulysses_degree), sight, axis, full_length=sum(sizes), gathers_outputs=False
+        make_sharding_from_sizes(sizes, ulysses_degree), visibility, axis, full_length=sum(sizes), gathers_outputs=False
     )
     return local
 
@@ -173,6 +173,6 @@ def _check_batch(batch: Mapping[str, Any], samples: int, length: int, *, has_pac
                 raise ModelError(f"{name} has the shape {list(value.shape)}, but the sequences have {length} tokens")
         elif value.dim() >= 2 and value.shape[:2] == (samples, length):
             raise ModelError(
-                f"{name} has the shape {list(value.shape)} of one value a token, and sequence parallelism does not "
-                f"know its meaning; leave it out. It shards {', '.join((*SHARDED_KEYS, 'position_ids'))}"
+                f"{name} has the shape {list(value.shape)} of one value per token, and sequence parallelism does not "
+                f"recognize the key; leave it out. It shards {', '.join((*SHARDED_KEYS, 'position_ids'))}"
             )

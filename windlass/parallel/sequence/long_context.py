@@ -52,7 +52,7 @@ def apply_long_context(
             "recompute=False saves none; write recompute=True"
         )
     if not hasattr(inner, "get_output_embeddings"):
-        raise ModelError(f"{name} is no model of transformers; use install_tiled_mlp and tiled_loss on its parts")
+        raise ModelError(f"{name} is not a transformers model; use install_tiled_mlp and tiled_loss on its parts")
     mlps = [module for _, module in find_mlps(model)] if tiled_mlp else []
     if tiled_mlp and not mlps:
         raise ModelError(

@@ -123,20 +123,20 @@ class _RingAttention(torch.autograd.Function):
                 whole.add(tile, *kernels.kernel_for(tile).forward(qkv, tile, context.score_spec))
         output = whole.output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, whole.lse)
-        ctx.turn, ctx.kernels = context, kernels
+        ctx.ring_context, ctx.kernels = context, kernels
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        turn, kernels = ctx.turn, ctx.kernels
+        ring_context, kernels = ctx.ring_context, ctx.kernels
         query, key, value, output, lse = ctx.saved_tensors
         to_query = _wide_zeros(query)
-        under_way: RingTransfer | None = None
+        transfer: RingTransfer | None = None
         arrived: list[torch.Tensor] = []
-        for step, (k, v, tiles, last) in enumerate(_ring_blocks(turn, key, value)):
+        for step, (k, v, tiles, last) in enumerate(_ring_blocks(ring_context, key, value)):
             to_key, to_value = _wide_zeros(k), _wide_zeros(v)
-            k_all, v_all = (turn.repeat_kv_heads(k), turn.repeat_kv_heads(v)) if tiles else (k, v)
+            k_all, v_all = (ring_context.repeat_kv_heads(k), ring_context.repeat_kv_heads(v)) if tiles else (k, v)
             for tile in tiles:
                 rows, (q0, q1), (k0, k1) = slice(*tile.samples), tile.queries, tile.keys
                 qkv = _tile_slice(query, tile, "q"), _tile_slice(k_all, tile, "k"), _tile_slice(v_all, tile, "k")
@@ -145,18 +145,18 @@ class _RingAttention(torch.autograd.Function):
                     qkv,
                     (_tile_slice(output, tile, "q"), lse[rows, :, q0:q1]),
                     tile,
-                    turn.score_spec,
+                    ring_context.score_spec,
                 )
                 to_query[rows, :, q0:q1] += dq
-                to_key[rows, :, k0:k1] += turn.sum_kv_gradients(dk.to(to_key.dtype), key.shape[1])
-                to_value[rows, :, k0:k1] += turn.sum_kv_gradients(dv.to(to_value.dtype), key.shape[1])
-            if under_way is not None:  # gradients of the same block, from the ranks before this one
-                before = under_way.wait()
+                to_key[rows, :, k0:k1] += ring_context.sum_kv_gradients(dk.to(to_key.dtype), key.shape[1])
+                to_value[rows, :, k0:k1] += ring_context.sum_kv_gradients(dv.to(to_value.dtype), key.shape[1])
+            if transfer is not None:  # gradients of the same block, from the ranks before this one
+                before = transfer.wait()
                 to_key, to_value = to_key.add_(before[0]), to_value.add_(before[1])
             arrived = [to_key, to_value]
-            under_way = turn.send_to_next(arrived, -step if last else 1)
-        if under_way is not None:
-            arrived = under_way.wait()
+            transfer = ring_context.send_to_next(arrived, -step if last else 1)
+        if transfer is not None:
+            arrived = transfer.wait()
         own = key.shape[2]
         return (
             None,

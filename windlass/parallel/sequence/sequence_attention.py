@@ -42,11 +42,13 @@ class SequenceMask:
         In step i they are the keys of the group i places before this one. All ranks have the same number of steps.
         """
         if max_tile_size not in self._tiles:
-            share, cut = self.shard, self.shard.sharding
-            here = share.axis.index // cut.ulysses_degree
-            blocks = [cut.group_ranges((here - step) % cut.num_ring_groups) for step in range(self._num_steps())]
+            shard, sharding = self.shard, self.shard.sharding
+            here = shard.axis.index // sharding.ulysses_degree
+            blocks = [
+                sharding.group_ranges((here - step) % sharding.num_ring_groups) for step in range(self._num_steps())
+            ]
             found = [
-                tuple(make_visible_tiles(share.mask, self.mask_band, cut.group_ranges(here), keys, max_tile_size))
+                tuple(make_visible_tiles(shard.mask, self.mask_band, sharding.group_ranges(here), keys, max_tile_size))
                 for keys in blocks
             ]
             self._tiles[max_tile_size] = tuple(found)
@@ -54,14 +56,14 @@ class SequenceMask:
 
     def _num_steps(self) -> int:
         """Return the number of ring steps after which no group sees a key of the remaining blocks."""
-        share, cut = self.shard, self.shard.sharding
-        for step in range(cut.num_ring_groups - 1, 0, -1):
-            for group in range(cut.num_ring_groups):
+        shard, sharding = self.shard, self.shard.sharding
+        for step in range(sharding.num_ring_groups - 1, 0, -1):
+            for group in range(sharding.num_ring_groups):
                 if is_any_visible(
-                    share.mask,
+                    shard.mask,
                     self.mask_band,
-                    cut.group_ranges(group),
-                    cut.group_ranges((group - step) % cut.num_ring_groups),
+                    sharding.group_ranges(group),
+                    sharding.group_ranges((group - step) % sharding.num_ring_groups),
                 ):
                     return step + 1
         return 1
@@ -93,19 +95,19 @@ def sequence_attention(
             heads.
     """
     check_tokens(query, key, value, mask)
-    share, cut = mask.shard, mask.shard.sharding
+    shard, sharding = mask.shard, mask.shard.sharding
     heads = query.shape[1]
-    here, place = divmod(share.axis.index, cut.ulysses_degree)
-    counts = UlyssesHeads(heads, key.shape[1], cut.ulysses_degree)
+    here, place = divmod(shard.axis.index, sharding.ulysses_degree)
+    counts = UlyssesHeads(heads, key.shape[1], sharding.ulysses_degree)
     if dropout is not None:
         dropout = replace(dropout, first_head=dropout.first_head + counts.query_range(place)[0])
     score = ScoreSpec(query.shape[-1] ** -0.5 if scale is None else scale, softcap, mask.mask_band, dropout)
-    members = cut.group_ranks(here)
-    if cut.ulysses_degree > 1:
-        query, key, value = swap_tokens_for_heads(query, key, value, share.axis, members, cut.sizes)
+    members = sharding.group_ranks(here)
+    if sharding.ulysses_degree > 1:
+        query, key, value = swap_tokens_for_heads(query, key, value, shard.axis, members, sharding.sizes)
     output = _group_attention(query, key, value, mask, counts.key_head_of(place), score)
-    if cut.ulysses_degree > 1:
-        output = swap_heads_for_tokens(output, share.axis, members, cut.sizes, heads)
+    if sharding.ulysses_degree > 1:
+        output = swap_heads_for_tokens(output, shard.axis, members, sharding.sizes, heads)
     return output
 
 
@@ -118,23 +120,25 @@ def _group_attention(
     score_spec: ScoreSpec,
 ) -> torch.Tensor:
     """Compute the attention of the tokens of a ring group, for this rank's heads."""
-    share, cut = mask.shard, mask.shard.sharding
-    here = share.axis.index // cut.ulysses_degree
+    shard, sharding = mask.shard, mask.shard.sharding
+    here = shard.axis.index // sharding.ulysses_degree
     seen = mask.tiles_by_step(TileKernels(query, key, value, score_spec).max_tile_size) if key_head_of else ((),)
-    held = tuple(count_tokens(cut.group_ranges((here - step) % cut.num_ring_groups)) for step in range(len(seen)))
-    longest = max(count_tokens(cut.group_ranges(group)) for group in range(cut.num_ring_groups))
-    turn = RingContext(share.axis, cut.ulysses_degree, seen, held, longest, key_head_of, score_spec)
+    held = tuple(
+        count_tokens(sharding.group_ranges((here - step) % sharding.num_ring_groups)) for step in range(len(seen))
+    )
+    longest = max(count_tokens(sharding.group_ranges(group)) for group in range(sharding.num_ring_groups))
+    context = RingContext(shard.axis, sharding.ulysses_degree, seen, held, longest, key_head_of, score_spec)
     whole = (0, query.shape[0]), (0, query.shape[2]), (0, key.shape[2])
     plain = score_spec.softcap is None and score_spec.dropout is None
-    if len(seen) == 1 and cut.num_ring_groups == 1 and plain and _is_single_tile(mask, whole):
+    if len(seen) == 1 and sharding.num_ring_groups == 1 and plain and _is_single_tile(mask, whole):
         return torch.nn.functional.scaled_dot_product_attention(
             query,
-            turn.repeat_kv_heads(key),
-            turn.repeat_kv_heads(value),
+            context.repeat_kv_heads(key),
+            context.repeat_kv_heads(value),
             is_causal=mask.mask_band == CAUSAL,
             scale=score_spec.scale,
         )
-    return ring_attention(turn, query, key, value)
+    return ring_attention(context, query, key, value)
 
 
 def _is_single_tile(mask: SequenceMask, full_ranges: tuple[tuple[int, int], ...]) -> bool:
@@ -146,15 +150,15 @@ def _is_single_tile(mask: SequenceMask, full_ranges: tuple[tuple[int, int], ...]
 
 
 def check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SequenceMask) -> None:
-    share = mask.shard
+    shard = mask.shard
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.shape[2] != share.local_tokens or tensor.shape[0] != share.num_samples:
+        if tensor.shape[2] != shard.local_tokens or tensor.shape[0] != shard.num_samples:
             raise ModelError(
-                f"attention over {share.axis.name} got a {name} of {tensor.shape[0]} samples and {tensor.shape[2]} "
-                f"tokens; this rank's part of the batch has {share.num_samples} and {share.local_tokens}. Attention to "
+                f"attention over {shard.axis.name} got a {name} of {tensor.shape[0]} samples and {tensor.shape[2]} "
+                f"tokens; this rank's part of the batch has {shard.num_samples} and {shard.local_tokens}. Attention to "
                 "other tokens (a cache, an encoder, prefix tuning) cannot be computed on sharded sequences"
             )
     if query.shape[1] % key.shape[1]:
         raise ModelError(
-            f"attention over {share.axis.name}: {key.shape[1]} key heads do not divide {query.shape[1]} query heads"
+            f"attention over {shard.axis.name}: {key.shape[1]} key heads do not divide {query.shape[1]} query heads"
         )

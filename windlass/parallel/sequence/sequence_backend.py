@@ -214,7 +214,7 @@ def _check_local_call(layer: str, local: AttentionBackend, dropout: float, argum
     if dropout > 0:
         raise ModelError(
             f"{layer} drops attention weights with probability {dropout}; together with sequence parallelism the "
-            f'backend "{local.name}" would drop other weights than one rank does. Set the probability to 0'
+            f'backend "{local.name}" would drop different weights than a single rank. Set the probability to 0'
         )
 
 

@@ -25,7 +25,7 @@ class SequenceShard:
         mask: padding and packed documents of the batch.
         axis: the mesh axis sp.
         full_length: tokens of the sequences as the caller passed them; the sharded ones may have been padded.
-        gathers_outputs: all-gather the model's outputs; True if the batch came whole.
+        gathers_outputs: all-gather the model's outputs; True if the batch had whole sequences.
 
     Attributes:
         dropout_seed: seed of the attention dropout of this forward, equal along sp; None: no dropout.

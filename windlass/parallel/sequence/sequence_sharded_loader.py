@@ -62,13 +62,13 @@ class SequenceShardedLoader:
         batches = iter(self.loader) if axis.index == 0 else iter(())
         while True:
             batch = next(batches, None) if axis.index == 0 else None
-            said = axis.all_gather_object(
+            specs = axis.all_gather_object(
                 None if batch is None else {name: _describe(value) for name, value in batch.items()}
             )
-            if said[0] is None:
+            if specs[0] is None:
                 return
             whole = {}
-            for name, described in said[0].items():
+            for name, described in specs[0].items():
                 if not isinstance(described, _TensorMeta):
                     whole[name] = described
                     continue

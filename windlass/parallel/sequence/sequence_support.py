@@ -51,7 +51,7 @@ def check_sequence_support(model: Any, axis: MeshAxis) -> None:
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise ModelError(
-            f"{name} is no model of transformers, and its sequences cannot be sharded over {axis.name} without "
+            f"{name} is not a transformers model, and its sequences cannot be sharded over {axis.name} without "
             "changes. Call windlass.attention.attention in your module, inside windlass.parallel.sequence.use_shard"
         )
     if getattr(model.config, "is_encoder_decoder", False):

@@ -56,7 +56,7 @@ def apply_tensor_parallel(
     `partial_axes`.
 
     See `build_tensor_parallel_plan` for the choice of shards, `shard_output_head` for logits and the loss, and [Note:
-    dropout in cut layers] for random numbers.
+    dropout in sharded layers] for random numbers.
 
     Args:
         model: model to shard. Its experts may already be distributed over other ranks.
@@ -75,11 +75,11 @@ def apply_tensor_parallel(
         ModelError: a module cannot be sharded. The model is unchanged.
     """
     if tp_overlap_chunks < 1:
-        raise ConfigError(f"overlap_chunks = {tp_overlap_chunks}; it is at least 1")
+        raise ConfigError(f"overlap_chunks = {tp_overlap_chunks}; write at least 1")
     if tp_sequence_norms and tp_overlap_chunks > 1:
         raise ConfigError(
-            f"sequence_norms leaves no all-reduce to overlap, and overlap_chunks is {tp_overlap_chunks}; take one "
-            f"of them"
+            f"sequence_norms leaves no all-reduce to overlap, and overlap_chunks is {tp_overlap_chunks}; use only "
+            "one of the two"
         )
     for name, parameter in model.named_parameters():
         if axis.name in get_placement(parameter).sharded_axes:
@@ -116,8 +116,8 @@ class _PlanApplier:
         """
         if self._has_dropout:
             sync_rng_states(self._axis)
-        for cut in self._plan.shards:
-            self._apply_shard(cut)
+        for shard in self._plan.shards:
+            self._apply_shard(shard)
         for heads in self._plan.head_partitions:
             self._fit_attention(heads.module_name)
         for stack, sequence in self._stacks:
@@ -149,19 +149,19 @@ class _PlanApplier:
         if shard.style is ShardStyle.TAIL_FEATURES:
             hook_tail_features(layer, shard.sharded_size, self._axis)
             return
-        entrance, sequence = self._input_hook(shard.chain), self._sequence_sharding(shard.chain)
+        input_hook, sequence = self._input_hook(shard.chain), self._sequence_sharding(shard.chain)
         if shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT):
-            shard_row(layer, shard, entrance, sequence, self._tp_overlap_chunks)
-            shard_adapters(layer, shard, entrance, sequence, self._tp_overlap_chunks)
+            shard_row(layer, shard, input_hook, sequence, self._tp_overlap_chunks)
+            shard_adapters(layer, shard, input_hook, sequence, self._tp_overlap_chunks)
             return
         gathered = (
             sequence is not None and shard.chain in self._attention_chains()
         )  # the hook on the attention module gathers once for all its columns
-        before = None if gathered else ColumnInputHook(entrance, sequence)
+        before = None if gathered else ColumnInputHook(input_hook, sequence)
         (select_needed_rows if shard.style is ShardStyle.COLUMN_SHARED else shard_column)(
-            layer, shard, entrance, before
+            layer, shard, input_hook, before
         )
-        shard_adapters(layer, shard, entrance, None, self._tp_overlap_chunks)
+        shard_adapters(layer, shard, input_hook, None, self._tp_overlap_chunks)
 
     def _shard_parameter(self, name: str, dim: int, shard: ModuleShard) -> None:
         """Shard one parameter. A parameter that modules share is sharded once."""
@@ -198,8 +198,8 @@ class _PlanApplier:
             self._modules[name].register_forward_pre_hook(gathered, with_kwargs=True)
 
     def _output_shard(self, attention: str) -> ModuleShard:
-        chain = next(cut.chain for cut in self._plan.shards if is_inside(cut.name, attention) and cut.chain)
-        return next(cut for cut in self._plan.chain_shards(chain) if cut.name == chain)
+        chain = next(shard.chain for shard in self._plan.shards if is_inside(shard.name, attention) and shard.chain)
+        return next(shard for shard in self._plan.chain_shards(chain) if shard.name == chain)
 
     def _attention_chains(self) -> set[str]:
         return {self._output_shard(heads.module_name).chain for heads in self._plan.head_partitions}
@@ -212,7 +212,7 @@ class _PlanApplier:
             draws = LocalRng(self._axis) if self._has_dropout else None
             self._input_hooks[chain] = ChainInputHook(self._axis, draws)
             if draws is not None:
-                members = [cut.name for cut in self._plan.chain_shards(chain)]
+                members = [shard.name for shard in self._plan.chain_shards(chain)]
                 holders = (
                     one for one in iterate_parent_names(chain) if all(is_inside(member, one) for member in members)
                 )

@@ -30,27 +30,27 @@ def shard_attention_parameters(
     Raises:
         ModelError: the role of a parameter in the attention is unknown.
     """
-    cuts = [
+    shards = [
         _shard_direct_parameter(f"{name}.{leaf}" if name else leaf, parameter, head_partition, entries, chain)
         for leaf, parameter in module.named_parameters(recurse=False)
     ]
     for leaf, child in module.named_children():
         inner = f"{name}.{leaf}" if name else leaf
         if inner not in layers and inner not in entries and next(child.parameters(), None) is not None:
-            cuts += _shard_head_norm(inner, leaf, child, module, head_partition, layers)
-    return [cut for cut in cuts if cut.style is not ShardStyle.REPLICATED]
+            shards += _shard_head_norm(inner, leaf, child, module, head_partition, layers)
+    return [shard for shard in shards if shard.style is not ShardStyle.REPLICATED]
 
 
 def _shard_direct_parameter(
     name: str, parameter: nn.Parameter, head_partition: HeadPartition, entries: Mapping[str, PlanEntry], chain: str
 ) -> ModuleShard:
     """Shard a direct parameter of the module that has a value for each head, such as an attention sink."""
-    wish = entries.get(name)
-    if wish is not None and wish.is_from_user:
-        return ModuleShard(name, wish.style, description="", chain=chain)
+    entry = entries.get(name)
+    if entry is not None and entry.is_from_user:
+        return ModuleShard(name, entry.style, description="", chain=chain)
     leaf = name.rpartition(".")[2]
     size = parameter.shape[0] if parameter.dim() else 0
-    if (wish is not None or "sink" in leaf) and size and size % head_partition.num_query_heads == 0:
+    if (entry is not None or "sink" in leaf) and size and size % head_partition.num_query_heads == 0:
         grain = size // head_partition.num_query_heads
         return ModuleShard(
             name,
@@ -63,8 +63,8 @@ def _shard_direct_parameter(
         )
     raise make_cannot_shard_error(
         name,
-        f"it is not known what a parameter of shape {tuple(parameter.shape)} does in attention of "
-        f"{head_partition.num_query_heads} heads",
+        f"the role of a parameter of shape {tuple(parameter.shape)} in attention of {head_partition.num_query_heads} "
+        "heads is unknown",
         (name, "partial"),
         (name, "replicated"),
     )
@@ -90,7 +90,7 @@ def _shard_head_norm(
         if size is not None and sizes != {size}:
             raise make_cannot_shard_error(
                 name,
-                f"it norms {max(sizes)} features at once, over heads of {size} on several ranks",
+                f"it normalizes {max(sizes)} features at once, over heads of {size} that are on several ranks",
                 *whole,
             )
         return [ModuleShard(name, ShardStyle.PARTIAL, chain=chain)]
@@ -99,7 +99,7 @@ def _shard_head_norm(
     if (of_keys and head_partition.has_shared_keys) or any(parameter.shape[0] != count for _, parameter in own):
         shapes = ", ".join(str(tuple(parameter.shape)) for _, parameter in own)
         raise make_cannot_shard_error(
-            name, f"its weights of shape {shapes} can't be cut for {count} heads over several ranks", *whole
+            name, f"its weights of shape {shapes} can't be sharded for {count} heads over several ranks", *whole
         )
     spans = (
         [head_partition.key_range(rank) for rank in range(len(head_partition.query_ranges))]

@@ -37,10 +37,10 @@ def shard_attention(
     Raises:
         ModelError: a layer's features are not a whole number of heads.
     """
-    cuts = [_shard_projection(head_partition, projection, row.name) for projection in projections]
+    shards = [_shard_projection(head_partition, projection, row.name) for projection in projections]
     grain = row.in_features // head_partition.num_query_heads
     return [
-        *cuts,
+        *shards,
         ModuleShard(
             row.name,
             ShardStyle.ROW,

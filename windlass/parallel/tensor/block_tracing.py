@@ -57,12 +57,12 @@ def trace_block(name: str, block: nn.Module, covered: Collection[str], hidden_si
         for layer in find_linear_layers(block, name)
         if layer.name not in covered and _parent_name(layer.name) not in routing
     ]
-    wishes = [wish for found in _trace_attention(layers, block, name) for wish in found]
-    left = [layer for layer in layers if layer.name not in {wish.name for wish in wishes}]
-    wishes += _trace_feed_forward(name, block, left, hidden_size)
-    wishes += [PlanEntry(inner, ShardStyle.EXPERTS) for inner in experts if inner not in covered]
-    _check_unknown_matrices(name, block, {*covered, *(wish.name for wish in wishes)}, routing)
-    return wishes
+    entries = [entry for found in _trace_attention(layers, block, name) for entry in found]
+    left = [layer for layer in layers if layer.name not in {entry.name for entry in entries}]
+    entries += _trace_feed_forward(name, block, left, hidden_size)
+    entries += [PlanEntry(inner, ShardStyle.EXPERTS) for inner in experts if inner not in covered]
+    _check_unknown_matrices(name, block, {*covered, *(entry.name for entry in entries)}, routing)
+    return entries
 
 
 def trace_known_layers(name: str, block: nn.Module, covered: Collection[str]) -> list[PlanEntry]:
@@ -80,7 +80,7 @@ def trace_known_layers(name: str, block: nn.Module, covered: Collection[str]) ->
                 found.append(
                     _trace_chain(holder or name, own, dict(block.named_modules(prefix=name)), own[0].in_features)
                 )
-    return [wish for wishes in found if not _is_covered(wishes, covered) for wish in wishes]
+    return [entry for entries in found if not _is_covered(entries, covered) for entry in entries]
 
 
 def _is_covered(entries: Sequence[PlanEntry], covered: Collection[str]) -> bool:
@@ -108,8 +108,8 @@ def _trace_attention(layers: Sequence[LinearLayer], block: nn.Module, name: str)
         if len(others) != 1:
             raise make_cannot_shard_error(
                 holder or name,
-                f"of {', '.join(layer.leaf_name for layer in others) or 'its layers'} none can be told to take what "
-                f"{', '.join(layer.leaf_name for layer in columns)} make",
+                f"of {', '.join(layer.leaf_name for layer in others) or 'its layers'} none was identified as the "
+                f"consumer of the outputs of {', '.join(layer.leaf_name for layer in columns)}",
                 *((layer.name, "column") for layer in columns),
                 (others[0].name if others else f"{holder}.out_proj", "row"),
             )
@@ -155,7 +155,7 @@ def _trace_feed_forward(
     """Return the entries of chains of a widening and a narrowing layer: within one module, or in two consecutive
     modules.
     """
-    wishes: list[PlanEntry] = []
+    entries: list[PlanEntry] = []
     alone: list[LinearLayer] = []
     modules = dict(block.named_modules(prefix=name))
     for holder in dict.fromkeys(_parent_name(layer.name) for layer in layers):
@@ -163,9 +163,9 @@ def _trace_feed_forward(
         if len(own) == 1:
             alone += own
         else:
-            wishes += _trace_chain(holder or name, own, modules, hidden_size)
+            entries += _trace_chain(holder or name, own, modules, hidden_size)
     for first, second in zip(alone[::2], alone[1::2], strict=False):
-        wishes += _trace_chain(
+        entries += _trace_chain(
             _common_parent(first.name, second.name),
             [first, second],
             dict(block.named_modules(prefix=name)),
@@ -173,9 +173,9 @@ def _trace_feed_forward(
         )
     if len(alone) % 2:
         raise make_cannot_shard_error(
-            alone[-1].name, "no other layer takes what it makes", (alone[-1].name, "replicated")
+            alone[-1].name, "no other layer consumes its output", (alone[-1].name, "replicated")
         )
-    return wishes
+    return entries
 
 
 def _trace_chain(
@@ -187,12 +187,12 @@ def _trace_chain(
     if row is None:
         sizes = ", ".join(f"{layer.leaf_name} {layer.in_features} to {layer.out_features}" for layer in layers)
         raise make_cannot_shard_error(
-            module_name, f"its layers are no chain: {sizes}", *((layer.name, "replicated") for layer in layers)
+            module_name, f"its layers do not form a chain: {sizes}", *((layer.name, "replicated") for layer in layers)
         )
     between = _norm_between(module_name, modules, row.in_features, row.out_features)
     if between:
         raise make_cannot_shard_error(
-            between, f"it computes with all {row.in_features} features that {row.leaf_name} takes", *lines
+            between, f"it computes with all {row.in_features} input features of {row.leaf_name}", *lines
         )
     sections: tuple[int, ...] = ()
     if columns[0].out_features == 2 * row.in_features:
@@ -200,8 +200,8 @@ def _trace_chain(
             fused = f"column:{row.in_features}+{row.in_features}"
             raise make_cannot_shard_error(
                 columns[0].name,
-                f"{row.leaf_name} takes half of its {columns[0].out_features} features, and it is not known which "
-                f"go together",
+                f"{row.leaf_name} has half as many input features as its {columns[0].out_features} output features, "
+                "and their pairing is unknown",
                 (columns[0].name, fused),
                 (row.name, "row"),
             )
@@ -251,7 +251,8 @@ def _check_unknown_matrices(name: str, block: nn.Module, covered: Collection[str
             if value.dim() > 1 and parameter not in covered and not isinstance(module, nn.Embedding):
                 raise make_cannot_shard_error(
                     inner,
-                    f"its {parameter.rpartition('.')[2]} of shape {tuple(value.shape)} is no linear layer's",
+                    f"its {parameter.rpartition('.')[2]} of shape {tuple(value.shape)} does not belong to a linear "
+                    "layer",
                     (inner, "replicated"),
                 )
 

@@ -46,14 +46,14 @@ def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyC
     Raises:
         ModelError: a column without a row, or a row without columns.
     """
-    rows = [wish for wish in entries.values() if wish.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT)]
+    rows = [entry for entry in entries.values() if entry.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT)]
     free = {
-        name: wish for name, wish in entries.items() if wish.style in (ShardStyle.COLUMN, ShardStyle.COLUMN_GATHERED)
+        name: entry for name, entry in entries.items() if entry.style in (ShardStyle.COLUMN, ShardStyle.COLUMN_GATHERED)
     }
     found: dict[str, list[PlanEntry]] = {
         row.name: [free.pop(name) for name in _columns_naming_row(free, row)] for row in rows
     }
-    for row in sorted(rows, key=lambda wish: -wish.name.count(".")):
+    for row in sorted(rows, key=lambda entry: -entry.name.count(".")):
         if found[row.name]:
             continue
         holder = next(
@@ -62,16 +62,16 @@ def find_dependency_chains(entries: Mapping[str, PlanEntry]) -> list[DependencyC
         found[row.name] = [free.pop(name) for name in list(free) if holder is not None and is_inside(name, holder)]
     for row in rows:
         if not found[row.name] and row.style is ShardStyle.ROW:
-            raise make_cannot_shard_error(row.name, "its input features are sharded, but no column layer makes them")
-    for wish in free.values():
-        if wish.style is ShardStyle.COLUMN:
-            raise make_cannot_shard_error(wish.name, "its output features are sharded, but no row layer takes them")
-    alone = [DependencyChain(PlanEntry(wish.name, ShardStyle.REPLICATED), (wish,)) for wish in free.values()]
+            raise make_cannot_shard_error(row.name, "its input features are sharded, but no column layer computes them")
+    for entry in free.values():
+        if entry.style is ShardStyle.COLUMN:
+            raise make_cannot_shard_error(entry.name, "its output features are sharded, but no row layer consumes them")
+    alone = [DependencyChain(PlanEntry(entry.name, ShardStyle.REPLICATED), (entry,)) for entry in free.values()]
     return [*(DependencyChain(row, tuple(found[row.name])) for row in rows), *alone]
 
 
 def _columns_naming_row(free: Mapping[str, PlanEntry], row: PlanEntry) -> list[str]:
-    return [name for name, wish in free.items() if wish.chain and wish.chain == row.name]
+    return [name for name, entry in free.items() if entry.chain and entry.chain == row.name]
 
 
 class ChainResolver:
@@ -97,13 +97,13 @@ class ChainResolver:
         Raises:
             ModelError: sizes do not match, or there are fewer heads than ranks.
         """
-        columns = [self._require_linear(wish) for wish in chain.columns]
+        columns = [self._require_linear(entry) for entry in chain.columns]
         if chain.row.style is ShardStyle.REPLICATED:
             return [self._shard_gathered(layer, layer.name) for layer in columns]
         row = self._require_linear(chain.row)
         chain = self._without_gather(chain, columns, row)
         if (
-            any(wish.style is ShardStyle.COLUMN_GATHERED for wish in chain.columns)
+            any(entry.style is ShardStyle.COLUMN_GATHERED for entry in chain.columns)
             or chain.row.style is ShardStyle.ROW_SPLIT
         ):
             return self._shard_gathered_chain(chain, columns, row)
@@ -176,10 +176,12 @@ class ChainResolver:
     ) -> list[ModuleShard]:
         """Return the shards of a chain whose intermediate features are gathered. They may be split at any feature."""
         if chain.row.style is not ShardStyle.ROW_SPLIT or any(
-            wish.style is not ShardStyle.COLUMN_GATHERED for wish in chain.columns
+            entry.style is not ShardStyle.COLUMN_GATHERED for entry in chain.columns
         ):
-            raise make_cannot_shard_error(row.name, "some layers before it are gathered, and others are not")
-        cut = ModuleShard(
+            raise make_cannot_shard_error(
+                row.name, "the outputs of some layers before it are gathered, those of others are not"
+            )
+        shard = ModuleShard(
             row.name,
             ShardStyle.ROW_SPLIT,
             row.in_features,
@@ -187,15 +189,15 @@ class ChainResolver:
             f"{row.in_features} features",
             row.name,
         )
-        return [*(self._shard_gathered(layer, row.name) for layer in columns), cut]
+        return [*(self._shard_gathered(layer, row.name) for layer in columns), shard]
 
     def _head_counts(
         self, chain: DependencyChain, columns: Sequence[LinearLayer], row: LinearLayer, module_name: str
     ) -> tuple[int, int] | None:
         """Return the numbers of query heads and key heads, or None if the chain has no heads."""
-        said = [wish.heads for wish in (*chain.columns, chain.row) if wish.heads]
-        if said:
-            each = [count for heads in said for count in heads]
+        declared_heads = [entry.heads for entry in (*chain.columns, chain.row) if entry.heads]
+        if declared_heads:
+            each = [count for heads in declared_heads for count in heads]
             return max(each), min(each)
         module = self._modules[module_name]
         if not is_attention(module, columns):
@@ -210,11 +212,11 @@ class ChainResolver:
         shares = make_even_ranges(row.in_features, self._ranks)
         if row.in_features < self._ranks:
             raise make_cannot_shard_error(row.name, f"{row.in_features} features are too few for {self._ranks} ranks")
-        cuts = []
-        for wish, layer in zip(chain.columns, columns, strict=True):
-            sections = wish.sections or (layer.out_features,)
+        shards = []
+        for entry, layer in zip(chain.columns, columns, strict=True):
+            sections = entry.sections or (layer.out_features,)
             if (
-                not wish.sections
+                not entry.sections
                 and layer.leaf_name in FUSED_GATE_UP_NAMES
                 and layer.out_features == 2 * row.in_features
             ):
@@ -222,16 +224,16 @@ class ChainResolver:
             if sum(sections) != layer.out_features or set(sections) != {row.in_features}:
                 raise make_cannot_shard_error(
                     layer.name,
-                    f"its {'+'.join(map(str, sections))} of {layer.out_features} output features don't fit the "
-                    f"{row.in_features} that {row.leaf_name} takes",
+                    f"its {'+'.join(map(str, sections))} of {layer.out_features} output features don't match the "
+                    f"{row.in_features} input features of {row.leaf_name}",
                     (layer.name, f"column:{row.in_features}+{row.in_features}"),
                     (row.name, "row"),
                 )
             what = f"{'2 x ' if len(sections) == 2 else ''}{row.in_features} features"
             both = join_sections([(size, shares) for size in sections])
-            cuts.append(ModuleShard(layer.name, ShardStyle.COLUMN, layer.out_features, both, what, row.name))
+            shards.append(ModuleShard(layer.name, ShardStyle.COLUMN, layer.out_features, both, what, row.name))
         return [
-            *cuts,
+            *shards,
             ModuleShard(row.name, ShardStyle.ROW, row.in_features, shares, f"{row.in_features} features", row.name),
         ]
 
@@ -247,19 +249,19 @@ class ChainResolver:
         if query < self._ranks:
             raise make_cannot_shard_error(
                 module_name,
-                f"{query} query heads are too few for {self._ranks} ranks; take at most {query}, or replicate it",
+                f"{query} query heads are too few for {self._ranks} ranks; use at most {query}, or replicate it",
                 *((name, "replicated") for name in (*(layer.name for layer in columns), row.name)),
             )
         projections = [
-            self._head_projection(wish, layer, row, module_name, head_counts)
-            for wish, layer in zip(chain.columns, columns, strict=True)
+            self._head_projection(entry, layer, row, module_name, head_counts)
+            for entry, layer in zip(chain.columns, columns, strict=True)
         ]
         by_head = any(projection.is_interleaved for projection in projections) and key < query
         heads = partition_heads(module_name, query, key, self._ranks, keep_groups=by_head)
         self.head_partitions.append(heads)
-        cuts = shard_attention(heads, projections, row)
+        shards = shard_attention(heads, projections, row)
         plain = [layer.name for layer in (*columns, row)]
-        return cuts + shard_attention_parameters(
+        return shards + shard_attention_parameters(
             module_name, self._modules[module_name], heads, self._entries, plain, row.name
         )
 
@@ -273,8 +275,8 @@ class ChainResolver:
             if sum(entry.sections) != layer.out_features or len(heads) != len(entry.sections):
                 raise make_cannot_shard_error(
                     layer.name,
-                    f"sections of {'+'.join(map(str, entry.sections))} don't make its {layer.out_features} output "
-                    f"features",
+                    f"sections of {'+'.join(map(str, entry.sections))} don't add up to its {layer.out_features} "
+                    "output features",
                 )
             return HeadProjection(layer, entry.sections, heads)
         if layer.leaf_name in FUSED_NAMES and not entry.heads:
@@ -289,7 +291,7 @@ class ChainResolver:
         sections = compute_qkv_sections(query, key, layer)
         layout = find_fused_qkv_layout(self._modules[module_name])
         if sections is None or layout is None:
-            why = f"it is not known how its {layer.out_features} features hold {query} query and {key} key heads"
+            why = f"the order of {query} query and {key} key heads in its {layer.out_features} features is unknown"
             sizes = "+".join(map(str, sections or (layer.out_features // 3,) * 3))
             raise make_cannot_shard_error(layer.name, why, (layer.name, f"column:{sizes}"), (row.name, "row"))
         if layout is FusedQkvLayout.CONCATENATED:

@@ -61,10 +61,10 @@ def read_fused_experts_layout(module: nn.Module) -> FusedExpertsLayout | str:
     first_dim, second_dim = (2, 1) if transposed else (1, 2)
     intermediate, features = second.shape[second_dim], first.shape[first_dim]
     if not hidden or features not in (intermediate, 2 * intermediate):
-        return f"{first_name} makes {features} features and down_proj takes {intermediate}"
+        return f"{first_name} has {features} output features and down_proj has {intermediate} input features"
     known = {first_name, "down_proj", f"{first_name}_bias", "down_proj_bias"}
     if set(own) - known:
-        return f"its parameters {sorted(set(own) - known)} are not known"
+        return f"the roles of its parameters {sorted(set(own) - known)} are unknown"
     return FusedExpertsLayout(
         up_name=first_name,
         down_name="down_proj",

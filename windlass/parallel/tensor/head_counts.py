@@ -73,8 +73,8 @@ def count_heads(
     if key < 1 or query % key or outputs.in_features % query:
         raise make_cannot_shard_error(
             name,
-            f"{query} query heads, {key} key heads and {outputs.in_features} features into {outputs.leaf_name} "
-            f"don't fit",
+            f"{query} query heads, {key} key heads and {outputs.in_features} input features of {outputs.leaf_name} "
+            "don't match",
             (outputs.name, "row of 8 heads"),
         )
     return query, key

@@ -84,10 +84,9 @@ def partition_heads(
     """
     if keep_groups and num_key_heads < ranks:
         raise ModelError(
-            f"tensor parallelism can't cut {name}: its query heads are stored with their key head, and "
-            f"{num_key_heads} "
-            f"key heads are too few for {ranks} ranks; take at most {num_key_heads}, or replicate its layers by "
-            f"parallel.tensor_table"
+            f"tensor parallelism can't shard {name}: its query heads are stored with their key head, and "
+            f"{num_key_heads} key heads are too few for {ranks} ranks; use at most {num_key_heads}, or replicate its "
+            "layers by parallel.tensor_table"
         )
     single = HeadPartition(
         name,

@@ -41,14 +41,14 @@ def find_layer_stacks(model: nn.Module, plan: TensorParallelPlan) -> list[LayerS
     """
     stacks: dict[str, LayerStack] = {}
     for name, layer in find_blocks(model):
-        if name and any(cut.rank_ranges for cut in plan.shards if is_inside(cut.name, name)):
+        if name and any(shard.rank_ranges for shard in plan.shards if is_inside(shard.name, name)):
             stack = stacks.setdefault(name.rpartition(".")[0], LayerStack([]))
             stack.layers.append(name)
             _add_layer(name, layer, plan, stack)
     if not stacks:
         raise ModelError(
-            "sequence_norms cuts activations between the layers of a ModuleList, and the model has none with sharded "
-            "layers; leave out sequence_norms"
+            "sequence_norms shards activations between the layers of a ModuleList, and the model has no ModuleList "
+            "with sharded layers; leave out sequence_norms"
         )
     return list(stacks.values())
 
@@ -60,32 +60,34 @@ def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: Lay
         if not _is_token_wise(inner, child, plan):
             inside.append(inner)
     for inner in inside:
-        if any(not is_inside(cut.name, inner) for chain in _chains_in(inner, plan) for cut in plan.chain_shards(chain)):
+        if any(
+            not is_inside(shard.name, inner) for chain in _chains_in(inner, plan) for shard in plan.chain_shards(chain)
+        ):
             raise ModelError(
-                f"sequence_norms can't cut the sequence around {inner}: a chain of layers begins in it and ends "
+                f"sequence_norms can't shard the sequence around {inner}: a chain of layers begins in it and ends "
                 f"elsewhere; leave out sequence_norms, or replicate its layers by parallel.tensor_table"
             )
     stack.full_sequence_modules += inside
     stack.chains |= {chain for chain in _chains_in(name, plan) if not any(is_inside(chain, inner) for inner in inside)}
     for parameter, value in layer.named_parameters(prefix=name):
-        cut = plan.shard_of(parameter) or plan.shard_of(parameter.rpartition(".")[0])
-        if value.dim() == 1 and cut is None and not any(is_inside(parameter, inner) for inner in inside):
+        shard = plan.shard_of(parameter) or plan.shard_of(parameter.rpartition(".")[0])
+        if value.dim() == 1 and shard is None and not any(is_inside(parameter, inner) for inner in inside):
             stack.partial_parameters.append(parameter)
 
 
 def _chains_in(name: str, plan: TensorParallelPlan) -> set[str]:
-    return {cut.chain for cut in plan.shards if cut.chain and (cut.name == name or is_inside(cut.name, name))}
+    return {shard.chain for shard in plan.shards if shard.chain and (shard.name == name or is_inside(shard.name, name))}
 
 
 def _is_token_wise(name: str, child: nn.Module, plan: TensorParallelPlan) -> bool:
     """Return True if all layers of the module are sharded, so that it can gather and scatter the sequence, or if it has
     only norms.
     """
-    here = [cut for cut in plan.shards if cut.name == name or is_inside(cut.name, name)]
+    here = [shard for shard in plan.shards if shard.name == name or is_inside(shard.name, name)]
     if any(
-        cut.style
+        shard.style
         not in (ShardStyle.COLUMN, ShardStyle.COLUMN_SHARED, ShardStyle.ROW, ShardStyle.PARAMETER, ShardStyle.PARTIAL)
-        for cut in here
+        for shard in here
     ):
         return False
     attention = [heads.module_name for heads in plan.head_partitions]

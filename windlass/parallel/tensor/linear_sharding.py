@@ -223,9 +223,9 @@ class RowParallelForward:
         )
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        entrance, axis = self._input_hook, self._input_hook.axis
-        gathered = entrance.gathered_sizes
-        entrance.end_chain()
+        hook, axis = self._input_hook, self._input_hook.axis
+        gathered = hook.gathered_sizes
+        hook.end_chain()
         if self._sizes is not None:
             inputs = scatter_to_parallel_region(inputs, axis, -1, self._sizes)
         weight: Any = self._module.weight

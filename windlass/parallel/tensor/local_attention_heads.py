@@ -90,14 +90,14 @@ class LocalHeadBias:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         order = list(inspect.signature(module.forward).parameters)
-        cut = list(args)
+        new_args = list(args)
         for name in self._names:
             at = order.index(name)
             if name in kwargs:
                 kwargs = {**kwargs, name: self._local_heads(kwargs[name])}
-            elif at < len(cut):
-                cut[at] = self._local_heads(cut[at])
-        return tuple(cut), kwargs
+            elif at < len(new_args):
+                new_args[at] = self._local_heads(new_args[at])
+        return tuple(new_args), kwargs
 
     def _local_heads(self, bias: Any) -> Any:
         if not isinstance(bias, torch.Tensor):

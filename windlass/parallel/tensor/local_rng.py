@@ -98,8 +98,8 @@ def sync_rng_states(axis: MeshAxis) -> None:
     places = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     generators = [get_default_generator(torch.device(place)) for place in places]
     own = [generator.get_state().numpy().tobytes() for generator in generators]
-    said = axis.all_gather_object(own if axis.index == 0 else None)[0]
-    for generator, state in zip(generators, said, strict=True):
+    states = axis.all_gather_object(own if axis.index == 0 else None)[0]
+    for generator, state in zip(generators, states, strict=True):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 

@@ -1,9 +1,9 @@
 """Sharding of peft's low-rank adapters on sharded linear layers.
 
-[Note: adapters of cut layers] An adapter adds B(A(x)) to the output of its base layer. On a column layer, whose output
-features are sharded, B is sharded as the base is. A is replicated; each rank's B gives it only a part of its gradient,
-so these parts are summed. On a row layer, whose input features are sharded, A is sharded as the base is and its
-products are summed over ranks, so B is replicated and has a complete gradient. If a rank uses only some rows of the
+[Note: adapters of sharded layers] An adapter adds B(A(x)) to the output of its base layer. On a column layer, whose
+output features are sharded, B is sharded as the base is. A is replicated; each rank's B gives it only a part of its
+gradient, so these parts are summed. On a row layer, whose input features are sharded, A is sharded as the base is and
+its products are summed over ranks, so B is replicated and has a complete gradient. If a rank uses only some rows of the
 base, it uses the same rows of B. The adapter is therefore saved in full, and its gradients equal those of one process.
 """
 
@@ -54,9 +54,9 @@ def shard_adapters(
     if input_hook.local_rng is not None and shard.style is not ShardStyle.ROW_SPLIT:
         for module in layer.adapter_module.lora_dropout.modules():  # type: ignore[union-attr]
             if isinstance(module, nn.modules.dropout._DropoutNd):
-                turn = _LocalRngHook(input_hook) if row else _SharedRngHook(input_hook)
-                module.register_forward_pre_hook(turn.pre_forward)
-                module.register_forward_hook(turn.post_forward)
+                hook = _LocalRngHook(input_hook) if row else _SharedRngHook(input_hook)
+                module.register_forward_pre_hook(hook.pre_forward)
+                module.register_forward_hook(hook.post_forward)
 
 
 def _lora_pairs(name: str, outer: nn.Module) -> Iterator[tuple[LinearLayer, LinearLayer]]:

@@ -46,8 +46,8 @@ def read_tp_plan(model: nn.Module) -> dict[str, str]:
     if not isinstance(plan, Mapping):
         return {}
     names = {_wildcard_name(name) for name, _ in model.named_modules()}
-    said = {f"{prefix}.{name}" if prefix else name: str(style) for name, style in plan.items()}
-    return said if any("*" in name and name in names for name in said) else {}
+    styles = {f"{prefix}.{name}" if prefix else name: str(style) for name, style in plan.items()}
+    return styles if any("*" in name and name in names for name in styles) else {}
 
 
 def read_tp_plan_entries(model: nn.Module, tp_plan: Mapping[str, str]) -> dict[str, PlanEntry]:
@@ -60,22 +60,22 @@ def read_tp_plan_entries(model: nn.Module, tp_plan: Mapping[str, str]) -> dict[s
     modules = dict(model.named_modules())
     experts = [name for name, module in modules.items() if has_fused_experts(module)]
     for name, module in modules.items():
-        said = tp_plan.get(_wildcard_name(name))
+        tp_style = tp_plan.get(_wildcard_name(name))
         if is_stub(module):
             continue
-        if said is None or any(is_inside(name, holder) and said != "moe_identity_expert" for holder in experts):
+        if tp_style is None or any(is_inside(name, holder) and tp_style != "moe_identity_expert" for holder in experts):
             continue
-        found[name] = _plan_entry(name, module, said)
+        found[name] = _plan_entry(name, module, tp_style)
     for name, _ in model.named_parameters():
-        said, holder = tp_plan.get(_wildcard_name(name)), name.rpartition(".")[0]
-        if said is not None and holder not in experts and as_linear_layer(holder, modules[holder]) is None:
+        tp_style, holder = tp_plan.get(_wildcard_name(name)), name.rpartition(".")[0]
+        if tp_style is not None and holder not in experts and as_linear_layer(holder, modules[holder]) is None:
             found[name] = PlanEntry(name, ShardStyle.PARAMETER)
     return found
 
 
 def _plan_entry(name: str, module: nn.Module, tp_style: str) -> PlanEntry:
     if tp_style not in _STYLE_OF_TP_PLAN:
-        raise make_cannot_shard_error(name, f"the model's own plan says {tp_style!r}, which is not known here")
+        raise make_cannot_shard_error(name, f"the model's own plan has the style {tp_style!r}, which is unknown")
     style = _STYLE_OF_TP_PLAN[tp_style]
     layer = as_linear_layer(name, module)
     if (
@@ -90,7 +90,8 @@ def _plan_entry(name: str, module: nn.Module, tp_style: str) -> PlanEntry:
         and layer is None
     ):
         raise make_cannot_shard_error(
-            name, f"the model's own plan says {tp_style!r}, but it is a {type(module).__name__}, not a linear layer"
+            name,
+            f"the model's own plan has the style {tp_style!r}, but it is a {type(module).__name__}, not a linear layer",
         )
     if tp_style == "packed_colwise" and layer is not None:
         return PlanEntry(name, style, (layer.out_features // 2,) * 2)

@@ -47,44 +47,44 @@ def build_tensor_parallel_plan(
         ConfigError: the table is invalid.
         ModelError: a module cannot be sharded. The message names it and shows a table entry for it.
     """
-    said = read_tensor_table(model, tensor_table or {})
+    table_entries = read_tensor_table(model, tensor_table or {})
     plan = read_tp_plan(model)
-    wishes = read_tp_plan_entries(model, plan) if plan else {}
-    wishes = _apply_table(wishes, said)
-    vocabulary = find_vocabulary_modules(model, wishes)
+    entries = read_tp_plan_entries(model, plan) if plan else {}
+    entries = _apply_table(entries, table_entries)
+    vocabulary = find_vocabulary_modules(model, entries)
     ends = {
-        name: wish for name, wish in wishes.items() if wish.style is not ShardStyle.VOCABULARY or name in vocabulary
+        name: entry for name, entry in entries.items() if entry.style is not ShardStyle.VOCABULARY or name in vocabulary
     }
-    wishes = {**ends, **vocabulary}
-    told = len(wishes)
-    _add_traced_entries(model, wishes, strict=not plan)
+    entries = {**ends, **vocabulary}
+    num_planned = len(entries)
+    _add_traced_entries(model, entries, strict=not plan)
     sources = ["the model's own tp_plan"] if plan else []
-    sources += ["the names and sizes of its layers"] if len(wishes) > told else []
-    sources += ["the table"] if said else []
-    resolver = ChainResolver(model, wishes, ranks)
-    cuts = [cut for chain in find_dependency_chains(wishes) for cut in resolver.shards_of(chain)]
-    known = {cut.name for cut in cuts}
-    for name, wish in wishes.items():
+    sources += ["the names and sizes of its layers"] if len(entries) > num_planned else []
+    sources += ["the table"] if table_entries else []
+    resolver = ChainResolver(model, entries, ranks)
+    shards = [shard for chain in find_dependency_chains(entries) for shard in resolver.shards_of(chain)]
+    known = {shard.name for shard in shards}
+    for name, entry in entries.items():
         if name not in known:
-            cuts += _shard_unchained(model, wish, ranks)
-    if not any(cut.rank_ranges for cut in cuts):
+            shards += _shard_unchained(model, entry, ranks)
+    if not any(shard.rank_ranges for shard in shards):
         raise ModelError(
-            f"tensor parallelism found nothing to cut in this {type(model).__name__}; write parallel.tensor_table, by "
-            f"regular expressions of modules' names with column or row, e.g. "
+            f"tensor parallelism found no layer to shard in this {type(model).__name__}; write "
+            "parallel.tensor_table, which maps regular expressions for module names to column or row, e.g. "
             f'{{"layers\\\\.\\\\d+\\\\.up": "column", "layers\\\\.\\\\d+\\\\.down": "row"}}'
         )
     return TensorParallelPlan(
         ranks,
         " and ".join(sources),
-        _in_model_order(model, cuts),
+        _in_model_order(model, shards),
         tuple(resolver.head_partitions),
-        _replicated_modules(model, cuts),
+        _replicated_modules(model, shards),
     )
 
 
 def _apply_table(entries: dict[str, PlanEntry], table_entries: Mapping[str, PlanEntry]) -> dict[str, PlanEntry]:
     """Override the model's entries by the table. A module in the table replaces all entries inside it."""
-    kept = {name: wish for name, wish in entries.items() if not any(is_inside(name, one) for one in table_entries)}
+    kept = {name: entry for name, entry in entries.items() if not any(is_inside(name, one) for one in table_entries)}
     return {**kept, **table_entries}
 
 
@@ -99,7 +99,7 @@ def _add_traced_entries(model: nn.Module, entries: dict[str, PlanEntry], *, stri
             if any(is_inside(layer.name, one) for one in taken if entries[one].is_from_user)
         }
         found = trace_block(name, block, taken, hidden) if strict else trace_known_layers(name, block, taken)
-        entries.update({wish.name: wish for wish in found if wish.name not in entries})
+        entries.update({entry.name: entry for entry in found if entry.name not in entries})
 
 
 def _shard_unchained(model: nn.Module, entry: PlanEntry, ranks: int) -> list[ModuleShard]:
@@ -156,7 +156,7 @@ def _shard_experts(name: str, module: nn.Module, ranks: int) -> list[ModuleShard
     else:
         first = join_sections([(size, shares)] * sections)
     what = f"{sections} x {size} features" if sections > 1 else f"{size} features"
-    cuts = [
+    shards = [
         ModuleShard(name, ShardStyle.EXPERTS, chain=name),
         ModuleShard(
             f"{name}.{layout.up_name}", ShardStyle.PARAMETER, sections * size, first, what, name, layout.up_dim
@@ -166,12 +166,12 @@ def _shard_experts(name: str, module: nn.Module, ranks: int) -> list[ModuleShard
         ),
     ]
     if layout.up_bias is not None:
-        cuts.append(
+        shards.append(
             ModuleShard(f"{name}.{layout.up_bias}", ShardStyle.PARAMETER, sections * size, first, what, name, 1)
         )
     if layout.down_bias is not None:
-        cuts.append(ModuleShard(f"{name}.{layout.down_bias}", ShardStyle.PARTIAL, chain=name))
-    return cuts
+        shards.append(ModuleShard(f"{name}.{layout.down_bias}", ShardStyle.PARTIAL, chain=name))
+    return shards
 
 
 def _in_model_order(model: nn.Module, shards: list[ModuleShard]) -> tuple[ModuleShard, ...]:
@@ -181,10 +181,10 @@ def _in_model_order(model: nn.Module, shards: list[ModuleShard]) -> tuple[Module
         order.setdefault(name, len(order))
         for parameter, _ in module.named_parameters(prefix=name, recurse=False):
             order.setdefault(parameter, len(order))
-    return tuple(sorted(shards, key=lambda cut: order[cut.name]))
+    return tuple(sorted(shards, key=lambda shard: order[shard.name]))
 
 
 def _replicated_modules(model: nn.Module, shards: list[ModuleShard]) -> tuple[str, ...]:
-    cut = {one.name for one in shards if one.rank_ranges}
+    shard = {one.name for one in shards if one.rank_ranges}
     kinds = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    return tuple(name for name in (*kinds, *(layer.name for layer in find_linear_layers(model))) if name not in cut)
+    return tuple(name for name in (*kinds, *(layer.name for layer in find_linear_layers(model))) if name not in shard)

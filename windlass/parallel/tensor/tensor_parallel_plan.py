@@ -89,7 +89,7 @@ class TensorParallelPlan:
     _by_name: dict[str, ModuleShard] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._by_name.update({cut.name: cut for cut in self.shards})
+        self._by_name.update({shard.name: shard for shard in self.shards})
 
     def shard_of(self, name: str) -> ModuleShard | None:
         """Return the shard of the module or parameter of this name, or None."""
@@ -97,23 +97,23 @@ class TensorParallelPlan:
 
     def chain_shards(self, name: str) -> list[ModuleShard]:
         """Return the shards of one chain."""
-        return [cut for cut in self.shards if cut.chain == name]
+        return [shard for shard in self.shards if shard.chain == name]
 
     def __str__(self) -> str:
-        rows = [(name, cut.style.value, _describe_ranges(cut)) for name, cut in _merge_equal_shards(self.shards)]
+        rows = [(name, shard.style.value, _describe_ranges(shard)) for name, shard in _merge_equal_shards(self.shards)]
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         lines = [f"tensor parallelism over {self.ranks} ranks, from {self.source}"]
         lines += [f"  {name:<{widths[0]}}  {style:<{widths[1]}}  {what}".rstrip() for name, style, what in rows]
         whole = ", ".join(_merge_numbered_names(self.replicated))
-        return "\n".join([*lines, f"  whole on every rank: {whole or 'norms and biases alone'}"])
+        return "\n".join([*lines, f"  replicated: {whole or 'norms and biases alone'}"])
 
 
 def make_cannot_shard_error(name: str, reason: str, *lines: tuple[str, str]) -> ModelError:
     """Build the error for a module that cannot be sharded, with the reason and an example of table entries."""
     shown = ", ".join(f'"{make_name_pattern(module)}": "{style}"' for module, style in lines or ((name, "replicated"),))
     return ModelError(
-        f"tensor parallelism can't cut {name}: {reason}. Say how in the table parallel.tensor_table, by regular "
-        f"expressions of modules' names with column, row, vocabulary, partial or replicated, e.g. {{{shown}}}"
+        f"tensor parallelism can't shard {name}: {reason}. Set its style in parallel.tensor_table, which maps "
+        f"regular expressions for module names to column, row, vocabulary, partial or replicated, e.g. {{{shown}}}"
     )
 
 
@@ -133,18 +133,18 @@ def _describe_ranges(shard: ModuleShard) -> str:
 
 def _merge_equal_shards(shards: Iterable[ModuleShard]) -> list[tuple[str, ModuleShard]]:
     """Merge equal shards of repeated layers, under a name with all layer numbers."""
-    alike: dict[tuple[object, ...], list[ModuleShard]] = {}
-    for cut in shards:
+    groups: dict[tuple[object, ...], list[ModuleShard]] = {}
+    for shard in shards:
         key = (
-            re.sub(r"\.\d+(?=\.|$)", ".*", cut.name),
-            cut.style,
-            cut.sharded_size,
-            cut.rank_ranges,
-            cut.description,
-            cut.dim,
+            re.sub(r"\.\d+(?=\.|$)", ".*", shard.name),
+            shard.style,
+            shard.sharded_size,
+            shard.rank_ranges,
+            shard.description,
+            shard.dim,
         )
-        alike.setdefault(key, []).append(cut)
-    return [(_merge_numbered_names([cut.name for cut in same])[0], same[0]) for same in alike.values()]
+        groups.setdefault(key, []).append(shard)
+    return [(_merge_numbered_names([shard.name for shard in same])[0], same[0]) for same in groups.values()]
 
 
 def _merge_numbered_names(names: Iterable[str]) -> list[str]:

@@ -57,21 +57,21 @@ def count_step_bytes(
     own = batch * (stop - start) * hidden * itemsize
     whole = rows * hidden * itemsize
     chains = {chain for stack in stacks or [] for chain in stack.chains}
-    for cut in plan.shards:
-        if cut.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT) and cut.chain in chains:
+    for shard in plan.shards:
+        if shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT) and shard.chain in chains:
             found["all_gather"] += 2 * (whole - own)
             found["reduce_scatter"] += 2 * own * (ranks - 1)
-        elif cut.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT):
+        elif shard.style in (ShardStyle.ROW, ShardStyle.ROW_SPLIT):
             all_reduce(rows * hidden)
             all_reduce(rows * hidden)
-        elif cut.style is ShardStyle.EXPERTS:
+        elif shard.style is ShardStyle.EXPERTS:
             all_reduce(rows * hidden)
             all_reduce(rows * hidden)
             all_reduce(rows * top_k)
-        elif cut.style is ShardStyle.VOCABULARY:
+        elif shard.style is ShardStyle.VOCABULARY:
             all_reduce(rows * hidden)
-        if cut.style in (ShardStyle.COLUMN_GATHERED, ShardStyle.ROW_SPLIT):
-            all_gather(cut.sharded_size, count_elements(cut.rank_ranges[rank]))
+        if shard.style in (ShardStyle.COLUMN_GATHERED, ShardStyle.ROW_SPLIT):
+            all_gather(shard.sharded_size, count_elements(shard.rank_ranges[rank]))
     for stack in stacks or []:
         found["all_gather"] += (2 + 2 * len(stack.full_sequence_modules)) * (whole - own)
     all_reduce(rows, 4)

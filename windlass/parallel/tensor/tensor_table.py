@@ -49,13 +49,15 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
         try:
             expression = re.compile(key)
         except re.error as error:
-            raise ConfigError(f"parallel.tensor_table has {key!r}, no regular expression: {error}") from error
+            raise ConfigError(
+                f"parallel.tensor_table has the key {key!r}, which is not a regular expression: {error}"
+            ) from error
         style, sections, heads = _parse_value(key, value)
         fitting = [name for name in (*names, *bare) if expression.fullmatch(name)]
         if not fitting:
             near = difflib.get_close_matches(key.replace("\\", ""), [*names, *bare], n=3, cutoff=0.0)
             raise ConfigError(
-                f"parallel.tensor_table has {key!r}, which fits no module of the model; the nearest names "
+                f"parallel.tensor_table has the key {key!r}, which matches no module of the model; the nearest names "
                 f"are {', '.join(near)}"
             )
         if style in (ShardStyle.COLUMN, ShardStyle.ROW):
@@ -63,8 +65,8 @@ def read_tensor_table(model: nn.Module, tensor_table: Mapping[str, str]) -> dict
             if not layers:
                 kind = type(modules[fitting[0]]).__name__ if fitting[0] in modules else "parameter"
                 raise ConfigError(
-                    f"parallel.tensor_table has {value!r} for {key!r}, which matches {fitting[0]}, a {kind}, "
-                    f"and no linear layer"
+                    f"parallel.tensor_table has {value!r} for {key!r}, which matches {fitting[0]}, a {kind}, not a "
+                    "linear layer"
                 )
             fitting = layers
         for name in fitting:
@@ -83,8 +85,8 @@ def _parse_value(key: str, value: str) -> tuple[ShardStyle, tuple[int, ...], tup
     style = _STYLES_BY_WORD[form[1]]
     if (sections and style is not ShardStyle.COLUMN) or (heads and style not in (ShardStyle.COLUMN, ShardStyle.ROW)):
         raise ConfigError(
-            f"parallel.tensor_table has {value!r} for {key!r}; only columns have sections, and only "
-            f"columns and rows heads"
+            f"parallel.tensor_table has {value!r} for {key!r}; only column layers have sections, and only column and "
+            "row layers have heads"
         )
     if len(heads) > 1 and len(heads) != len(sections):
         raise ConfigError(

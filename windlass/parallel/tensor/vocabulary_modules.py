@@ -24,8 +24,8 @@ def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) 
         ModelError: a module that the user named cannot be sharded along the vocabulary.
     """
     modules = dict(model.named_modules())
-    asked = {name for name, wish in entries.items() if wish.style is ShardStyle.VOCABULARY and name in modules}
-    other = {name for name, wish in entries.items() if wish.is_from_user and name not in asked}
+    requested = {name for name, entry in entries.items() if entry.style is ShardStyle.VOCABULARY and name in modules}
+    other = {name for name, entry in entries.items() if entry.is_from_user and name not in requested}
     _, inner = find_language_model(model)
     ends = [
         module
@@ -34,14 +34,14 @@ def find_vocabulary_modules(model: nn.Module, entries: Mapping[str, PlanEntry]) 
     ]
     found: set[str] = set()
     for name, module in modules.items():
-        if name in found or not (name in asked or module in ends):
+        if name in found or not (name in requested or module in ends):
             continue
-        alike = {name, *find_tied_modules(modules, name)}
-        why = next((why for why in (_why_not_shardable(modules[one]) for one in sorted(alike)) if why), "")
-        if why and any(entries[one].is_from_user for one in asked & alike):
+        tied = {name, *find_tied_modules(modules, name)}
+        why = next((why for why in (_why_not_shardable(modules[one]) for one in sorted(tied)) if why), "")
+        if why and any(entries[one].is_from_user for one in requested & tied):
             raise make_cannot_shard_error(name, why)
-        if not why and not alike & other:
-            found |= alike
+        if not why and not tied & other:
+            found |= tied
     return {name: PlanEntry(name, ShardStyle.VOCABULARY) for name in modules if name in found}
 
 
@@ -85,7 +85,7 @@ def _why_not_shardable(module: nn.Module) -> str:
     """Return the reason why this module cannot be sharded along the vocabulary, or "" if it can."""
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            return "an embedding with max_norm, scale_grad_by_freq or sparse sees all its rows"
+            return "an embedding with max_norm, scale_grad_by_freq or sparse needs all its rows"
     elif as_linear_layer("", module) is None or not is_plain_linear(module):
         return f"its weight is used by a {type(module).__name__}"
     return ""

@@ -60,9 +60,11 @@ class GatheredParameters:
         given = [one.parameter if isinstance(one, StateDictStub) else one for one in given]
         unique = {id(p): p for p in given}.values() if enabled else []
         self._places = [(p, place) for p in unique if (place := find(p)) is not None]
-        self._born = [(p, birth) for p in unique if (birth := initial_shard.find(p)) is not None]
-        self._born.sort(key=lambda item: item[1].number)  # `params` may be a set, whose order differs between ranks
-        placed = {id(p) for p, _ in [*self._places, *self._born]}
+        self._init_shards = [(p, init_shard) for p in unique if (init_shard := initial_shard.find(p)) is not None]
+        self._init_shards.sort(
+            key=lambda item: item[1].number
+        )  # `params` may be a set, whose order differs between ranks
+        placed = {id(p) for p, _ in [*self._places, *self._init_shards]}
         self._whole = [p for p in unique if id(p) not in placed]
         self._rank = modifier_rank
         self._copied: list[tuple[nn.Parameter, ParameterLocation]] = []
@@ -71,13 +73,13 @@ class GatheredParameters:
         again = next((place for p, place in self._places if id(p) in _open), None)
         if again is not None:
             raise GatherError(f"{again.name!r} is inside another GatheredParameters already; leave that first")
-        if any(id(p) in _open for p, _ in self._born):
+        if any(id(p) in _open for p, _ in self._init_shards):
             raise GatherError("a parameter is inside another GatheredParameters already; leave that first")
         for model in {id(place.model): place.model for _, place in self._places}.values():
             model.finish_update()
-        for parameter, birth in self._born:
+        for parameter, init_shard in self._init_shards:
             _open.add(id(parameter))
-            initial_shard.unshard_parameter(parameter, birth)
+            initial_shard.unshard_parameter(parameter, init_shard)
         sharded = [(p, place) for p, place in self._places if place.unit.reshards]
         copies = []
         for parameter, place in sharded:
@@ -95,8 +97,8 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for parameter, birth in self._born:
-            self._return(parameter, birth, changed=self._rank is not None and kind is None)
+        for parameter, init_shard in self._init_shards:
+            self._return(parameter, init_shard, changed=self._rank is not None and kind is None)
         # Parameters of a model under construction that are not sharded yet: they will be sharded from the values of
         # rank 0, so rank 0 needs the changes.
         if self._rank is not None and kind is None and initial_shard.is_building():
@@ -128,13 +130,13 @@ class GatheredParameters:
         for parameter, value in values:
             set_part_param(parameter, value)
 
-    def _return(self, parameter: nn.Parameter, birth: ShardedInit, *, changed: bool) -> None:
+    def _return(self, parameter: nn.Parameter, init_shard: ShardedInit, *, changed: bool) -> None:
         """Shard the values of a parameter constructed under `zero.Init` again."""
         _open.discard(id(parameter))
         if changed:
             assert self._rank is not None
-            birth.assign(parameter.detach(), birth.group.ranks.index(self._rank))
-        mark_sharded(parameter, birth)
+            init_shard.assign(parameter.detach(), init_shard.group.ranks.index(self._rank))
+        mark_sharded(parameter, init_shard)
 
 
 def _modifier(place: ParameterLocation, rank: int) -> int:

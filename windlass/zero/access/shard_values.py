@@ -47,8 +47,12 @@ def part_param(parameter: nn.Parameter) -> torch.Tensor:
     The result may be part of a loss. Its gradient is cast to the parameter's dtype and added to the parameter's
     gradient.
     """
-    birth = initial_shard.find(parameter)
-    return birth.full_value() if birth is not None else differentiable_full(parameter, _whole(_finished(parameter)))
+    init_shard = initial_shard.find(parameter)
+    return (
+        init_shard.full_value()
+        if init_shard is not None
+        else differentiable_full(parameter, _whole(_finished(parameter)))
+    )
 
 
 def _whole(place: ParameterLocation) -> torch.Tensor:
@@ -398,9 +402,9 @@ def _state(place: ParameterLocation) -> list[tuple[int, int, dict[str, Any]]]:
     if update is None:
         return []
     return [
-        (tenancy.start, tenancy.stop, update.state_offload.states[tenancy.state_key])
-        for tenancy in update.state_entries(place.unit)
-        if tenancy.index == place.index
+        (entry.start, entry.stop, update.state_offload.states[entry.state_key])
+        for entry in update.state_entries(place.unit)
+        if entry.index == place.index
     ]
 
 
@@ -444,16 +448,16 @@ def assemble(place: ParameterLocation, span: torch.Tensor) -> torch.Tensor:
     offset, numel = layout.offsets[place.index], layout.numels[place.index]
     whole = torch.empty(unit.shapes[place.index], dtype=span.dtype, device=model.device)
     flat = whole.view(-1)
-    cut = span.numel() < layout.padded
-    for rank in range(group.size) if cut else [group.index]:
-        first, last = layout.shard_range(rank, group.size) if cut else (0, layout.padded)
+    is_sharded = span.numel() < layout.padded
+    for rank in range(group.size) if is_sharded else [group.index]:
+        first, last = layout.shard_range(rank, group.size) if is_sharded else (0, layout.padded)
         begin, end = max(first, offset), min(last, offset + numel)
         if begin >= end:
             continue
         part = flat[begin - offset : end - offset]
         if rank == group.index:
             part.copy_(span[begin - first : end - first])
-        if cut:
+        if is_sharded:
             group.broadcast(part, rank)
     return whole
 

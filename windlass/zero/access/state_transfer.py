@@ -33,7 +33,7 @@ class StateTransfer:
     """
 
     def __init__(self, model: ShardedModel) -> None:
-        self._parcels: list[tuple[nn.Parameter, int, _TransferredState | None]] = []
+        self._states: list[tuple[nn.Parameter, int, _TransferredState | None]] = []
         self._averages = list(model.averages.values())
         # every rank stays and keeps its own, see [Note: per-rank states]
         self._rank_states = {
@@ -44,12 +44,12 @@ class StateTransfer:
             for unit in model.units:
                 group = unit.dp_group.mesh.data
                 for parameter in unit.parameters if model.masters.chunks_of(unit) else ():
-                    owner = len(self._parcels) % group.size
-                    parcel = _TransferredState(part_param(parameter), part_states(parameter))
+                    owner = len(self._states) % group.size
+                    copied = _TransferredState(part_param(parameter), part_states(parameter))
                     for average in self._averages:
                         if average.updates:
-                            parcel.averages[average.name] = average.part_param(parameter)
-                    self._parcels.append((parameter, owner, _in_host_memory(parcel) if owner == group.index else None))
+                            copied.averages[average.name] = average.part_param(parameter)
+                    self._states.append((parameter, owner, _in_host_memory(copied) if owner == group.index else None))
 
     def restore(self, model: ShardedModel) -> None:
         """Set the copied values in `model`, which has the same parameters, and free the copy. Collective.
@@ -59,10 +59,10 @@ class StateTransfer:
         for average in self._averages:
             average.rebind(model)
         trained = {id(p) for unit in model.units if model.masters.chunks_of(unit) for p in unit.parameters}
-        for parameter, owner, parcel in self._parcels:
+        for parameter, owner, copied in self._states:
             if id(parameter) not in trained:
                 continue
-            found = require(parameter).unit.dp_group.mesh.data.broadcast_object(parcel, owner)
+            found = require(parameter).unit.dp_group.mesh.data.broadcast_object(copied, owner)
             assert found is not None
             set_part_param(parameter, found.weight.to(model.device))
             for key, value in found.states.items():
@@ -72,15 +72,13 @@ class StateTransfer:
                     set_plain_state(parameter, key, value)
             for name, value in found.averages.items():
                 model.averages[name].set_part_param(parameter, value.to(model.device))
-        self._parcels = []
+        self._states = []
         for state in model.update.rank_states() if model.update is not None else ():
             values = self._rank_states.get((id(state.unit.parameters[state.index]), state.key))
             if values is not None:
                 state.values.copy_(values)
 
 
-def _in_host_memory(parcel: _TransferredState) -> _TransferredState:
-    states = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in parcel.states.items()}
-    return _TransferredState(
-        parcel.weight.cpu(), states, {name: value.cpu() for name, value in parcel.averages.items()}
-    )
+def _in_host_memory(state: _TransferredState) -> _TransferredState:
+    states = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in state.states.items()}
+    return _TransferredState(state.weight.cpu(), states, {name: value.cpu() for name, value in state.averages.items()})

@@ -31,7 +31,8 @@ def can_unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> boo
     wanted = {id(parameter) for parameter in parameters}
     units = (unit for unit in model.units if any(id(p) in wanted for p in unit.parameters))
     return not any(
-        unit.trainable is False and model.update.cannot_step(model.masters.step_dtype(unit.dtype), _home(model))
+        unit.trainable is False
+        and model.update.cannot_step(model.masters.step_dtype(unit.dtype), _unfrozen_tier(model))
         for unit in units
     )
 
@@ -75,7 +76,7 @@ def unfreeze(model: ShardedModel, parameters: Iterable[nn.Parameter]) -> None:
     logger.info(f"unfroze {plural(len(wanted), 'parameter')}; {plural(elements, 'element')} more have master weights")
 
 
-def _home(model: ShardedModel) -> Tier:
+def _unfrozen_tier(model: ShardedModel) -> Tier:
     """Return the tier of master weights and states of unfrozen parameters.
 
     This is the configured tier if the states of all trainable units are on it. Otherwise it is the device.
@@ -92,9 +93,9 @@ def _take_space(model: ShardedModel, slots: list[GradientSlot]) -> list[UpdateCh
     Raises:
         StorageError: some rank has too little disk space. The units are frozen again.
     """
-    home = _home(model)
+    tier = _unfrozen_tier(model)
     for slot in slots:
-        slot.unit.trainable, slot.unit.state_tier = True, home
+        slot.unit.trainable, slot.unit.state_tier = True, tier
     chunks = model.masters.add_slots(slots)
     try:
         model.reserve("the unfrozen parameters cannot be trained")
@@ -114,17 +115,17 @@ def _bring_buffers(model: ShardedModel, slots: list[GradientSlot]) -> None:
     """
     own: dict[int, TransportBuffer] = {}  # gradient buffer, by id of its unit
     held = 0
-    for family in model.dp_groups:
-        units = [slot.unit for slot in slots if slot.unit.dp_group is family]
+    for dp_group in model.dp_groups:
+        units = [slot.unit for slot in slots if slot.unit.dp_group is dp_group]
         whole = [unit for unit in units if not unit.reshards and model.policy.state]
-        needs = model.reducer.extra_buffer_requests(family, units)
+        needs = model.reducer.extra_buffer_requests(dp_group, units)
         wanted = [*(unit.buffer_request() for unit in whole), *needs]
-        buffers = family.transport.extend(wanted, model.device, lanes=len(slots))
+        buffers = dp_group.transport.extend(wanted, model.device, lanes=len(slots))
         held += sum(need.numel * need.dtype.itemsize for need in needs)
         for unit, buffer in zip(whole, buffers, strict=False):
             unit.move_to(buffer)
         if needs and model.policy.grad:
-            model.reducer.replace_ring(family, buffers[len(whole) :])
+            model.reducer.replace_ring(dp_group, buffers[len(whole) :])
         elif needs:
             own |= {id(unit): buffer for unit, buffer in zip(units, buffers[len(whole) :], strict=True)}
     if held:

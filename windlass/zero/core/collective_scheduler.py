@@ -51,7 +51,7 @@ class SyncPoint(Enum):
     GRADIENT_READ = "the reading of a gradient"
     STATE_READ = "the reading of parameters or states"
     STATE_CHANGE = "a change of parameters or states"
-    FULL_GATHER = "a gather of full parameters"
+    FULL_GATHER = "an all-gather of full parameters"
     CHECKPOINT = "a checkpoint"
     BUFFER_BROADCAST = "the broadcast of buffers"
     SCHEDULE_END = "the end of a schedule"
@@ -162,7 +162,7 @@ class CollectiveScheduler:
         number = min(self._counts[kind], 1 if kind == EVALUATION else _REMEMBERED)
         self._counts[kind] += 1
         known = self._previous.get((kind, number), self._previous.get((kind, _LATEST), ()))
-        expected, what = self._without_unsharded(known), f"the begin of a {kind}"
+        expected, what = self._without_unsharded(known), f"the start of a {kind}"
         self._phase = (kind, number)
         # The shift keeps the hash within the range of a signed 64-bit integer on the board.
         mine = [_Message.BEGIN_PHASE, hash(expected) >> 1, len(expected), int(self._callbacks.has_local_failure())]
@@ -213,7 +213,7 @@ class CollectiveScheduler:
         """
         if self._board is None or (experts_only and self._synced_since_step):
             return
-        # The caller may go on with the same forward or backward after the sync point; see `_resume_after_sync`.
+        # The caller may continue with the same forward or backward after the sync point; see `_resume_after_sync`.
         self._interrupted_kind = self._phase[0] if self._phase is not None else self._interrupted_kind
         self.end_phase()
         while not self._agreement_round(_Message.SYNC, _SYNC_POINTS.index(point), point.value):
@@ -255,7 +255,7 @@ class CollectiveScheduler:
                 # The list has no gather of this unit: finish the list, then request the gather from all ranks.
                 self._join_remaining()
             if unit.shard_state is ShardState.SHARDED:
-                self._agreement_round(_Message.REQUEST, code, f"a gather of {unit.names[0]!r}")
+                self._agreement_round(_Message.REQUEST, code, f"the all-gather of {unit.names[0]!r}")
         unit.unsharded_for_peers = False
         self.advance()
 
@@ -423,8 +423,8 @@ class CollectiveScheduler:
         return self._act_on_posts(self._exchange_posts(message, value, what, expected), message, value, expected)
 
     def _act_on_posts(self, posts: list[list[int]], message: _Message, value: int, expected: tuple[int, ...]) -> bool:
-        said = [post[0] for post in posts]
-        if _Message.SHARE_FAILURES in said and any(post[3] for post in posts):
+        requests = [post[0] for post in posts]
+        if _Message.SHARE_FAILURES in requests and any(post[3] for post in posts):
             self._callbacks.raise_failure()
         # `dict.fromkeys` removes duplicate requests and keeps rank order, so all ranks join in the same order.
         wanted = dict.fromkeys(post[1] for post in posts if post[0] == _Message.REQUEST)
@@ -433,16 +433,16 @@ class CollectiveScheduler:
         if message is _Message.REQUEST or message is _Message.SHARE_FAILURES:
             return True
         # Other ranks were not at the start of a phase or at a sync point yet: the caller repeats the round.
-        if wanted or _Message.SHARE_FAILURES in said:
+        if wanted or _Message.SHARE_FAILURES in requests:
             return False
-        if _Message.BEGIN_PHASE in said:
+        if _Message.BEGIN_PHASE in requests:
             self._adopt_sequence(posts, expected)
             # At a sync point, join the phases of other ranks first and then repeat the round.
             return message is _Message.BEGIN_PHASE
         if any(post[1] != value for post in posts):
             places = ", ".join(f"rank {rank} is at {_SYNC_POINTS[post[1]].value}" for rank, post in enumerate(posts))
             raise CommunicationError(
-                f"ranks wait for each other at different calls, and would wait forever: {places}; all ranks must make "
+                f"ranks wait for each other in different calls and would wait forever: {places}; all ranks must make "
                 "the same calls in the same order"
             )
         return True
@@ -469,8 +469,8 @@ class CollectiveScheduler:
             # The exchanged messages must have one length on all ranks.
             padded = [*expected, *[0] * (longest - len(expected))]
             with WaitScope("agreed order: the sequences of peers"):
-                told = self._board.exchange(padded, "the sequences of peers") if longest else [[] for _ in posts]
-            expected = merge_sequences(tuple(tuple(one[: post[2]]) for one, post in zip(told, posts, strict=True)))
+                lists = self._board.exchange(padded, "the sequences of peers") if longest else [[] for _ in posts]
+            expected = merge_sequences(tuple(tuple(one[: post[2]]) for one, post in zip(lists, posts, strict=True)))
         self._agreed, self._position = hoist_gathers(expected) if self._hoist_gathers else expected, 0
 
 

@@ -12,11 +12,11 @@ from windlass.storage.deferred_failure_tier import DeferredFailureTier
 from windlass.storage.extent_transfer import Extent
 from windlass.storage.staging_pool import StagingPool
 
-UNTOUCHED = "parameters and optimizer states are unchanged, as far as the disk can still be read"
+UNTOUCHED = "parameters and optimizer states are unchanged, if the disk can still be read"
 LOST = (
-    "some parameters or optimizer states are lost, or belong to another step, so training cannot continue from them: "
-    "load the last checkpoint, with its optimizer states, into this engine; if the disk no longer works, "
-    "destroy() it and load into a new one on another disk"
+    "some parameters or optimizer states are lost, or belong to another step, so training cannot continue: load the "
+    "last checkpoint, with its optimizer states, into this engine; if the disk no longer works, destroy() it and "
+    "load into a new one on another disk"
 )
 
 HALF_UPDATED = LOST.partition("; if the disk")[0]
@@ -98,16 +98,20 @@ class DiskHealth:
         mine = (str(error) if error is not None else "", torn is not None, "")
         if error is None and broken is not None:
             error, mine = broken, ("", False, f"its optimizer raised {type(broken).__name__}: {broken}")
-        told = group.all_gather_object(mine)
-        said = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(told) if words)
-        updates = "; ".join(f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(told) if words)
+        reports = group.all_gather_object(mine)
+        failures = "; ".join(
+            f"rank {group.ranks[index]}: {words}" for index, (words, _, _) in enumerate(reports) if words
+        )
+        updates = "; ".join(
+            f"rank {group.ranks[index]}: {words}" for index, (_, _, words) in enumerate(reports) if words
+        )
         if updates:
             self.loss_reason = f"the update of the previous step was applied in part ({updates})"
-            if not said:
+            if not failures:
                 raise UpdateError(f"{what}: {self.loss_reason}. State of the model: {HALF_UPDATED}") from error
-        if loses or any(tears for _, tears, _ in told):
-            self.loss_reason, then = f"{what} ({said})", LOST
-        raise StorageError(f"{what}: {said}. State of the model: {then}") from error
+        if loses or any(tears for _, tears, _ in reports):
+            self.loss_reason, then = f"{what} ({failures})", LOST
+        raise StorageError(f"{what}: {failures}. State of the model: {then}") from error
 
     def check_local(self, what: str, *, loses: bool = False) -> None:
         """Raise StorageError if a transfer of this rank failed, like `check`, but without communication."""

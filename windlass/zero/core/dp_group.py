@@ -36,13 +36,13 @@ class DataParallelGroup:
     transport_reason: str
     secondary_transport: Transport | None = None
 
-    def extra_reduce_groups(self, mesh: Mesh, kind: PlacementKey, *, cut: bool) -> list[RankGroup]:
+    def extra_reduce_groups(self, mesh: Mesh, kind: PlacementKey, *, is_sharded: bool) -> list[RankGroup]:
         """Return further groups over which a reduced shard is summed.
 
         These are the other replicas of sharded states, ranks that compute only parts of a gradient, and pipeline stages
         that share the parameter.
         """
-        groups = [self.mesh.replicate] if cut else []
+        groups = [self.mesh.replicate] if is_sharded else []
         groups += [mesh.axes[axis].group for axis in sorted(kind.partial_axes)]
         if kind.shared_stages:
             groups.append(mesh.stages[kind.shared_stages].group)
@@ -60,12 +60,12 @@ def norm_weight(mesh: Mesh, kind: PlacementKey) -> float:
 
 def is_primary_replica(mesh: Mesh, kind: PlacementKey) -> bool:
     """Return True on the first of the ranks that hold a copy of the parameter and are not data ranks of each other."""
-    beside = all(axis in kind.sharded_axes or mesh.axes[axis].index == 0 for axis in REPLICA_AXES)
-    return beside and (not kind.shared_stages or mesh.pp.index == kind.shared_stages[0])
+    is_first = all(axis in kind.sharded_axes or mesh.axes[axis].index == 0 for axis in REPLICA_AXES)
+    return is_first and (not kind.shared_stages or mesh.pp.index == kind.shared_stages[0])
 
 
 def build_dp_groups(
-    mesh: Mesh, settings: ZeroSettings, homes: Placements, device: torch.device
+    mesh: Mesh, settings: ZeroSettings, tiers: Placements, device: torch.device
 ) -> list[DataParallelGroup]:
     """Return the data-parallel groups of a model, the dense one first. Collective."""
     made: list[DataParallelGroup] = []
@@ -76,7 +76,7 @@ def build_dp_groups(
         )
         regather = None
         # An offloaded shard is not in device memory, so a secondary shard there would defeat the offload.
-        if data.secondary is not None and settings.policy.param and homes.param is Tier.DEVICE:
+        if data.secondary is not None and settings.policy.param and tiers.param is Tier.DEVICE:
             regather, _ = choose_transport(
                 transport.name, data.secondary, device, ways=settings.wire_options, timeout=settings.timeout
             )

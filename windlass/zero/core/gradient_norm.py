@@ -76,9 +76,9 @@ class NormVector:
                 self.of.append(self.size)
                 self.size += count
             return
-        everywhere = self._ep.all_gather_object(counts)
+        all_counts = self._ep.all_gather_object(counts)
         for number, separate in enumerate(apart):
-            along = [theirs[number] for theirs in everywhere]
+            along = [theirs[number] for theirs in all_counts]
             self.of.append(self.size + (sum(along[: self._ep.index]) if separate else 0))
             self.size += sum(along) if separate else counts[number]
 
@@ -89,9 +89,9 @@ def local_norm_squares(slot: GradientSlot, policy: ShardingPolicy) -> tuple[int,
     Over the data ranks of the slot's group, each element counts once.
     """
     data, size = slot.unit.dp_group.mesh.data, slot.numel
-    cuts = slot.unit.dp_group.group.size if policy.state else data.size
-    parts = data.size if size == slot.unit.layout.padded else data.size // cuts
-    place = data.index if size == slot.unit.layout.padded else data.index // cuts
+    num_shards = slot.unit.dp_group.group.size if policy.state else data.size
+    parts = data.size if size == slot.unit.layout.padded else data.size // num_shards
+    place = data.index if size == slot.unit.layout.padded else data.index // num_shards
     return place * size // parts, (place + 1) * size // parts
 
 

@@ -45,13 +45,13 @@ class GradientOffload:
 
     def prepare(self, slot: GradientSlot) -> None:
         """Allocate memory for the reduced shard of a unit."""
-        numel, home = slot.unit.state_stop - slot.unit.state_start, self._tier_of(slot)
+        numel, tier = slot.unit.state_stop - slot.unit.state_start, self._tier_of(slot)
         name = f"gradient of {slot.unit.names[0]}"
-        if home is Tier.DEVICE:
+        if tier is Tier.DEVICE:
             self._ledger.set_held_bytes(name, numel * self._dtype.itemsize)
             slot.shard = torch.zeros(numel, dtype=self._dtype, device=self._device)
         else:
-            slot.storage = self._make(name, numel, self._dtype, home)
+            slot.storage = self._make(name, numel, self._dtype, tier)
             slot.storage.set_content_description(slot.names_in)
             # All output buffers have the size of the largest shard, so that any of them fits.
             if numel > self._largest:
@@ -82,14 +82,14 @@ class GradientOffload:
 
     def offload(self, slot: GradientSlot, out: torch.Tensor) -> None:
         """Start the transfer of the complete sum in `out` to its tier."""
-        rests = slot.storage
-        if rests is None:
+        storage = slot.storage
+        if storage is None:
             return
         adds = slot.is_offloaded
         slot.is_offloaded = True
         # The first sum of a step replaces the content of the tier; later ones are added on the host.
         if not adds:
-            landing = rests.put(out)
+            landing = storage.put(out)
             landing.poll()  # starts the NVMe write if the copy to the host is done
             self._in_flight.append((landing, out))
             return
@@ -99,7 +99,7 @@ class GradientOffload:
             staged = empty_host_tensor(out.numel(), out.dtype, pin=True)
             arrival = copy_to_host(staged, out)
         slot.norm_squares = None  # the squares are those of this part; those of the sum are computed where it is stored
-        self._in_flight.append((FinishingPending(None, arrival.wait, lambda: _add(rests, staged)), out))
+        self._in_flight.append((FinishingPending(None, arrival.wait, lambda: _add(storage, staged)), out))
 
     def finish(self) -> None:
         """Wait until every gradient is in its tier."""
@@ -117,7 +117,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _add(rests: Slot, part: torch.Tensor) -> None:
-    whole = rests.read()
+def _add(storage: Slot, part: torch.Tensor) -> None:
+    whole = storage.read()
     whole.add_(part)
-    rests.write(whole)
+    storage.write(whole)

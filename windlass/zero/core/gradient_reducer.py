@@ -126,7 +126,7 @@ class GradientReducer:
         largest: dict[int, int] = {}
         for unit in units:
             largest[id(unit.dp_group)] = max(largest.get(id(unit.dp_group), 0), unit.layout.padded)
-        self._rings = {family: BufferRing(2, numel, accumulation_dtype) for family, numel in largest.items()}
+        self._rings = {dp_group: BufferRing(2, numel, accumulation_dtype) for dp_group, numel in largest.items()}
         self._allocated: dict[int, list[TransportBuffer]] = {}
         self._completion, self._callbacks = completion, callbacks
         self._touched = False
@@ -559,7 +559,7 @@ class GradientReducer:
 
     def _keep_local(self, slot: GradientSlot, flat: torch.Tensor) -> None:
         """Count the unit's own gradient `[padded]` as reduced, without communication."""
-        if slot.has_reduced:  # a second time in this step: the first part lies in memory of its own
+        if slot.has_reduced:  # a second time in this step: the first part is in separate memory
             assert slot.shard is not None
             slot.shard.add_(flat)
         else:
@@ -570,7 +570,7 @@ class GradientReducer:
         self._callbacks.on_reduced(slot)
 
     def _prepare(self, slot: GradientSlot) -> None:
-        """Put the unit's unreduced gradient (zeros where there is none) into a buffer that peers can read."""
+        """Put the unit's unreduced gradient (zeros if it has none) into a buffer that peers can read."""
         buffer = slot.buffer
         if buffer is None:
             buffer = self._borrow_buffer(slot)

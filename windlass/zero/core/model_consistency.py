@@ -34,9 +34,9 @@ def check_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
         digests = data.all_gather_object(digest)
         if len(set(digests)) == 1:
             return
-        told = data.all_gather_object(mine)
+        summaries = data.all_gather_object(mine)
     other = next(index for index, one in enumerate(digests) if one != digests[0])
-    here, there = ({said[0]: said for said in told[index]} for index in (0, other))
+    here, there = ({summary[0]: summary for summary in summaries[index]} for index in (0, other))
     name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "")
     if not name:
         raise ModelError(
@@ -60,13 +60,13 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
     """
     mine = [(plan.kind.is_expert, plan.dtype, plan.trainable, plan.persistent, plan.numel) for plan in plans]
     with WaitScope("the comparison of models"):
-        told = data.all_gather_object(mine)
+        summaries = data.all_gather_object(mine)
     # Without `numel`, which may differ for experts.
-    kinds = [[one[:4] for one in of_rank] for of_rank in told]
+    kinds = [[one[:4] for one in of_rank] for of_rank in summaries]
     if all(one == kinds[0] for one in kinds):
         return
     counts = ", ".join(f"{len(one)} on rank {rank}" for rank, one in zip(data.ranks, kinds, strict=True))
-    largest = max(sum(one[4] for one in of_rank if one[0]) for of_rank in told)
+    largest = max(sum(one[4] for one in of_rank if one[0]) for of_rank in summaries)
     raise ModelError(
         f"ranks have different numbers of experts, and split a block with experts differently ({counts}): set "
         f"zero_optimization.stage3_max_live_parameters above {largest}, the elements of all experts of a rank, so that "
@@ -89,5 +89,5 @@ def _summary_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> li
     return found
 
 
-def _difference(said: _Summary | None) -> str:
-    return f"{list(said[1])} in {said[2]}, {said[3]}" if said is not None else "missing"
+def _difference(summary: _Summary | None) -> str:
+    return f"{list(summary[1])} in {summary[2]}, {summary[3]}" if summary is not None else "missing"

@@ -46,11 +46,12 @@ def register_model_hooks(model: nn.Module, runtime: UnshardRuntime) -> list[Remo
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: runtime.register_backward())
 
+    before = torch.compiler.disable(lambda *_: runtime.begin_model_forward())
     # Prepended, so that the phase begins before hooks of the script touch parameters.
     return [
-        model.register_forward_pre_hook(lambda *_: runtime.begin_model_forward(), prepend=True),
+        model.register_forward_pre_hook(before, prepend=True),
         # `always_call`, so that an exception in the forward also closes the phase.
-        model.register_forward_hook(after, always_call=True),
+        model.register_forward_hook(torch.compiler.disable(after), always_call=True),
     ]
 
 
@@ -68,8 +69,8 @@ def register_block_hooks(block: Block, runtime: UnshardRuntime) -> list[Removabl
         if call is not None and torch.is_grad_enabled():
             _hook_outputs(output, (args, kwargs), block, runtime, call)
 
-    if getattr(block.module, "_compiled_call_impl", None) is not None:  # `block.compile()` would trace these hooks too
-        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
+    # `torch.compile` of the block, or of a module around it, would trace these hooks too.
+    before, after = torch.compiler.disable(before), torch.compiler.disable(after)
     return [
         block.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         block.module.register_forward_hook(after, with_kwargs=True, always_call=True),

@@ -91,7 +91,8 @@ class ScriptGradients:
 def format_foreign_gradients(names: list[str]) -> str:
     """Return the message about gradients that a script set."""
     return (
-        f"{names[0]!r}.grad was set by hand ({len(names)} such): a step uses only gradients that a backward reduces, "
+        f"{names[0]!r}.grad was assigned by the script ({len(names)} such parameters): a step uses only gradients "
+        "that a backward reduces, "
         "and drops this one. To reduce it, call torch.autograd.backward(parameters, gradients); to replace the reduced "
         "gradient, call windlass.zero.set_full_grad(parameter, gradient)"
     )

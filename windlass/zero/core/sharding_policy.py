@@ -26,8 +26,9 @@ class ShardingPolicy:
 
     @property
     def can_keep_local_gradients(self) -> bool:
-        """Return True if the stage reduces gradients once in a step, so that a rank can keep its own until then. It is
-        the stage's on any number of ranks, so that a configuration is refused everywhere or nowhere."""
+        """Return True if the stage reduces gradients once per step, so that a rank can keep its local gradients until
+        then. The result does not depend on the number of ranks, so that a configuration is refused on any number or on
+        none."""
         return self.stage <= 1
 
 
@@ -39,15 +40,15 @@ _STAGES = {
 }
 
 
-def sharding_policy(stage: int, shards: int, *, away: bool = False) -> ShardingPolicy:
+def sharding_policy(stage: int, shards: int, *, has_offload: bool = False) -> ShardingPolicy:
     """Return the policy of a stage over `shards` ranks. On one rank nothing is sharded, unless slots are offloaded.
 
     Args:
-        away: Some slots are offloaded to another tier than the device.
+        has_offload: Some slots are offloaded to another tier than the device.
 
     Raises:
         ConfigError: the stage does not exist.
     """
     if stage not in _STAGES:
-        raise ConfigError(f"zero_optimization.stage = {stage!r}; there are stages 0, 1, 2 and 3")
-    return _STAGES[stage] if shards > 1 or away else ShardingPolicy(stage, param=False, grad=False, state=False)
+        raise ConfigError(f"zero_optimization.stage = {stage!r}; write 0, 1, 2 or 3")
+    return _STAGES[stage] if shards > 1 or has_offload else ShardingPolicy(stage, param=False, grad=False, state=False)

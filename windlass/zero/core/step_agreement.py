@@ -66,10 +66,10 @@ class StepAgreement:
         # The norm needs the final sums.
         self._gradients.finish()
         self._replicas_summed = False
-        verdict = self._reduce_status(flags)
-        again = self._has_replicas or verdict.flags.pop() > 0  # the last flag: some rank has unreduced gradients
-        rest = verdict.unreduced
-        used = [any(of_unit) for of_unit in verdict.used]
+        status = self._reduce_status(flags)
+        again = self._has_replicas or status.flags.pop() > 0  # the last flag: some rank has unreduced gradients
+        rest = status.unreduced
+        used = [any(of_unit) for of_unit in status.used]
         if self._has_replicas:  # another replica may have used a parameter that none of these ranks used
             rest = [
                 left or (had and bool(slot.unit.extra_reduce_groups) and not slot.has_reduced)
@@ -84,12 +84,12 @@ class StepAgreement:
             self._replicas_summed = True
         # The first status lacked the gradients that were reduced or summed just now.
         if again:
-            verdict = self._reduce_status(flags)
-            verdict.flags.pop()
-        if verdict.uneven and not self._warned_uneven:
+            status = self._reduce_status(flags)
+            status.flags.pop()
+        if status.uneven and not self._warned_uneven:
             self._warned_uneven = True
             self._warn_uneven()
-        return verdict
+        return status
 
     def refuse_diverged(self) -> None:
         """Raise because the data ranks diverged. Collective over the data ranks, which all have this status.
@@ -98,14 +98,14 @@ class StepAgreement:
             ModelError: ranks dropped gradients that other ranks kept.
         """
         ranks, drops = self._mesh.dense.data.ranks, self._all_gather_from_data_ranks(self._gradients.dropped_names)
-        said = "; ".join(
+        dropped_text = "; ".join(
             f"rank {rank} dropped {f'{len(mine)} gradients, {mine[0]!r} first' if mine else 'none'}"
             for rank, mine in zip(ranks, drops, strict=True)
         )
         raise ModelError(
-            f"ranks dropped reduced gradients differently: {said}. Each rank has a shard of every gradient, so all "
-            "ranks must call zero_grad() or set parameter.grad = None after the same backwards. This step was skipped "
-            "and all its gradients are dropped"
+            f"ranks dropped reduced gradients differently: {dropped_text}. Each rank has a shard of every gradient, so "
+            "all ranks must call zero_grad() or set parameter.grad = None after the same backwards. This step was "
+            "skipped and all its gradients are dropped"
         )
 
     def first_name(self, mine: str) -> str:
@@ -117,7 +117,7 @@ class StepAgreement:
         if self._mesh.dense.data.index == 0:
             counts = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks, made, strict=True))
             logger.warning(
-                "ranks made different numbers of backwards in this step (%s): the gradient is the mean over ranks of "
+                "ranks ran different numbers of backwards in this step (%s): the gradient is the mean over ranks of "
                 "each rank's sum, as with DistributedDataParallel's no_sync around all backwards but the last. This "
                 "warning is logged once",
                 counts,
@@ -185,8 +185,8 @@ class StepAgreement:
             if not had and parameter.requires_grad
         ]
         if not self._mesh.only_data:
-            told = self._mesh.world.all_gather_object(unused)
-            unused = list(dict.fromkeys(name for names in told for name in names))
+            unused_of_ranks = self._mesh.world.all_gather_object(unused)
+            unused = list(dict.fromkeys(name for names in unused_of_ranks for name in names))
         if unused:
             raise ModelError(
                 f"{plural(len(unused), 'parameter')} had no gradient on any rank in this step, {unused[0]!r} first; "
@@ -195,13 +195,13 @@ class StepAgreement:
 
     def _reduce_status(self, flags: list[float]) -> StepStatus:
         more = [*flags, self._has_local_failure(), float(any(self._gradients.unreduced()))]
-        verdict = reduce_step_status(
+        status = reduce_step_status(
             self._gradients, self._policy, self._mesh, self._norm_vector, self._traffic, flags=more
         )
-        self._merge_stage_usage(verdict)
-        return verdict
+        self._merge_stage_usage(status)
+        return status
 
-    def _merge_stage_usage(self, verdict: StepStatus) -> None:
+    def _merge_stage_usage(self, status: StepStatus) -> None:
         """Mark a parameter that several pipeline stages share as used if any of the stages used it.
 
         Collective over these stages.
@@ -211,10 +211,10 @@ class StepAgreement:
                 number for number, slot in enumerate(self._gradients.slots) if slot.unit.kind.shared_stages == stages
             ]
             if numbers:
-                flags = torch.tensor([flag for number in numbers for flag in verdict.used[number]], dtype=torch.float32)
-                heard = iter(axis.all_reduce(flags.to(self._device), dist.ReduceOp.MAX).tolist())
+                flags = torch.tensor([flag for number in numbers for flag in status.used[number]], dtype=torch.float32)
+                merged_flags = iter(axis.all_reduce(flags.to(self._device), dist.ReduceOp.MAX).tolist())
                 for number in numbers:
-                    verdict.used[number][:] = [next(heard) > 0 for _ in verdict.used[number]]
+                    status.used[number][:] = [next(merged_flags) > 0 for _ in status.used[number]]
 
     def _sum_in_place(self, slot: GradientSlot) -> None:
         values, traffic = slot.read(), slot.unit.transport.traffic

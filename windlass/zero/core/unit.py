@@ -134,8 +134,10 @@ class Unit:
     def buffer_request(self) -> BufferRequest:
         """Return the request for the buffer that holds `full`."""
         # Offloaded parameters need `full` only while gathered, so it does not go to memory shared by all ranks.
-        away = self.reshards and self.tier is not Tier.DEVICE
-        return BufferRequest(self.layout.padded, self.dtype, shared=self.reshards and not away, transient=self.reshards)
+        offloaded = self.reshards and self.tier is not Tier.DEVICE
+        return BufferRequest(
+            self.layout.padded, self.dtype, shared=self.reshards and not offloaded, transient=self.reshards
+        )
 
     def bind(
         self,

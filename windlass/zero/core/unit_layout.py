@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGN = 16  # in elements: 64 bytes of float32, one cache line and the widest vector
-_ALIGN_FROM = 1024  # in elements: aligning smaller parameters brings nothing and would add mostly padding
+_ALIGN_FROM = 1024  # in elements: aligning smaller parameters has no benefit and would add mostly padding
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def plan_units(model: nn.Module, rules: UnitRules) -> tuple[list[Block], list[Un
 
 def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
     merged: list[UnitPlan] = []
-    last: dict[tuple[object, ...], _Growing] = {}
+    last: dict[tuple[object, ...], _MergedPlan] = {}
     for plan in plans:
         # Not merged: ranks may hold different numbers of experts, but must have the same number of units.
         if plan.kind.shared_stages or plan.kind.is_expert:
@@ -192,16 +192,16 @@ def _merge(plans: list[UnitPlan], merge_below: int) -> list[UnitPlan]:
             continue
         kind = (plan.kind, plan.dtype, plan.parameters[0].device, plan.trainable, plan.persistent, plan.lowered)
         limit = _PERSISTENT_BUCKET if plan.persistent else merge_below
-        before, whole = last.get(kind), plan.full_numel
-        if before is not None and before.whole < limit and whole < limit:
-            before.add(plan, whole)
+        before, full_numel = last.get(kind), plan.full_numel
+        if before is not None and before.full_numel < limit and full_numel < limit:
+            before.add(plan, full_numel)
         else:
-            last[kind] = _Growing(plan, whole)
+            last[kind] = _MergedPlan(plan, full_numel)
             merged.append(plan)
     return merged
 
 
-class _Growing:
+class _MergedPlan:
     """Plan that absorbs the parameters of other plans, with running counts of its elements and blocks.
 
     Counting again for each absorbed plan would take quadratic time.
@@ -210,14 +210,14 @@ class _Growing:
         whole: Number of elements of its full parameters.
     """
 
-    def __init__(self, plan: UnitPlan, whole: int) -> None:
-        self._plan, self.whole = plan, whole
+    def __init__(self, plan: UnitPlan, full_numel: int) -> None:
+        self._plan, self.full_numel = plan, full_numel
         plan.blocks = list(plan.blocks)  # the list may be shared with another plan
         self._blocks = {id(block) for block in plan.blocks}
 
-    def add(self, plan: UnitPlan, whole: int) -> None:
-        """Absorb a plan of `whole` elements."""
-        self.whole += whole
+    def add(self, plan: UnitPlan, full_numel: int) -> None:
+        """Absorb a plan of `full_numel` elements."""
+        self.full_numel += full_numel
         self._plan.names += plan.names
         self._plan.parameters += plan.parameters
         for block in plan.blocks:

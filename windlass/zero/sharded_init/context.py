@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from windlass.base.compute_device import local_device
-from windlass.base.dtypes import parse_dtype
+from windlass.base.dtypes import is_castable, parse_dtype
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.malloc_thresholds import restore_kept_memory, return_freed_memory
 from windlass.comm.bootstrap import init_distributed
@@ -64,9 +64,9 @@ class Init:
         ModelError: another thread is inside an `Init`.
     """
 
-    cuts_nested = False  # True: the end of a nested context shards the parameters that exist at that time
-    cuts_alone = False  # True: shard with one rank too; its shard is then the full parameter
-    lends_names = False  # True: `state_dict()` returns a `StateDictStub` for each parameter; False: it raises
+    shards_nested = False  # True: the end of a nested context shards the parameters that exist at that time
+    shards_alone = False  # True: shard with one rank too; its shard is then the full parameter
+    provides_stubs = False  # True: `state_dict()` returns a `StateDictStub` for each parameter; False: it raises
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Init:
         init_distributed()
         self.group = _group(data_parallel_group)
         self._dtype = parse_dtype(dtype) if isinstance(dtype, str) else dtype
-        self._home, self._leaves = init_tier(remote_device, pin_memory, known)
+        self._store_shard, self._leaves = init_tier(remote_device, pin_memory, known)
         self._site: InitRegistry | None = None
         self._thread = 0
         self._modules: dict[int, ReferenceType[nn.Module]] = {}
@@ -141,8 +141,8 @@ class Init:
         if not self.enabled:
             return
         if not self._outer:
-            if kind is None and _active is not None and self.cuts_nested:
-                _active._cut_now()
+            if kind is None and _active is not None and self.shards_nested:
+                _active._shard_now()
             return
         try:
             if kind is None:
@@ -152,9 +152,9 @@ class Init:
 
     def _begin(self) -> None:
         return_freed_memory()
-        if self.group.size > 1 or self._leaves or self.cuts_alone:
-            self._site = InitRegistry(self.group, self._home, local_device(), self.lends_names)
-            initial_shard.set_builder(self._bring)
+        if self.group.size > 1 or self._leaves or self.shards_alone:
+            self._site = InitRegistry(self.group, self._store_shard, local_device(), self.provides_stubs)
+            initial_shard.set_builder(self._unshard)
         self._replacement.install()
         parameter_hook: Any = self._parameter_registered  # Any: torch annotates these hooks as returning None
         buffer_hook: Any = self._buffer_registered
@@ -164,7 +164,7 @@ class Init:
             torch_modules.register_module_module_registration_hook(self._module_registered),
         ]
 
-    def _cut_now(self) -> list[nn.Module]:
+    def _shard_now(self) -> list[nn.Module]:
         """Shard all unsharded parameters, also those added without a hook, and return the modules. Collective."""
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
         if self._site is not None:
@@ -177,7 +177,7 @@ class Init:
 
     def _finish(self) -> None:
         """Shard and cast all parameters of the modules constructed in the context. Collective."""
-        modules = self._cut_now()
+        modules = self._shard_now()
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         if self._dtype is not None:
             for parameter in {id(p): p for p in parameters}.values():
@@ -197,8 +197,8 @@ class Init:
     def _here(self) -> bool:
         return threading.get_ident() == self._thread
 
-    def _bring(self, parameter: nn.Parameter, birth: ShardedInit, together: Sequence[torch.Tensor]) -> bool:
-        return self._here() and self._site is not None and self._site.bring(parameter, birth, together)
+    def _unshard(self, parameter: nn.Parameter, init_shard: ShardedInit, together: Sequence[torch.Tensor]) -> bool:
+        return self._here() and self._site is not None and self._site.unshard(parameter, init_shard, together)
 
     def _see(self, module: nn.Module) -> None:
         known = self._modules.get(id(module))
@@ -269,13 +269,13 @@ def _marks(promise: DeferredTensor) -> dict[str, Any]:
 
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    if not parameter.is_floating_point() or parameter.device.type == "meta":
+    if not is_castable(parameter.dtype) or parameter.device.type == "meta":
         return
-    birth = initial_shard.find(parameter)
-    if birth is None:
+    init_shard = initial_shard.find(parameter)
+    if init_shard is None:
         parameter.data = parameter.data.to(dtype)
         return
-    birth.cast(dtype)
+    init_shard.cast(dtype)
     mark_unsharded(parameter)
-    parameter.data = torch.empty((), dtype=dtype, device=birth.device).expand(birth.shape)
-    mark_sharded(parameter, birth)
+    parameter.data = torch.empty((), dtype=dtype, device=init_shard.device).expand(init_shard.shape)
+    mark_sharded(parameter, init_shard)

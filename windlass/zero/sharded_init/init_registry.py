@@ -1,7 +1,7 @@
 """Registry of the parameters that are unsharded while a model is constructed: the most recently used ones.
 
-[Note: whole while recent] Initialisers need full values. So a parameter stays unsharded after its construction, and is
-unsharded again when it is used, until newer parameters need the memory. Then the oldest parameters are sharded, from
+[Note: unsharded while recent] Initialisers need full values. So a parameter stays unsharded after its construction, and
+is unsharded again when it is used, until newer parameters need the memory. Then the oldest parameters are sharded, from
 the values of rank 0. Besides the parameters of the running call, at most about one parameter of the largest size is
 kept unsharded.
 
@@ -24,10 +24,10 @@ from windlass.comm.rank_group import RankGroup
 from windlass.zero.core import parameter_registry
 from windlass.zero.core.sharded_parameter import ShardedParameter
 from windlass.zero.sharded_init import initial_shard
-from windlass.zero.sharded_init.initial_shard import Home, ShardedInit
+from windlass.zero.sharded_init.initial_shard import ShardedInit, StoreShard
 
 _FLOOR = 1 << 20  # bytes that may always stay unsharded, so that small models are not sharded again and again
-_AT_ONCE = 32  # maximum number of parameters to shard per message
+_MESSAGE_ENTRIES = 32  # maximum number of parameters to shard per message
 _USES = getattr(torch._C, "_storage_Use_Count", None)  # there is no public function; without it references are ignored
 
 
@@ -36,13 +36,15 @@ class InitRegistry:
 
     Args:
         group: Ranks over which parameters are sharded.
-        home: Stores a shard on its tier.
+        store_shard: Stores a shard on its tier.
         device: Device of the messages that list the parameters to shard.
-        lends_names: True if `state_dict()` may return stubs for the parameters (see `StateDictStub`).
+        provides_stubs: True if `state_dict()` may return stubs for the parameters (see `StateDictStub`).
     """
 
-    def __init__(self, group: RankGroup, home: Home, device: torch.device, lends_names: bool = False) -> None:
-        self.group, self.home, self._device, self._lends = group, home, device, lends_names
+    def __init__(
+        self, group: RankGroup, store_shard: StoreShard, device: torch.device, provides_stubs: bool = False
+    ) -> None:
+        self.group, self.store_shard, self._device, self._provides_stubs = group, store_shard, device, provides_stubs
         # By id: the parameter and its number in the order of construction.
         self._numbers: dict[int, tuple[ReferenceType[nn.Parameter], int]] = {}
         self._labels: dict[int, str] = {}
@@ -53,36 +55,36 @@ class InitRegistry:
 
     def register(self, parameter: nn.Parameter, label: str) -> None:
         """Register an unsharded parameter that was constructed, or added to the model from outside. Collective."""
-        if self.knows(parameter) or not _can_be_cut(parameter):
+        if self.knows(parameter) or not _can_be_sharded(parameter):
             return
         self._note(parameter, label)
         self._make_room([parameter], 0)
 
-    def assign(self, parameter: nn.Parameter, label: str, cut: torch.Tensor, like: torch.Tensor) -> None:
+    def assign(self, parameter: nn.Parameter, label: str, shard: torch.Tensor, like: torch.Tensor) -> None:
         """Register a parameter whose shard is known without its full values.
 
         Args:
-            cut: This rank's shard, flat.
+            shard: This rank's shard, flat.
             like: Tensor of the parameter's shape, strides, dtype and device.
         """
         number = self._number(parameter, label)
-        birth = ShardedInit(self._labels[number], like, self.group, self.home, number, self._lends)
-        birth.shard = cut
-        initial_shard.shard_parameter(parameter, birth)
+        init_shard = ShardedInit(self._labels[number], like, self.group, self.store_shard, number, self._provides_stubs)
+        init_shard.shard = shard
+        initial_shard.shard_parameter(parameter, init_shard)
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Return True if the parameter is registered."""
         entry = self._numbers.get(id(parameter))
         return entry is not None and entry[0]() is parameter
 
-    def bring(self, parameter: nn.Parameter, birth: ShardedInit, together: Sequence[torch.Tensor]) -> bool:
+    def unshard(self, parameter: nn.Parameter, init_shard: ShardedInit, together: Sequence[torch.Tensor]) -> bool:
         """Unshard a parameter that is used, without sharding the tensors in `together`. Return True. Collective."""
-        size = birth.numel * birth.dtype.itemsize
+        size = init_shard.numel * init_shard.dtype.itemsize
         self._make_room(together, size)
-        whole = birth.full_value()
+        whole = init_shard.full_value()
         initial_shard.finish_parameter(parameter)
         parameter.data = whole
-        self._note(parameter, birth.label)
+        self._note(parameter, init_shard.label)
         return True
 
     def close(self) -> None:
@@ -119,7 +121,7 @@ class InitRegistry:
         Returns:
             True if more parameters may have to be sharded, because the message was full.
         """
-        told = torch.zeros(2 + 3 * _AT_ONCE, dtype=torch.int64)
+        told = torch.zeros(2 + 3 * _MESSAGE_ENTRIES, dtype=torch.int64)
         if self.group.index == 0:
             chosen, kept = self._choose(limit, {id(tensor) for tensor in together}, force=force)
             told[0], told[1] = len(chosen), kept
@@ -130,8 +132,8 @@ class InitRegistry:
         self.group.broadcast(told)
         count, self._kept, *numbers = (int(x) for x in told.tolist())
         self._added = 0
-        self._cut([(numbers[3 * i], numbers[3 * i + 1], numbers[3 * i + 2]) for i in range(count)])
-        return count == _AT_ONCE
+        self._shard([(numbers[3 * i], numbers[3 * i + 1], numbers[3 * i + 2]) for i in range(count)])
+        return count == _MESSAGE_ENTRIES
 
     def _choose(self, limit: int, together: set[int], *, force: bool) -> tuple[list[tuple[int, nn.Parameter]], int]:
         alive = [(number, p) for number, reference in self._whole.items() if (p := reference()) is not None]
@@ -142,11 +144,11 @@ class InitRegistry:
                 continue
             chosen.append((number, parameter))
             kept -= parameter.numel() * parameter.element_size()
-            if len(chosen) == _AT_ONCE:
+            if len(chosen) == _MESSAGE_ENTRIES:
                 break
         return chosen, kept
 
-    def _cut(self, entries: list[tuple[int, int, int]]) -> None:
+    def _shard(self, entries: list[tuple[int, int, int]]) -> None:
         """Shard the parameters in `entries`: `(number, elements, bytes per element)`. Collective.
 
         This rank takes part in the scatter of a parameter even if it has freed the parameter already.
@@ -162,18 +164,18 @@ class InitRegistry:
         pieces = initial_shard.scatter(self.group, 0, items, device)
         for parameter, piece, (number, _, _) in zip(parameters, pieces, entries, strict=True):
             if parameter is not None:
-                birth = ShardedInit(
-                    self._labels[number], parameter.detach(), self.group, self.home, number, self._lends
+                init_shard = ShardedInit(
+                    self._labels[number], parameter.detach(), self.group, self.store_shard, number, self._provides_stubs
                 )
-                birth.shard = piece
-                initial_shard.shard_parameter(parameter, birth)
+                init_shard.shard = piece
+                initial_shard.shard_parameter(parameter, init_shard)
 
 
 # A rank that has freed a parameter still receives its shard: any dtype of the right size will do.
 _DTYPE_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64, 16: torch.complex128}
 
 
-def _can_be_cut(parameter: nn.Parameter) -> bool:
+def _can_be_sharded(parameter: nn.Parameter) -> bool:
     if isinstance(parameter, ShardedParameter) or is_lazy(parameter) or parameter.device.type == "meta":
         return False
     return (

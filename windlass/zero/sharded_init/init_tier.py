@@ -13,12 +13,12 @@ import torch
 from windlass.base.compute_device import local_device
 from windlass.base.device_memory import device_has_own_memory
 from windlass.base.errors import CheckpointError, ConfigError
-from windlass.zero.sharded_init.initial_shard import Home, ShardInMemory, ShardStorage
+from windlass.zero.sharded_init.initial_shard import ShardInMemory, ShardStorage, StoreShard
 
 _DEVICES = (None, "none", "cpu", "nvme")
 
 
-def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple[Home, bool]:
+def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple[StoreShard, bool]:
     """Return the function that stores a shard on its tier, and True if that tier is not the device.
 
     Args:
@@ -40,9 +40,11 @@ def init_tier(remote_device: str | None, pin_memory: bool, config: Any) -> tuple
         return ShardFile(Path(path[0])).put, True
     device = local_device()
     if where == "none":
-        return (lambda cut: ShardInMemory(cut, device)), False
+        return (lambda shard: ShardInMemory(shard, device)), False
     pins = pin_memory and torch.cuda.is_available()
-    return (lambda cut: ShardInMemory(cut.cpu().pin_memory() if pins else cut.cpu())), device_has_own_memory(device)
+    return (lambda shard: ShardInMemory(shard.cpu().pin_memory() if pins else shard.cpu())), device_has_own_memory(
+        device
+    )
 
 
 class ShardFile:
@@ -69,13 +71,13 @@ class ShardFile:
         self._end = 0
         self._free: dict[int, list[int]] = {}  # offsets of freed shards, by size in bytes
 
-    def put(self, cut: torch.Tensor) -> ShardStorage:
+    def put(self, shard: torch.Tensor) -> ShardStorage:
         """Write a shard to the file, in the room of a freed one if possible, and return its storage.
 
         Raises:
             CheckpointError: the shard cannot be written, e.g. because the disk is full.
         """
-        flat = cut.detach().cpu().contiguous()
+        flat = shard.detach().cpu().contiguous()
         size = flat.numel() * flat.element_size()
         free = self._free.setdefault(size, [])
         begin = free.pop() if free else self._end

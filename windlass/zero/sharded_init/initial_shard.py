@@ -27,22 +27,22 @@ class ShardStorage(Protocol):
         ...
 
 
-Home = Callable[[torch.Tensor], ShardStorage]  # stores a flat shard on its tier
+StoreShard = Callable[[torch.Tensor], ShardStorage]  # stores a flat shard on its tier
 
 
 class ShardInMemory:
     """Shard in memory.
 
     Args:
-        cut: The shard, flat.
+        shard: Flat shard.
         device: Device to which it is copied. None: it stays on its device.
     """
 
-    def __init__(self, cut: torch.Tensor, device: torch.device | None = None) -> None:
-        self._cut = cut if device is None else cut.to(device)
+    def __init__(self, shard: torch.Tensor, device: torch.device | None = None) -> None:
+        self._shard = shard if device is None else shard.to(device)
 
     def load(self) -> torch.Tensor:
-        return self._cut
+        return self._shard
 
 
 class ShardedInit:
@@ -52,15 +52,27 @@ class ShardedInit:
         label: Name for errors, because the parameter's name in the model is not known yet.
         like: Tensor of the parameter's shape, strides, dtype and device.
         group: Ranks over which the parameter is sharded.
-        home: Stores this rank's shard on its tier.
+        store_shard: Stores this rank's shard on its tier.
         number: Index among the parameters constructed under `zero.Init`, equal on all ranks.
-        lends_name: True if `state_dict()` may contain a stub for it (see `StateDictStub`).
+        provides_stub: True if `state_dict()` may contain a stub for it (see `StateDictStub`).
     """
 
     def __init__(
-        self, label: str, like: torch.Tensor, group: RankGroup, home: Home, number: int = 0, lends_name: bool = False
+        self,
+        label: str,
+        like: torch.Tensor,
+        group: RankGroup,
+        store_shard: StoreShard,
+        number: int = 0,
+        provides_stub: bool = False,
     ) -> None:
-        self.label, self.group, self._tier, self.number, self.allows_stub = label, group, home, number, lends_name
+        self.label, self.group, self._store_shard, self.number, self.allows_stub = (
+            label,
+            group,
+            store_shard,
+            number,
+            provides_stub,
+        )
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride() if is_dense(like) else _row_major(like.shape)
         self.numel = like.numel()
@@ -79,7 +91,7 @@ class ShardedInit:
 
     @shard.setter
     def shard(self, value: torch.Tensor) -> None:
-        self._kept = self._tier(value)
+        self._kept = self._store_shard(value)
 
     def span(self, index: int) -> tuple[int, int]:
         """Return the range `[start, stop)` of the elements that the rank at `index` has."""
@@ -133,8 +145,8 @@ def find(parameter: nn.Parameter) -> ShardedInit | None:
     return entry[1] if entry is not None and entry[0]() is parameter else None
 
 
-def shard_parameter(parameter: nn.Parameter, birth: ShardedInit) -> None:
-    """Mark `parameter` as sharded and free its full values. `birth` has this rank's shard."""
+def shard_parameter(parameter: nn.Parameter, init_shard: ShardedInit) -> None:
+    """Mark `parameter` as sharded and free its full values. `init_shard` has this rank's shard."""
     identity = id(parameter)
 
     def gone(reference: ReferenceType[nn.Parameter]) -> None:
@@ -143,13 +155,13 @@ def shard_parameter(parameter: nn.Parameter, birth: ShardedInit) -> None:
             del _sharded_inits[identity]
             forget_sharded(identity)
 
-    _sharded_inits[identity] = ref(parameter, gone), birth
-    mark_sharded(parameter, birth)
+    _sharded_inits[identity] = ref(parameter, gone), init_shard
+    mark_sharded(parameter, init_shard)
 
 
-def unshard_parameter(parameter: nn.Parameter, birth: ShardedInit) -> None:
+def unshard_parameter(parameter: nn.Parameter, init_shard: ShardedInit) -> None:
     """Give `parameter` a private copy of its full values, and keep the shard. Collective."""
-    whole = birth.full_value()
+    whole = init_shard.full_value()
     mark_unsharded(parameter)
     parameter.data = whole
 

@@ -31,9 +31,9 @@ def broadcast_full_parameters(parameters: list[nn.Parameter], places: list[torch
     Other parameters are skipped.
     """
     for parameter, place in zip(parameters, places, strict=True):
-        birth = initial_shard.find(parameter)
-        if birth is not None:
-            place.copy_(birth.full_value())
+        init_shard = initial_shard.find(parameter)
+        if init_shard is not None:
+            place.copy_(init_shard.full_value())
             initial_shard.finish_parameter(parameter)
             parameter.data = place
 
@@ -49,24 +49,24 @@ def local_shard_values(
         `[padded / ranks]`, with zeros as padding. None if the fragments cannot be exchanged, because a parameter was
         not constructed under `zero.Init` or is not in memory in the order of its indices. Nothing is changed then.
     """
-    births = [birth for parameter in parameters if (birth := initial_shard.find(parameter)) is not None]
-    if len(births) < len(parameters) or not all(birth.row_major for birth in births):
+    init_shards = [init_shard for parameter in parameters if (init_shard := initial_shard.find(parameter)) is not None]
+    if len(init_shards) < len(parameters) or not all(init_shard.row_major for init_shard in init_shards):
         return None
-    group = births[0].group
+    group = init_shards[0].group
     start, stop = layout.shard_range(group.index, group.size)
     own = torch.zeros(stop - start, dtype=dtype, device=device)
-    cuts = [birth.shard for birth in births]
+    shards = [init_shard.shard for init_shard in init_shards]
     sends, receives, arrived = [], [], []
     for peer in range(group.size):
-        outgoing = list(_overlaps(layout, births, owner=peer, holder=group.index, group=group))
-        parts = [cuts[index][first - begin : last - begin] for index, begin, first, last, _ in outgoing]
+        outgoing = list(_overlaps(layout, init_shards, owner=peer, holder=group.index, group=group))
+        parts = [shards[index][first - begin : last - begin] for index, begin, first, last, _ in outgoing]
         if peer == group.index:
             for (_, _, first, last, offset), part in zip(outgoing, parts, strict=True):
                 own[offset : offset + last - first].copy_(part)
             continue
         if parts:
             sends.append((peer, torch.cat(parts).to(device)))
-        incoming = list(_overlaps(layout, births, owner=group.index, holder=peer, group=group))
+        incoming = list(_overlaps(layout, init_shards, owner=group.index, holder=peer, group=group))
         if incoming:
             numel = sum(last - first for _, _, first, last, _ in incoming)
             receives.append((peer, torch.empty(numel, dtype=dtype, device=device)))
@@ -83,7 +83,7 @@ def local_shard_values(
 
 
 def _overlaps(
-    layout: UnitLayout, births: list[ShardedInit], *, owner: int, holder: int, group: RankGroup
+    layout: UnitLayout, init_shards: list[ShardedInit], *, owner: int, holder: int, group: RankGroup
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield the fragments that rank `holder` has of the unit shard of rank `owner`.
 
@@ -92,7 +92,7 @@ def _overlaps(
         the elements `[first, last)` of the parameter, and their offset in the owner's shard of the unit.
     """
     for piece in layout.pieces(*layout.shard_range(owner, group.size)):
-        begin, end = births[piece.index].span(holder)
+        begin, end = init_shards[piece.index].span(holder)
         first, last = max(piece.start, begin), min(piece.stop, end)
         if first < last:
             yield piece.index, begin, first, last, piece.offset + first - piece.start

@@ -73,7 +73,7 @@ def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, D
         CheckpointError: a file is missing, truncated, or not a safetensors file.
     """
     found: dict[str, DeferredTensor] = {}
-    _say_unchecked()
+    _log_unchecked()
     for path in files:
         for name, (shape, source) in header(path).items():
             found[name] = deferred_tensor(shape, source.dtype, source, computes=computes)
@@ -81,7 +81,7 @@ def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, D
 
 
 @cache
-def _say_unchecked() -> None:
+def _log_unchecked() -> None:
     """Log that safetensors files have no checksums, once per process."""
     logger.info("weights are read from safetensors files, which carry no checksums: damage in them is not detected")
 
@@ -98,7 +98,7 @@ def header(path: Path) -> dict[str, tuple[tuple[int, ...], FileSpan]]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}; {_REMEDY}") from error
     except SafetensorsHeaderError as error:
-        raise CheckpointError(f"{path} is cut short, damaged or not a safetensors file: {error}; {_REMEDY}") from error
+        raise CheckpointError(f"{path} is truncated, damaged or not a safetensors file: {error}; {_REMEDY}") from error
     if not found.entries:
         raise CheckpointError(f"{path} holds no tensors; {_REMEDY}")
     return {name: _place(path, name, entry, found.data_offset) for name, entry in found.entries.items()}

@@ -47,7 +47,7 @@ class DelayedUpdate:
         masters: master weights to update.
         units: all units of the model.
         device: device of the model.
-        home: tier of the spare gradient of a slot whose reduced gradient is on the device.
+        tier: tier of the spare gradient of a slot whose reduced gradient is on the device.
         make: makes a slot from name, number of elements, dtype and tier.
         dtype: dtype of the gradients.
 
@@ -62,12 +62,12 @@ class DelayedUpdate:
         masters: MasterWeights,
         units: list[Unit],
         device: torch.device,
-        home: Tier,
+        tier: Tier,
         make: Callable[[str, int, torch.dtype, Tier], Slot],
         dtype: torch.dtype,
     ) -> None:
         self._slots, self._masters, self._units, self._device = slots, masters, units, device
-        self._home, self._make, self._dtype = home, make, dtype
+        self._tier, self._make, self._dtype = tier, make, dtype
         for slot in slots:
             self.allocate_spare(slot)
         # One thread for all updates: every new thread that computes would start its own team of OpenMP threads.
@@ -77,9 +77,11 @@ class DelayedUpdate:
 
     def allocate_spare(self, slot: GradientSlot) -> None:
         """Allocate the second storage of a slot, for the gradient that an update uses."""
-        rests = slot.storage.tier if slot.storage is not None else self._home
+        spare_tier = slot.storage.tier if slot.storage is not None else self._tier
         numel = slot.unit.state_stop - slot.unit.state_start
-        slot.spare_storage = self._make(f"gradient of {slot.unit.names[0]}, handed over", numel, self._dtype, rests)
+        slot.spare_storage = self._make(
+            f"gradient of {slot.unit.names[0]}, passed to the delayed update", numel, self._dtype, spare_tier
+        )
         slot.spare_storage.set_content_description(slot.names_in)
 
     @property
@@ -118,17 +120,17 @@ class DelayedUpdate:
         """
         assert self._running is not None
         if (error := self._running.exception()) is not None:
-            said = UpdateError(
-                f"the delayed update of the step before failed, so some master weights are of before it and some of "
-                f"after: {type(error).__name__}: {error}; load the last checkpoint, and set "
-                f"offload_optimizer.delayed_update to false to see the error where it arises"
+            update_error = UpdateError(
+                "the delayed update of the step before failed, so only some master weights are updated: "
+                f"{type(error).__name__}: {error}; load the last checkpoint, and set "
+                "offload_optimizer.delayed_update to false to see the error where it arises"
             )
-            said.__cause__ = error
-            return said
+            update_error.__cause__ = error
+            return update_error
         if (name := self._masters.first_edited(self._units)) is not None:
             return ModelError(
-                f"{name!r} was changed in place while an update of it was under way (offload_optimizer.delayed_update),"
-                " which knew nothing of the change; call engine.finish_update() first, then change it"
+                f"{name!r} was changed in place during its update (offload_optimizer.delayed_update), which "
+                "overwrites the change; call engine.finish_update() first, then change it"
             )
         return None
 

@@ -92,10 +92,10 @@ class ElementwiseUpdate:
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
         masters = context.masters
-        chunks, residence = masters.chunks, masters.state_offload
-        self.optimizer, self.chunks, self.state_offload, self._masters = optimizer, chunks, residence, masters
+        chunks, state_offload = masters.chunks, masters.state_offload
+        self.optimizer, self.chunks, self.state_offload, self._masters = optimizer, chunks, state_offload, masters
         self._inner = self._native() or clone_optimizer(optimizer)
-        residence.states = self._inner.state
+        state_offload.states = self._inner.state
         self._scales = supports_grad_scale(self._inner)
         self._of_chunk: dict[int, list[ParameterSegment]] = {}
         self._sub_group = context.sub_group_numel
@@ -103,7 +103,7 @@ class ElementwiseUpdate:
         self.add_chunks(chunks)
         for chunk in chunks:
             # A chunk on NVMe is stored again with the states that it gets here.
-            with residence.resident([chunk]) if optimizer.state else nullcontext():
+            with state_offload.resident([chunk]) if optimizer.state else nullcontext():
                 self._shard_existing_state(chunk)
         optimizer.state.clear()  # the states are in `_inner` now; a second copy would only take memory
 
@@ -114,13 +114,13 @@ class ElementwiseUpdate:
             chunk.state_keys = [segment.tensor for segment in found]
         self._batches = batch_chunks(self.chunks, self._sub_group)
 
-    def cannot_step(self, dtype: torch.dtype, home: Tier) -> bool:
-        """Return True if master weights of this dtype on tier `home` cannot be updated together with the existing ones.
+    def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
+        """Return True if master weights of this dtype on tier `tier` cannot be updated together with the existing ones.
 
         This is so if the native kernel replaces the user's class: it updates only float32 in host memory.
         """
         native = isinstance(self._inner, CPUOptimizer) and type(self._inner) is not type(self.optimizer)
-        return native and (dtype != torch.float32 or home is Tier.DEVICE)
+        return native and (dtype != torch.float32 or tier is Tier.DEVICE)
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
         """Yield the state entries of one unit or all, one for each fragment that this rank updates."""
@@ -151,16 +151,16 @@ class ElementwiseUpdate:
             used: by unit index: one flag for each parameter. False: the parameter has no gradient and is skipped.
             divisor: divisor of the gradients (loss scale over clip coefficient).
         """
-        turn = OptimizerStepSession(self.optimizer, self._inner)
-        turn.keep_options()
+        session = OptimizerStepSession(self.optimizer, self._inner)
+        session.keep_options()
         group_of = self._groups()
         # Check the user's optimizer: its groups may have changed, and a clone has none before the first part.
         scaled = self._inner if isinstance(self._inner, CPUOptimizer) else self.optimizer
         self._scales = supports_grad_scale(scaled)
-        return self._run(turn, used, divisor, group_of)
+        return self._run(session, used, divisor, group_of)
 
     def _run(
-        self, turn: OptimizerStepSession, used: dict[int, list[bool]], divisor: float, group_of: dict[int, int]
+        self, session: OptimizerStepSession, used: dict[int, list[bool]], divisor: float, group_of: dict[int, int]
     ) -> Iterator[list[UpdateChunk]]:
         for batch in self.state_offload.iterate_batches(self._batches):
             chosen: dict[int, list[ParameterSegment]] = defaultdict(list)
@@ -187,13 +187,13 @@ class ElementwiseUpdate:
                 # The kernel writes only stepped segments, so a skipped one would leave a gap in the 16-bit copy.
                 if not skipped and values is chunk.master:
                     self._lower(chunk)
-            self._step(turn, chosen, divisor)
+            self._step(session, chosen, divisor)
             for chunk, values in widened:
                 chunk.values().copy_(values)  # rounds to the dtype of the master weights
                 for segment in self._of_chunk[id(chunk)]:
                     segment.detach_memory()
             yield batch
-        turn.end()
+        session.end()
 
     def _native(self) -> torch.optim.Optimizer | None:
         """Return the native equivalent of the optimizer, which steps host memory in one pass.
@@ -232,7 +232,7 @@ class ElementwiseUpdate:
             gradient.div_(divisor)
         return gradient
 
-    def _step(self, turn: OptimizerStepSession, chosen: dict[int, list[ParameterSegment]], divisor: float) -> None:
+    def _step(self, session: OptimizerStepSession, chosen: dict[int, list[ParameterSegment]], divisor: float) -> None:
         inner = self._inner
         if self._scales and divisor != 1.0 and chosen:
             device = next(iter(chosen.values()))[0].tensor.device
@@ -243,7 +243,7 @@ class ElementwiseUpdate:
             inner.low_precision_copies = self._lowered  # type: ignore[attr-defined]
         try:
             for part in self._parts(chosen):
-                turn.step(part)
+                session.step(part)
         finally:  # also after an error: the next batch sets its own divisor and copies, or none
             for name in ("grad_scale", "found_inf", "low_precision_copies"):
                 inner.__dict__.pop(name, None)
@@ -269,11 +269,11 @@ class ElementwiseUpdate:
             given = self.optimizer.state.get(segment.parameter)
             if not given:
                 continue
-            piece, home = segment.piece, segment.tensor.device
+            piece, device = segment.piece, segment.tensor.device
             shape = segment.chunk.unit.shapes[piece.index]
             for key, value in given.items():
                 if isinstance(value, torch.Tensor) and value.shape == shape and key not in SCALAR_STATES:
-                    value = value.detach().reshape(-1)[piece.start : piece.stop].to(home, copy=True)
+                    value = value.detach().reshape(-1)[piece.start : piece.stop].to(device, copy=True)
                     value = value.to(state_dtype(self.optimizer, value.dtype, chunk))
                 elif isinstance(value, torch.Tensor):
                     value = value.detach().clone()  # e.g. `step`: each segment has its own
@@ -317,7 +317,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in own:
                 raise ModelError(
-                    f"optimizer group {number}, parameter {place}, of shape {tuple(parameter.shape)}, is none of the "
-                    "model's; build the optimizer from the parameters of the very model that is passed (after moving "
-                    "or wrapping it); in mid-run, take what left the model out of the group"
+                    f"optimizer group {number}, parameter {place}, of shape {tuple(parameter.shape)}, is not a "
+                    "parameter of the model; build the optimizer from the parameters of the model that is passed "
+                    "(after moving or wrapping it); during a run, remove parameters that left the model from the "
+                    "group"
                 )

@@ -39,7 +39,7 @@ class MasterWeights:
     Args:
         slots: gradients of the trainable units.
         limit: maximum elements of a chunk.
-        homes: tiers, disk and staging pool. The tier of a unit's master weights is `Unit.state_tier`.
+        tiers: tiers, disk and staging pool. The tier of a unit's master weights is `Unit.state_tier`.
         device: device of the model.
         ledger: receives the bytes of separate master weights on the device.
         health: health of the disk.
@@ -52,7 +52,7 @@ class MasterWeights:
         self,
         slots: list[GradientSlot],
         limit: int,
-        homes: Placements,
+        tiers: Placements,
         device: torch.device,
         ledger: DeviceMemoryLedger,
         health: DiskHealth,
@@ -67,13 +67,13 @@ class MasterWeights:
         self.state_offload = OptimizerStateOffload(
             device,
             ledger,
-            homes.disk,
-            homes.staging,
-            pin=homes.pin,
+            tiers.disk,
+            tiers.staging,
+            pin=tiers.pin,
             callbacks=StateOffloadCallbacks(state_bytes, self.copy_edits, state_name_of),
         )
         self._health = health
-        self._device, self._ledger, self._pin, self._staging = device, ledger, homes.pin, homes.staging
+        self._device, self._ledger, self._pin, self._staging = device, ledger, tiers.pin, tiers.staging
         self._delayed, self._dtype, self._state_dtype = delayed, dtype, state_dtype
         self._limit = limit
         self._of_unit: dict[int, list[UpdateChunk]] = {}
@@ -148,14 +148,14 @@ class MasterWeights:
                 state. Raised on all ranks that take part.
         """
         check = self._health.check_local if alone else partial(self._health.check, among=among)
-        self._health.require_intact("reading or setting masters and optimizer states")
+        self._health.require_intact("reading or setting master weights and optimizer states")
         chunks = [chunk for unit in units for chunk in self.chunks_of(unit)]
         with self.state_offload.resident(
-            chunks, changes=changes, came=lambda: check("masters and optimizer states could not be read")
+            chunks, changes=changes, on_resident=lambda: check("master weights and optimizer states could not be read")
         ):
             yield
         if changes:
-            check("changed masters and optimizer states could not be kept", loses=True)
+            check("changed master weights and optimizer states could not be stored", loses=True)
 
     def round_to_parameters(self, units: list[Unit]) -> None:
         """Round master weights to the dtype of their parameters, so that both have the same values. Collective.
@@ -229,9 +229,11 @@ class MasterWeights:
             StorageError: the chunk cannot be read. All ranks must then call `DiskHealth.check`.
         """
         if refilled is not None:
-            bringing = self.state_offload.overwritten(chunk, refilled, came=self._health.raise_local_failure)
+            bringing = self.state_offload.overwritten(chunk, refilled, on_resident=self._health.raise_local_failure)
         else:
-            bringing = self.state_offload.resident([chunk], changes=changes, came=self._health.raise_local_failure)
+            bringing = self.state_offload.resident(
+                [chunk], changes=changes, on_resident=self._health.raise_local_failure
+            )
         with bringing:
             yield
             if changes:
@@ -290,11 +292,11 @@ class MasterWeights:
             lowered: the new parameters in the param_dtype; None: cast the master weights.
             keep: see `write_back`.
         """
-        rests = chunk.unit.shard_slot
-        assert rests is not None and self._staging is not None
+        slot = chunk.unit.shard_slot
+        assert slot is not None and self._staging is not None
         # With delayed updates it is no staging buffer (see `lowered_output`), so there is nothing to release.
         if lowered is not None and self._delayed:
-            return rests.store(lowered, chunk.start)
+            return slot.store(lowered, chunk.start)
         if lowered is None:
             values = chunk.values()
             lowered = self._staging.acquire(chunk.numel, chunk.unit.dtype)
@@ -302,9 +304,9 @@ class MasterWeights:
                 copy_to_host(lowered, values.to(chunk.unit.dtype)).wait()
             else:
                 lowered.copy_(values)
-        written = rests.store(lowered, chunk.start)
+        written = slot.store(lowered, chunk.start)
         if keep and self._staging.has_room(int(_KEPT * self._staging.limit)):
-            rests.keep_staged(lowered, chunk.start, written)
+            slot.keep_staged(lowered, chunk.start, written)
         else:
             self._staging.release(lowered, written)
         return DONE  # the staging pool waits for the write, and raises its failure at a later call
@@ -315,20 +317,20 @@ class MasterWeights:
         Without delayed updates this is the shard itself on the host tier, and a staging buffer for the NVMe tier. In
         all other cases it is new memory, so that the forward and backward can use the old values during the update.
         """
-        rests = chunk.unit.shard_slot
-        if not self._delayed and rests is not None and rests.tier is Tier.HOST and rests.tensor is not None:
-            return rests.tensor[chunk.start : chunk.stop]
-        if not self._delayed and rests is not None and rests.tier is Tier.NVME and self._staging is not None:
+        slot = chunk.unit.shard_slot
+        if not self._delayed and slot is not None and slot.tier is Tier.HOST and slot.tensor is not None:
+            return slot.tensor[chunk.start : chunk.stop]
+        if not self._delayed and slot is not None and slot.tier is Tier.NVME and self._staging is not None:
             return self._staging.acquire(chunk.numel, chunk.unit.dtype)
         return empty_host_tensor(chunk.numel, chunk.unit.dtype, pin=self._pin)
 
     def drop_lowered_params(self, chunk: UpdateChunk) -> None:
         """Drop new parameters in the param_dtype that a failed step has left."""
-        rests = chunk.unit.shard_slot if not self._delayed else None
+        slot = chunk.unit.shard_slot if not self._delayed else None
         if (
             chunk.lowered_params is not None
-            and rests is not None
-            and rests.tier is Tier.NVME
+            and slot is not None
+            and slot.tier is Tier.NVME
             and self._staging is not None
         ):
             self._staging.release(chunk.lowered_params)
@@ -438,8 +440,8 @@ class MasterWeights:
         """Return this rank's state span of the parameters if it serves as master weights, else None."""
         if self._delayed or unit.dtype != self._dtype_of(unit.dtype) or unit.state_tier is Tier.NVME:
             return None
-        home = unit.shard_slot.tier if unit.shard_slot is not None else Tier.DEVICE
-        if home is not unit.state_tier:
+        tier = unit.shard_slot.tier if unit.shard_slot is not None else Tier.DEVICE
+        if tier is not unit.state_tier:
             return None
         return unit.shard_slot.tensor if unit.shard_slot is not None else self._device_span(unit)
 

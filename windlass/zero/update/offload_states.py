@@ -85,14 +85,14 @@ class StateOffloader:
             raise ModelError("offload_states: states are offloaded already; call reload_states() before")
         if not device_has_own_memory(self._device):
             return 0
-        under_way: list[Pending] = []
+        transfers: list[Pending] = []
         for holder, tensors in [found for kind in wanted for found in self._of(kind)]:
             copies = [empty_host_tensor(tensor.numel(), tensor.dtype, pin=pin) for tensor in tensors]
             flat = [tensor.reshape(-1) for tensor in tensors]
-            under_way += [copy_to_host(copy, one) for copy, one in zip(copies, flat, strict=True)]
+            transfers += [copy_to_host(copy, one) for copy, one in zip(copies, flat, strict=True)]
             self._offloaded.append(_OffloadedTensors(holder, tensors, copies))
         # The memory may be freed only after all copies from it have finished.
-        for pending in under_way:
+        for pending in transfers:
             pending.wait()
         for one in self._offloaded:
             for tensor in one.tensors:
@@ -105,14 +105,14 @@ class StateOffloader:
 
     def reload(self) -> None:
         """Move all offloaded tensors back to the device. Returns when the copies have finished."""
-        under_way = []
+        transfers = []
         for one in self._offloaded:
             self._ledger.set_held_bytes(one.holder, one.nbytes)
             for tensor, copy in zip(one.tensors, one.copies, strict=True):
                 if tensor.device.type == "cuda":
                     tensor.untyped_storage().resize_(copy.numel() * copy.element_size())
-                under_way.append(copy_to_device(tensor.view(-1), copy))
-        for pending in under_way:
+                transfers.append(copy_to_device(tensor.view(-1), copy))
+        for pending in transfers:
             pending.wait()
         self._offloaded = []
 
@@ -121,11 +121,11 @@ class StateOffloader:
         if kind == "lp_params":
             # Units without a shard slot keep their shard inside the full buffer, which stays.
             for unit in self._units:
-                rests = unit.shard_slot
-                if rests is None or rests.tensor is None or rests.tier is not Tier.DEVICE:
+                shard_slot = unit.shard_slot
+                if shard_slot is None or shard_slot.tensor is None or shard_slot.tier is not Tier.DEVICE:
                     continue
-                if rests.tensor.is_floating_point():
-                    yield rests.name, [rests.tensor]
+                if shard_slot.tensor.is_floating_point():
+                    yield shard_slot.name, [shard_slot.tensor]
         elif kind == "hp_params":
             for unit in self._units:
                 whole = self._masters.full_span(unit)

@@ -89,7 +89,7 @@ class _StateRecord:
         default_factory=lambda: ([], {})
     )
 
-    def of(self, tenant: nn.Parameter) -> list[_RecordEntry]:
+    def of(self, state_key: nn.Parameter) -> list[_RecordEntry]:
         """Return the record entries of one parameter. They are grouped once, because a chunk may have thousands of
         parameters.
         """
@@ -97,7 +97,7 @@ class _StateRecord:
             self._grouped = self.entries, {}
             for entry in self.entries:
                 self._grouped[1].setdefault(entry.state_key, []).append(entry)
-        return self._grouped[1].get(tenant, [])
+        return self._grouped[1].get(state_key, [])
 
 
 @dataclass
@@ -229,30 +229,35 @@ class OptimizerStateOffload:
 
     @contextmanager
     def resident(
-        self, chunks: list[UpdateChunk], *, changes: bool = True, came: Callable[[], None] = lambda: None, room: int = 0
+        self,
+        chunks: list[UpdateChunk],
+        *,
+        changes: bool = True,
+        on_resident: Callable[[], None] = lambda: None,
+        room: int = 0,
     ) -> Iterator[None]:
         """Context with master weights and states of `chunks` in memory, all at once.
 
         Args:
             changes: store the changed values; otherwise the data on disk stays unchanged.
-            came: called when all chunks are in memory. If it raises, no data is written to disk.
+            on_resident: called when all chunks are in memory. If it raises, no data is written to disk.
             room: minimum bytes of the staging buffer for a chunk on NVMe.
         """
-        away = [chunk for chunk in chunks if chunk.master is None]  # the others stay in memory afterwards
-        for chunk in away:
+        offloaded = [chunk for chunk in chunks if chunk.master is None]  # the others stay in memory afterwards
+        for chunk in offloaded:
             self._start_fetch(chunk, room=room)
         for chunk in chunks:
             self._finish_fetch(chunk)
         try:
-            came()
+            on_resident()
         except BaseException:
-            for chunk in away:
+            for chunk in offloaded:
                 self._discard_fetched(chunk)
             raise
         try:
             yield
         finally:
-            for chunk in away:
+            for chunk in offloaded:
                 (self._start_store if changes else self._discard_fetched)(chunk)
             if self._staging is not None:
                 self._staging.wait_all()  # raises if a write failed
@@ -263,21 +268,21 @@ class OptimizerStateOffload:
         chunk: UpdateChunk,
         states: dict[nn.Parameter, dict[str, torch.Tensor]],
         *,
-        came: Callable[[], None] = lambda: None,
+        on_resident: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Context with a chunk in memory, whose values the caller replaces. They are stored afterwards.
 
         Args:
             states: by state key and name, the non-scalar states that the chunk has from now on, described by tensors
                 without memory. Other non-scalar states are dropped. Missing states are created with zeros.
-            came: as in `resident`.
+            on_resident: as in `resident`.
         """
-        wanted = [(tenant, key, like) for tenant, state in states.items() for key, like in state.items()]
+        wanted = [(state_key, key, like) for state_key, state in states.items() for key, like in state.items()]
         master: _Found = (None, "", torch.empty(chunk.numel, dtype=chunk.dtype, device="meta"))
         # The staging buffer gets room for the new record, so that the states can be created in place.
-        with self.resident([chunk], came=came, room=_record_end(_lay_out([master, *wanted]))):
-            for tenant in chunk.state_keys:
-                state, likes = self.states.setdefault(tenant, {}), states.get(tenant, {})
+        with self.resident([chunk], on_resident=on_resident, room=_record_end(_lay_out([master, *wanted]))):
+            for state_key in chunk.state_keys:
+                state, likes = self.states.setdefault(state_key, {}), states.get(state_key, {})
                 for key in [
                     key
                     for key, value in state.items()
@@ -288,11 +293,11 @@ class OptimizerStateOffload:
             self._materialize_states(chunk)
             yield
 
-    def describe_state(self, chunk: UpdateChunk, tenant: nn.Parameter) -> dict[str, Any]:
+    def describe_state(self, chunk: UpdateChunk, state_key: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer state of a parameter of a chunk. Tensors on NVMe are replaced by meta tensors."""
-        state = dict(self.states.get(tenant, {}))
+        state = dict(self.states.get(state_key, {}))
         if chunk.master is None:
-            for entry in self._records[id(chunk)].of(tenant):
+            for entry in self._records[id(chunk)].of(state_key):
                 state[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         return state
 
@@ -369,12 +374,12 @@ class OptimizerStateOffload:
         assert record.extent is not None and self._tier is not None and self._staging is not None
         buffer = self._staging.acquire(max(record.nbytes, room), torch.uint8)
         try:
-            came = buffer[: record.nbytes]
+            on_resident = buffer[: record.nbytes]
             if record.discarded:  # there is nothing to read: the caller is about to replace all values
-                came.zero_()
+                on_resident.zero_()
                 pending: Pending = DONE
             else:
-                pending = self._tier.read(record.extent, 0, came)
+                pending = self._tier.read(record.extent, 0, on_resident)
         except BaseException:
             self._staging.release(buffer)
             raise
@@ -389,7 +394,7 @@ class OptimizerStateOffload:
         if whole is None:
             return
         visit = self._fetched.setdefault(id(chunk), _FetchedChunk(chunk, None, DONE))
-        rests = isinstance(whole, Slot)
+        is_stored = isinstance(whole, Slot)
         source = whole.tensor if isinstance(whole, Slot) else whole
         if source is None:  # the gradient is on NVMe
             assert isinstance(whole, Slot) and self._staging is not None
@@ -398,7 +403,7 @@ class OptimizerStateOffload:
             return
         visit.gradient = source[chunk.start : chunk.stop]
         # Gradient on the device, update in host memory.
-        if not rests and chunk.tier is not Tier.DEVICE and device_has_own_memory(self._device):
+        if not is_stored and chunk.tier is not Tier.DEVICE and device_has_own_memory(self._device):
             on_device, visit.gradient = visit.gradient, empty_host_tensor(chunk.numel, source.dtype, pin=self._pin)
             visit.gradient_pending = copy_to_host(visit.gradient, on_device)
 
@@ -429,13 +434,13 @@ class OptimizerStateOffload:
         record = visit.record if visit is not None else None
         if record is not None and not (_record_end(laid) <= record.numel() and _fits_in_place(laid, found, record)):
             record = None
-        for entry, (tenant, key, tensor) in zip(laid, found, strict=True):
-            if tenant is not None and tensor.device.type == "meta":
+        for entry, (state_key, key, tensor) in zip(laid, found, strict=True):
+            if state_key is not None and tensor.device.type == "meta":
                 if record is None:
                     made = torch.empty(entry.shape, dtype=entry.dtype, device=chunk.device)
                 else:
                     made = entry.view_in(record)
-                self.states[tenant][key] = made.zero_()
+                self.states[state_key][key] = made.zero_()
 
     # From memory to the tiers
 
@@ -474,8 +479,8 @@ class OptimizerStateOffload:
         if buffer is not None and target is not buffer:
             self._staging.release(buffer)
         chunk.master = None
-        for tenant in chunk.state_keys:
-            tenant.data = tenant.data.new_empty(0)  # it is a view of the buffer, too
+        for state_key in chunk.state_keys:
+            state_key.data = state_key.data.new_empty(0)  # it is a view of the buffer, too
         # The pool reuses the buffer after the write. A failure of the write surfaces at the next check.
         self._staging.release(target, self._tier.write(record.extent, 0, target[:nbytes]))
 
@@ -535,10 +540,10 @@ class OptimizerStateOffload:
     def _tensors_to_store(self, chunk: UpdateChunk) -> list[_Found]:
         """Return the tensors of a chunk to store: its master weights, and all non-scalar tensors of its states."""
         found: list[_Found] = [(None, "", chunk.values())]
-        for tenant in chunk.state_keys:
-            for key, value in self.states.get(tenant, {}).items():
+        for state_key in chunk.state_keys:
+            for key, value in self.states.get(state_key, {}).items():
                 if is_offloadable(value):
-                    found.append((tenant, key, value.contiguous()))
+                    found.append((state_key, key, value.contiguous()))
         return found
 
     def _account(self, chunks: list[UpdateChunk]) -> None:
@@ -570,9 +575,9 @@ def _record_end(laid: list[_RecordEntry]) -> int:
 def _lay_out(found: list[_Found]) -> list[_RecordEntry]:
     """Return the entries of a record that has these tensors in this order, each aligned to 64 bytes."""
     entries, end = [], 0
-    for tenant, key, tensor in found:
+    for state_key, key, tensor in found:
         nbytes = tensor.numel() * tensor.element_size()
-        entries.append(_RecordEntry(tenant, key, tensor.dtype, tensor.shape, end, nbytes))
+        entries.append(_RecordEntry(state_key, key, tensor.dtype, tensor.shape, end, nbytes))
         end += _align_up(nbytes)
     return entries
 
@@ -592,14 +597,14 @@ def _fits_in_place(laid: list[_RecordEntry], found: list[_Found], record: torch.
 
 
 def _describe(
-    residence: ReferenceType[OptimizerStateOffload], chunk: ReferenceType[UpdateChunk], first: int, last: int
+    offload: ReferenceType[OptimizerStateOffload], chunk: ReferenceType[UpdateChunk], first: int, last: int
 ) -> str:
     """Run `OptimizerStateOffload.describe`; return an empty string if its model is gone.
 
     The disk tier keeps this function until it is closed, so it refers to the model weakly: else the model, which closes
     the tier, would stay alive.
     """
-    by, of = residence(), chunk()
+    by, of = offload(), chunk()
     return "" if by is None or of is None else by.describe(of, first, last)
 
 

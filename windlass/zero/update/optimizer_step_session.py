@@ -69,8 +69,8 @@ class OptimizerStepSession:
         """
         if among is not None and among.size > 1:
             for others in self._gather_plain_values(among):
-                for new, told in zip([*self._new_options, self._new], others, strict=True):
-                    new.update(_without(told, new))
+                for new, changes in zip([*self._new_options, self._new], others, strict=True):
+                    new.update(_without(changes, new))
         for group, new in zip(self._optimizer.param_groups, self._new_options, strict=True):
             group.update(new)
         self._optimizer.__dict__.update(self._new)

@@ -1,9 +1,10 @@
-"""Optimizer states that differ between data-parallel ranks, and the rules that re-lay them for other ranks.
+"""Optimizer states that differ between data-parallel ranks, and the rules that convert them for another number of
+ranks.
 
-[Note: per-rank states] The error feedback of a compressed gradient belongs to one rank: it is what that rank's messages
-left out so far. Such a state has one value for each element of a parameter on every rank, at every stage. A checkpoint
-holds it as one tensor `[ranks, *shape]`. A load on the same number of ranks restores every row exactly. On another
-number of ranks the update's rule makes new rows from all saved ones.
+[Note: per-rank states] The error feedback of a compressed gradient belongs to one rank: it is the part of its gradients
+that its messages have not transmitted yet. Such a state has one value for each element of a parameter on every rank, at
+every stage. A checkpoint holds it as one tensor `[ranks, *shape]`. A load on the same number of ranks restores every
+row exactly. On another number of ranks the update's rule makes new rows from all saved ones.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class RankState:
     """One state of one parameter that differs between ranks.
 
     Attributes:
-        index: of the parameter in its unit.
+        index: index of the parameter in its unit.
         key: name of the state.
-        values: `[numel]`, this rank's; a view of the memory that the update uses.
-        relay: rule for another number of ranks.
+        values: `[numel]`, the state of this rank; a view of the memory that the update uses. relay: rule for another
+        number of ranks.
     """
 
     unit: Unit

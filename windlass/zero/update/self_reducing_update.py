@@ -2,15 +2,16 @@
 
 [Note: local gradients] With an update whose `reduces_itself` is True, the engine reduces no gradient. Each
 data-parallel rank keeps its own whole gradient of every unit, at stages 0 and 1: the mean over its micro-batches of an
-accumulation cycle. The mean of it over ranks is what the engine's reduction would give. Three things are defined from
-the local gradients:
+accumulation cycle. Its mean over ranks equals the result of the engine's reduction. Three values follow from the local
+gradients:
 
 - the norm is the root mean square over ranks of the norms of local gradients, in one scalar all-reduce. It equals the
   norm of the reduced gradient if ranks have equal gradients, and is larger otherwise;
 - clipping multiplies the local gradients of all ranks by the same coefficient, computed from that norm;
 - a local gradient that is not finite makes the norm not finite, so that all ranks skip the step together.
 
-Master weights and element states are sharded as with any update. Per-rank states are whole ([Note: per-rank states]).
+Master weights and states with one value per element are sharded as with any update. Per-rank states are not sharded
+([Note: per-rank states]).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class LocalParameter:
     """One parameter in a step of a `SelfReducingUpdate`. All tensors are flat and may be changed in place.
 
     Attributes:
-        name, shape: of the whole parameter.
-        gradient: `[numel]`, of this rank alone, clipped and without loss scale.
+        name, shape: name and shape of the full parameter. gradient: `[numel]`, the local gradient of this rank, clipped
+        and without loss scale.
         rank_states: this rank's per-rank states by name, `[numel]` each; zeros before the first step.
         start, stop: elements whose weight this rank steps: all at stage 0, its shard (maybe none) at stage 1.
         values: `[stop - start]`, the master weight; to be updated in place.
@@ -66,10 +67,10 @@ class SelfReducingUpdate:
 
     Attributes:
         rank_state_rules: by name of each per-rank state, the rule for a load on another number of ranks.
-        group: the data-parallel ranks, with the process group for communication.
+        group: the data-parallel ranks and their process group.
 
     Raises:
-        ModelError: the optimizer has states already, which say nothing of this rank's own.
+        ModelError: the optimizer has states already, which contain no per-rank states.
     """
 
     needs_whole_parameters: ClassVar[bool] = False
@@ -88,15 +89,15 @@ class SelfReducingUpdate:
         self._states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         self.state_offload.states = self._states
         self._segments: dict[int, list[ParameterSegment]] = {}
-        self._rank_states: dict[int, dict[str, torch.Tensor]] = {}  # by unit, flat [padded] as its gradient
+        self._rank_states: dict[int, dict[str, torch.Tensor]] = {}  # by unit: flat [padded], like its gradient
         self.add_chunks(self.chunks)
 
     def step_parameters(self, parameters: list[LocalParameter]) -> None:
         """Communicate, then update values and states of some parameters of one unit in place. Collective.
 
-        Called with the same parameters in the same order on every data-parallel rank. A parameter without gradient on
-        every rank is left out; one that only this rank did not use has a zero gradient. An error must be raised on all
-        ranks or on none, since the others wait in the next collective.
+        Called with the same parameters in the same order on every data-parallel rank. A parameter without a gradient on
+        any rank is left out; one that only other ranks used has a zero gradient. An error must be raised on all ranks
+        or on none, since the others wait in the next collective.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no step_parameters")
 
@@ -113,9 +114,9 @@ class SelfReducingUpdate:
                 for key in self.rank_state_rules
             }
 
-    def cannot_step(self, dtype: torch.dtype, home: Tier) -> bool:
+    def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
         """See `Update.cannot_step`."""
-        return home is not Tier.DEVICE
+        return tier is not Tier.DEVICE
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
         """See `Update.state_entries`."""

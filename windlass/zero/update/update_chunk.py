@@ -115,8 +115,8 @@ def make_chunks(slots: list[GradientSlot], limit: int) -> list[UpdateChunk]:
         size = -(-span // max(1, -(-span // max(limit, 1))))
         size = max(ALIGN, -(-size // ALIGN) * ALIGN)
         for start in range(0, max(span, 1), size):
-            home = slot.unit.state_tier if span else Tier.DEVICE  # an empty chunk needs no memory on any tier
-            found.append(UpdateChunk(slot, start, min(start + size, span), home))
+            tier = slot.unit.state_tier if span else Tier.DEVICE  # an empty chunk needs no memory on any tier
+            found.append(UpdateChunk(slot, start, min(start + size, span), tier))
     return found
 
 

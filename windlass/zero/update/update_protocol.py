@@ -1,7 +1,7 @@
 """The protocol of optimizer updates: the code that steps the optimizer of a sharded model.
 
-[Note: updates] An update steps the chunks of master weights that this rank keeps ([Note: kinds of states] says how a
-checkpoint keeps its states). `ShardedModel` makes one, `update_class` chooses its class. The rest of the code reads
+[Note: updates] An update steps the chunks of master weights that this rank keeps ([Note: kinds of states] describes
+their states in a checkpoint). `ShardedModel` makes one, `update_class` chooses its class. The rest of the code reads
 two flags instead of the class:
 
 - `needs_whole_parameters`: a parameter is stepped in its own shape by one owner rank. Otherwise each rank steps flat
@@ -57,7 +57,7 @@ class Update(Protocol):
     Attributes:
         needs_whole_parameters: see [Note: updates]; read before the update is constructed.
         reduces_itself: see [Note: updates]; read before the update is constructed.
-        optimizer: the user's. Its groups give the parameters and hyper-parameters.
+        optimizer: the user's optimizer. Its groups give the parameters and hyper-parameters.
         state_offload: the tiers of master weights and states. Its `states` are the states of this update.
     """
 
@@ -72,8 +72,8 @@ class Update(Protocol):
         """Step these chunks too, after parameters were unfrozen. `masters.chunks` contains them already."""
         ...
 
-    def cannot_step(self, dtype: torch.dtype, home: Tier) -> bool:
-        """Return True if master weights of `dtype` on tier `home` cannot be stepped beside the present ones."""
+    def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
+        """Return True if master weights of `dtype` on tier `tier` cannot be stepped beside the present ones."""
         ...
 
     def state_entries(self, unit: Unit | None = None) -> Iterator[StateEntry]:
@@ -85,7 +85,7 @@ class Update(Protocol):
         ...
 
     def formats(self) -> dict[int, dict[str, StateFormat]]:
-        """Return the formats of states that have a fixed one: by id of the parameter, then by the state's name."""
+        """Return the formats of states that have a fixed one: by id of the parameter, then by name of the state."""
         ...
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
@@ -94,7 +94,7 @@ class Update(Protocol):
         A chunk of the batch has its `gradient` until the next batch, or None if it was not updated.
 
         Args:
-            used: by index of the unit, for each parameter: True if it had a gradient on any rank. Others are skipped.
-            divisor: of gradients: the loss scale over the clip coefficient.
+            used: by unit index, one flag for each parameter: True if it had a gradient on any rank. Other parameters
+            are skipped. divisor: divisor of the gradients: the loss scale over the clip coefficient.
         """
         ...

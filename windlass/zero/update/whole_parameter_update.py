@@ -84,20 +84,20 @@ class WholeParameterUpdate:
     Args:
         optimizer: the user's optimizer. Its existing states are moved to the owners.
         context: parts of the model that the update works on. The masters have one chunk per trainable unit, `axes` are
-            the mesh axes along which parameters are sharded besides, and `sub_group_numel` is the maximum size of a
-            batch in elements per rank.
+            the other mesh axes along which parameters are sharded, and `sub_group_numel` is the maximum size of a batch
+            in elements per rank.
     """
 
     needs_whole_parameters: ClassVar[bool] = True
     reduces_itself: ClassVar[bool] = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: UpdateContext) -> None:
-        chunks, residence = context.masters.chunks, context.masters.state_offload
+        chunks, state_offload = context.masters.chunks, context.masters.state_offload
         self.optimizer, self.chunks = optimizer, chunks
         self._dp_groups, self._axes = context.dp_groups, context.axes
         self._inner = clone_optimizer(optimizer)
-        self.state_offload = residence
-        residence.states = self._inner.state
+        self.state_offload = state_offload
+        state_offload.states = self._inner.state
         self._whole = not context.shards_states  # nothing is exchanged then
         self._sub_group = context.sub_group_numel
         self.owned: list[OwnedParameter] = []
@@ -106,7 +106,7 @@ class WholeParameterUpdate:
         for chunk in chunks:
             mine = [owned for owned in self._of_chunk[id(chunk)] if owned.is_local]
             # A chunk on NVMe is stored again with the states that it gets here.
-            with residence.resident([chunk]) if optimizer.state else nullcontext():
+            with state_offload.resident([chunk]) if optimizer.state else nullcontext():
                 for owned in mine:
                     if given := optimizer.state.get(owned.parameter):
                         self._inner.state[owned.tensor] = _moved(given, owned, optimizer)
@@ -123,7 +123,7 @@ class WholeParameterUpdate:
             chunk.state_keys = [owned.tensor for owned in mine]
         self._batches = batch_chunks(self.chunks, self._sub_group, self._size)
 
-    def cannot_step(self, dtype: torch.dtype, home: Tier) -> bool:
+    def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:
         """Return False: the user's class updates any dtype on any tier. See `ElementwiseUpdate.cannot_step`."""
         return False
 
@@ -145,7 +145,7 @@ class WholeParameterUpdate:
 
     def run(self, used: dict[int, list[bool]], divisor: float) -> Iterator[list[UpdateChunk]]:
         """Update one batch of chunks after the other and yield each, as `ElementwiseUpdate.run` does. Collective."""
-        turn = OptimizerStepSession(self.optimizer, self._inner)
+        session = OptimizerStepSession(self.optimizer, self._inner)
         group_of = {id(p): n for n, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         wanted = self._wanted(used, group_of)
         for batch in self.state_offload.iterate_batches(self._batches):
@@ -163,7 +163,7 @@ class WholeParameterUpdate:
                     owned.tensor.grad = self._assemble(owned, gradients[id(owned)].view(shape)).div_(divisor)
                     self._join_states(owned)
                     tensors[group_of[id(owned.parameter)]].append(owned.tensor)
-            turn.step(tensors)
+            session.step(tensors)
             for owned in todo:
                 # The step computed the full parameter; this rank stores only its part of weight and states.
                 if id(owned) in values and not owned.placement.is_full:
@@ -172,7 +172,7 @@ class WholeParameterUpdate:
             for owned in todo:  # free the full values before the next batch
                 owned.tensor.data = owned.tensor.data.new_empty(0)
             yield batch
-        turn.end(None if self._whole else self._dp_groups[0].group)
+        session.end(None if self._whole else self._dp_groups[0].group)
 
     def _size(self, chunk: UpdateChunk) -> int:
         """Return the size of a chunk for its batch. It is equal on all ranks, so that all divide chunks equally.
@@ -180,8 +180,8 @@ class WholeParameterUpdate:
         A unit of experts that are not sharded counts 0, because other ranks have other experts in its place.
         """
         unit = chunk.unit
-        alike = not unit.kind.is_expert or all(not placement.is_full for placement in unit.placements)
-        return sum(map(get_global_numel, unit.parameters)) // unit.dp_group.group.size if alike else 0
+        is_equal_on_all = not unit.kind.is_expert or all(not placement.is_full for placement in unit.placements)
+        return sum(map(get_global_numel, unit.parameters)) // unit.dp_group.group.size if is_equal_on_all else 0
 
     def _wanted(self, used: dict[int, list[bool]], group_of: dict[int, int]) -> set[int]:
         """Return the ids of the `OwnedParameter`s to update: those with a gradient on this rank or for another part.
@@ -196,11 +196,11 @@ class WholeParameterUpdate:
         ]
         # All owners of parts have to take part in the same steps, so a gradient for one part counts for all.
         for name in sorted({axis for owned in self.owned for axis in owned.placement.sharded_axes}):
-            cut = [number for number, owned in enumerate(self.owned) if name in owned.placement.sharded_axes]
+            sharded = [number for number, owned in enumerate(self.owned) if name in owned.placement.sharded_axes]
             device = self.chunks[0].unit.full.device
-            flags = torch.tensor([float(mine[number]) for number in cut], device=device)
+            flags = torch.tensor([float(mine[number]) for number in sharded], device=device)
             self._axes[name].all_reduce(flags)
-            for number, flag in zip(cut, flags.tolist(), strict=True):
+            for number, flag in zip(sharded, flags.tolist(), strict=True):
                 mine[number] = flag > 0
         return {id(owned) for owned, wants in zip(self.owned, mine, strict=True) if wants}
 
@@ -241,14 +241,14 @@ class WholeParameterUpdate:
             for number, chunk in enumerate(chunks)
             for index, parameter in enumerate(chunk.unit.parameters)
         ]
-        loads = {id(family): [0] * family.group.size for family in self._dp_groups}
+        loads = {id(dp_group): [0] * dp_group.group.size for dp_group in self._dp_groups}
         for before in self.owned:
             loads[id(before.chunk.unit.dp_group)][before.owner] += get_global_numel(before.parameter)
         owners: dict[tuple[int, int], int] = {}
         for numel, number, index in sorted(found, key=lambda entry: (-entry[0], entry[1], entry[2])):
-            family = chunks[number].unit.dp_group
-            load = loads[id(family)]
-            owner = family.group.index if self._whole else load.index(min(load))
+            dp_group = chunks[number].unit.dp_group
+            load = loads[id(dp_group)]
+            owner = dp_group.group.index if self._whole else load.index(min(load))
             load[owner] += numel
             owners[number, index] = owner
         owned = []
@@ -284,7 +284,7 @@ class WholeParameterUpdate:
             Tensors `[elements of the parameter]` in the chunk's state dtype, by id of the `OwnedParameter`.
         """
         result: dict[int, torch.Tensor] = {}
-        moves = [_PointToPointMoves(family) for family in self._dp_groups]
+        moves = [_PointToPointMoves(dp_group) for dp_group in self._dp_groups]
         for owned in todo:
             master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
             source = owned.chunk.gradient if gradient else master
@@ -307,7 +307,7 @@ class WholeParameterUpdate:
 
     def _return(self, todo: list[OwnedParameter], values: dict[int, torch.Tensor]) -> None:
         """Send the fragments of updated parameters to the ranks that keep them. Collective."""
-        moves = [_PointToPointMoves(family) for family in self._dp_groups]
+        moves = [_PointToPointMoves(dp_group) for dp_group in self._dp_groups]
         for owned in todo:
             master, move, me = owned.chunk.values(), self._move_of(owned, moves), owned.group.index
             # Not from `values`: the optimizer may have replaced the tensor's data instead of writing to it.
@@ -324,7 +324,7 @@ class WholeParameterUpdate:
 
     def _move_of(self, owned: OwnedParameter, moves: list[_PointToPointMoves]) -> _PointToPointMoves:
         """Return the transfers of the parameter's data-parallel group."""
-        return next(move for move in moves if move.family is owned.chunk.unit.dp_group)
+        return next(move for move in moves if move.dp_group is owned.chunk.unit.dp_group)
 
 
 @dataclass(eq=False)
@@ -336,14 +336,14 @@ class _PointToPointMoves:
         receives: source, as index in the group, and tensor to receive into of each message.
     """
 
-    family: DataParallelGroup
+    dp_group: DataParallelGroup
     sends: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     receives: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def make(self) -> None:
         """Run all transfers, and count the received bytes as traffic of the step."""
-        moved = exchange_tensors(self.family.group, self.sends, self.receives)
-        self.family.transport.traffic.bytes_moved["whole"] += moved
+        moved = exchange_tensors(self.dp_group.group, self.sends, self.receives)
+        self.dp_group.transport.traffic.bytes_moved["whole"] += moved
 
 
 def _is_part(key: str, value: Any, placement: Placement) -> bool:

@@ -133,7 +133,7 @@ def test_fewer_experts_than_ranks() -> None:
     ):
         count = 3 if kind == "Experts" else 4
         before = [tuple(p.shape) for p in model.parameters()]
-        said = rf"{name} \({kind}\) has {count} experts, and parallel.ep = 5 .* set parallel.ep to at most {count}"
+        said = rf"{name} \({kind}\) has {count} experts, fewer than the parallel.ep = 5 .* at most {count}"
         with pytest.raises(ConfigError, match=said):
             apply_expert_parallel(model, axis(5))
         assert [tuple(p.shape) for p in model.parameters()] == before
@@ -196,7 +196,7 @@ def test_registered_experts() -> None:
 def test_sharded_model_is_not_sharded_again() -> None:
     for model in (layer(4), FAMILIES["mixtral"].build()):
         apply_expert_parallel(model, axis(2))
-        with pytest.raises(ModelError, match="is spread already"):
+        with pytest.raises(ModelError, match="are distributed already"):
             apply_expert_parallel(model, axis(2))
 
 
@@ -204,8 +204,8 @@ def test_expert_parallel_size_of_layers() -> None:
     assert get_requested_ep_size(layer()) == 1 == get_requested_ep_size(nn.Linear(2, 2))
     assert get_requested_ep_size(layer(4, ep_size=2)) == 2
     assert len(apply_expert_parallel(layer(4, ep_size=2), axis(2)).layers) == 1
-    with pytest.raises(ConfigError, match="ask for ep_size = 2, and parallel.ep = 4; set parallel.ep to 2"):
+    with pytest.raises(ConfigError, match="have ep_size = 2, and parallel.ep = 4; set parallel.ep to 2"):
         apply_expert_parallel(layer(4, ep_size=2), axis(4))
     both = nn.ModuleList([layer(4, ep_size=2), layer(4, ep_size=4)])
-    with pytest.raises(ConfigError, match="ask for ep_size = 2 and 4; there is one axis"):
+    with pytest.raises(ConfigError, match="have different ep_size: 2 and 4; there is one expert-parallel axis"):
         get_requested_ep_size(both)

@@ -299,14 +299,14 @@ def test_names_equal_deepspeed() -> None:
     [
         ({"k": 7}, "k = 7 of 6 experts"),
         ({"k": 0}, "k = 0 of 6 experts"),
-        ({"ep_size": 7}, "6 experts can't be spread over ep_size = 7"),
+        ({"ep_size": 7}, "6 experts can't be distributed over ep_size = 7"),
         ({"noisy_gate_policy": "Loud"}, "noisy_gate_policy = 'Loud'"),
         ({"score_function": "tanh"}, "score = 'tanh'"),
-        ({"num_expert_groups": 4}, "6 experts can't lie in 4 equal groups"),
+        ({"num_expert_groups": 4}, "6 experts can't form 4 equal groups"),
         ({"num_expert_groups": 3, "num_limited_groups": 4}, "of which 4 are kept"),
         (
             {"num_expert_groups": 3, "num_limited_groups": 1, "k": 3},
-            "k = 3 experts of a token can't come from 1 groups of 2",
+            "k = 3 experts of a token can't be chosen from 1 groups of 2",
         ),
     ],
 )
@@ -316,7 +316,7 @@ def test_incompatible_options_are_refused(words: dict[str, Any], said: str) -> N
 
 
 def test_number_of_stacked_experts_must_match() -> None:
-    with pytest.raises(ConfigError, match="a StackedMLP of 4 experts can't be 6 experts; they are as many"):
+    with pytest.raises(ConfigError, match="a StackedMLP of 4 experts can't be 6 experts; pass equal numbers"):
         MixtureOfExperts(HIDDEN, StackedMLP(HIDDEN, 12, 4), EXPERTS)
     with pytest.raises(ConfigError, match="6 experts and the residual one"):
         MixtureOfExperts(HIDDEN, StackedMLP(HIDDEN, 12, EXPERTS), EXPERTS, use_residual=True)

@@ -62,7 +62,7 @@ def test_layer_weights_follow_the_method() -> None:
     ("method", "said"),
     [
         ("type:mamba", r"'type:mamba' matches none of the layers' classes: \['Linear'\]"),
-        ("evenly", "no partition 'evenly'"),
+        ("evenly", "partition_method 'evenly' does not exist"),
         ([1.0, 2.0], "2 weights, and there are 3 layers"),
     ],
 )
@@ -72,7 +72,7 @@ def test_unknown_methods_are_refused(method: str | list[float], said: str) -> No
 
 
 def test_too_few_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 layers can't be cut into 4 parts"):
+    with pytest.raises(ConfigError, match="3 layers can't be split into 4 parts"):
         partition_layers([1.0, 1.0, 1.0], 4)
 
 

@@ -165,7 +165,7 @@ def test_orders_of_1f1b_and_interleaved_equal_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "micros", "each", "said"),
     [
-        ("pipedream", 2, 2, 1, "no schedule 'pipedream'; write one of gpipe, 1f1b, interleaved, zero-bubble"),
+        ("pipedream", 2, 2, 1, "'pipedream' does not exist; write one of gpipe, 1f1b, interleaved, zero-bubble"),
         ("1f1b", 2, 0, 1, "0 micro-batches"),
         ("gpipe", 0, 1, 1, "0 ranks"),
         ("interleaved", 2, 2, 0, "0 stages on each rank"),

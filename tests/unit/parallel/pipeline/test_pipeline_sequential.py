@@ -235,12 +235,12 @@ def test_checkpointed_segments_and_their_function() -> None:
 def test_impossible_partition_is_refused_with_numbers(at: Any) -> None:
     at(0, 4)
     linear = [_linear() for _ in range(6)]
-    with pytest.raises(ConfigError, match="4 ranks can't be cut into num_stages = 3"):
+    with pytest.raises(ConfigError, match="4 ranks can't be split into num_stages = 3"):
         PipelineSequential(linear, num_stages=3)
-    with pytest.raises(ConfigError, match=r"6 layers can't be cut into 8 stages \(4 ranks, 2 on each\)"):
+    with pytest.raises(ConfigError, match=r"6 layers can't be split into 8 stages \(4 ranks, 2 on each\)"):
         PipelineSequential(linear, num_stages=4, virtual_stages=2)
     with pytest.raises(
-        ModelError, match=r"stage 1 of 2 has no parameters: layers 2 to 3 \(ReLU, Tanh\), cut by 'uniform'"
+        ModelError, match=r"stage 1 of 2 has no parameters: layers 2 to 3 \(ReLU, Tanh\), split by 'uniform'"
     ):
         PipelineSequential(
             [_linear(), _linear(), LayerSpec(nn.ReLU), LayerSpec(nn.Tanh)], num_stages=2, partition_method="uniform"

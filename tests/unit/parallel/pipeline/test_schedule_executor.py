@@ -178,7 +178,7 @@ def test_loss_must_be_a_scalar() -> None:
     with pytest.raises(ScheduleFailed) as halted:
         _run(model, "gpipe", _batches(1))
     assert isinstance(halted.value.error, ModelError) and halted.value.action is not None
-    assert "a loss of shape [3, 4]; it has to be a scalar" in str(halted.value.error)
+    assert "a loss of shape [3, 4]; return a scalar" in str(halted.value.error)
     assert str(halted.value.action) == "F0.0"
 
 

@@ -306,7 +306,7 @@ def test_modules_lost_by_partition_are_refused(what: str, said: str) -> None:
     with pytest.raises(ModelError) as told:
         split_into_stages(Crossing(what), 0, 2)
     assert said in str(told.value)
-    assert "Crossing can't be cut into stages: looked for a list of layers" in str(told.value)
+    assert "Crossing can't be split into stages, which need a list of layers" in str(told.value)
     assert "first (2 of Linear): its layers are called in the order []" in str(told.value)
 
 
@@ -314,13 +314,13 @@ def test_unpartitionable_models_are_refused_with_a_reason() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     small = T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration can't be cut .* encoder and a decoder"):
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration can't be split .* encoder and a decoder"):
         split_into_stages(T5ForConditionalGeneration(small), 0, 2)
-    with pytest.raises(ModelError, match="Linear can't be cut into stages: .*: it has none"):
+    with pytest.raises(ModelError, match="Linear can't be split into stages, .*: it has none"):
         split_into_stages(nn.Linear(2, 2), 0, 2)
     unheard = _model("llama")
     unheard.config.output_router_logits = True
-    with pytest.raises(ModelError, match="output_router_logits asks for a loss over the routers of all layers, and it"):
+    with pytest.raises(ModelError, match="output_router_logits requests a loss over the routers of all layers, and it"):
         split_into_stages(unheard, 0, 2)
     shares = _model("gemma4_text", num_kv_shared_layers=2)
     with pytest.raises(ModelError, match=r"layers.2.self_attn uses keys and values of an earlier layer"):

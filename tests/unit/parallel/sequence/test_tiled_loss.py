@@ -191,7 +191,7 @@ def test_invalid_requests_are_refused() -> None:
         apply_long_context(build("llama"), recompute=False, activation_tier="cpu")
     with pytest.raises(ConfigError, match="and only then"):
         apply_long_context(build("llama"), activation_tier="nvme")
-    with pytest.raises(ModelError, match="no model of transformers"):
+    with pytest.raises(ModelError, match="not a transformers model"):
         apply_long_context(nn.Linear(3, 3))
     model = build("llama")
     model.loss_function = lambda logits, labels, **_: logits.sum()

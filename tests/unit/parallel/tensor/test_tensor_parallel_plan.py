@@ -29,7 +29,7 @@ def test_a_plan_prints_as_a_table() -> None:
         "  model.layers.{0-1}.mlp.up_proj       column          48 features: 16 each",
         "  model.layers.{0-1}.mlp.down_proj     row             48 features: 16 each",
         "  lm_head                              vocabulary      41 tokens: 14 + 14 + 13",
-        "  whole on every rank: norms and biases alone",
+        "  replicated: norms and biases alone",
     ]
 
 
@@ -104,67 +104,68 @@ ATTENTION = {"q_proj": (8, 8), "k_proj": (8, 8), "v_proj": (8, 8), "o_proj": (8,
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "fused": (
         lambda: beside(linears(qkv=(8, 24), proj=(8, 8)), num_heads=2),
-        r"can't cut blocks\.0\.qkv: it is not known how its 24 features hold 2 query and 2 key heads",
+        r"can't shard blocks\.0\.qkv: the order of 2 query and 2 key heads in its 24 features is unknown",
         r'"blocks\\.\\d+\\.qkv": "column:8+8+8", "blocks\\.\\d+\\.proj": "row"',
     ),
     "no heads": (
         lambda: linears(**ATTENTION),
-        r"can't cut blocks\.0: its number of heads is unknown",
+        r"can't shard blocks\.0: its number of heads is unknown",
         r'"blocks\\.\\d+\\.q_proj": "column of 8 heads"',
     ),
     "two ends": (
         lambda: beside(linears(**ATTENTION, gate=(8, 8)), num_heads=2),
-        r"can't cut blocks\.0: of o_proj, gate none can be told to take what q_proj, k_proj, v_proj make",
+        r"can't shard blocks\.0: of o_proj, gate none was identified as the consumer",
         r'"blocks\\.\\d+\\.o_proj": "row"',
     ),
     "odd": (
         lambda: beside(nn.Module(), inner=linears(up=(8, 12))),
-        r"can't cut blocks\.0\.inner\.up: no other layer takes what it makes",
+        r"can't shard blocks\.0\.inner\.up: no other layer consumes its output",
         r'"blocks\\.\\d+\\.inner\\.up": "replicated"',
     ),
     "no chain": (
         lambda: linears(up=(8, 12), across=(12, 12), down=(12, 8)),
-        r"can't cut blocks\.0: its layers are no chain: up 8 to 12, across 12 to 12, down 12 to 8",
+        r"can't shard blocks\.0: its layers do not form a chain: up 8 to 12, across 12 to 12, down 12 to 8",
         r'"blocks\\.\\d+\\.across": "replicated"',
     ),
     "halves": (
         lambda: linears(up=(8, 24), down=(12, 8)),
-        r"can't cut blocks\.0\.up: down takes half of its 24 features, and it is not known which go together",
+        r"can't shard blocks\.0\.up: down has half as many input features as its 24 output features, and their "
+        r"pairing is unknown",
         r'"blocks\\.\\d+\\.up": "column:12+12"',
     ),
     "norm between": (
         lambda: beside(linears(up=(8, 12), down=(12, 8)), norm=nn.LayerNorm(12)),
-        r"can't cut blocks\.0\.norm: it computes with all 12 features that down takes",
+        r"can't shard blocks\.0\.norm: it computes with all 12 input features of down",
         r'"blocks\\.\\d+\\.down": "row"',
     ),
     "norm of all heads": (
         lambda: beside(linears(**ATTENTION), num_heads=2, head_dim=4, q_norm=nn.LayerNorm(8)),
-        r"can't cut blocks\.0\.q_norm: it norms 8 features at once, over heads of 4 on several ranks",
+        r"can't shard blocks\.0\.q_norm: it normalizes 8 features at once, over heads of 4 that are on several ranks",
         r'"blocks\\.\\d+\\.q_proj": "replicated"',
     ),
     "norms in a list": (
         lambda: beside(linears(**ATTENTION), num_heads=2, q_norm=nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4)])),
-        r"can't cut blocks\.0\.q_norm: norms in a list belong to single heads",
+        r"can't shard blocks\.0\.q_norm: norms in a list belong to single heads",
         r'"blocks\\.\\d+\\.o_proj": "replicated"',
     ),
     "a parameter": (
         lambda: beside(linears(**ATTENTION), num_heads=2, slope=nn.Parameter(torch.zeros(2))),
-        r"can't cut blocks\.0\.slope: it is not known what a parameter of shape \(2,\) does in attention of 2 heads",
+        r"can't shard blocks\.0\.slope: the role of a parameter of shape \(2,\) in attention of 2 heads is unknown",
         r'"blocks\\.\\d+\\.slope": "partial"',
     ),
     "a convolution": (
         lambda: beside(linears(up=(8, 12), down=(12, 8)), mix=nn.Conv1d(8, 8, 3)),
-        r"can't cut blocks\.0\.mix: its weight of shape \(8, 8, 3\) is no linear layer's",
+        r"can't shard blocks\.0\.mix: its weight of shape \(8, 8, 3\) does not belong to a linear layer",
         r'"blocks\\.\\d+\\.mix": "replicated"',
     ),
     "too many ranks": (
         lambda: beside(linears(**ATTENTION), num_heads=1),
-        r"can't cut blocks\.0: 1 query heads are too few for 2 ranks; take at most 1",
+        r"can't shard blocks\.0: 1 query heads are too few for 2 ranks; use at most 1",
         r'"blocks\\.\\d+\\.q_proj": "replicated"',
     ),
     "heads that don't divide": (
         lambda: beside(linears(**ATTENTION), num_heads=3),
-        r"can't cut blocks\.0: 3 query heads, 3 key heads and 8 features into o_proj don't fit",
+        r"can't shard blocks\.0: 3 query heads, 3 key heads and 8 input features of o_proj don't match",
         r'"blocks\\.\\d+\\.o_proj": "row of 8 heads"',
     ),
 }
@@ -190,9 +191,9 @@ class _Two:
 
 
 def test_models_without_shardable_modules_are_refused() -> None:
-    with pytest.raises(ModelError, match="found nothing to cut in this Sequential; write parallel.tensor_table"):
+    with pytest.raises(ModelError, match="found no layer to shard in this Sequential; write parallel.tensor_table"):
         build_tensor_parallel_plan(nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU()), 2, {"0": "replicated"})
-    with pytest.raises(ModelError, match=r"backbone\.layers\.0\.mixer: of x_proj, dt_proj, out_proj none can be told"):
+    with pytest.raises(ModelError, match=r"backbone\.layers\.0\.mixer: of x_proj, dt_proj, out_proj none was"):
         from transformers import MambaConfig, MambaForCausalLM
 
         build_tensor_parallel_plan(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)), 2)
@@ -205,7 +206,7 @@ def test_too_many_ranks_are_refused() -> None:
         build_tensor_parallel_plan(build("falcon", new_decoder_architecture=True, num_kv_heads=2), 3)
     with pytest.raises(ModelError, match=r"mlp\.experts: 3 features of an expert are too few for 4 ranks"):
         build_tensor_parallel_plan(build("mixtral", intermediate_size=3), 4)
-    with pytest.raises(ModelError, match=r"k_norm: its weights of shape \(2, 8\) can't be cut for 2 heads"):
+    with pytest.raises(ModelError, match=r"k_norm: its weights of shape \(2, 8\) can't be sharded for 2 heads"):
         build_tensor_parallel_plan(build("cohere"), 3)
     with pytest.raises(ModelError, match="3 tokens are too few for 4 ranks"):
         build_tensor_parallel_plan(build("llama", vocab_size=3), 4)
@@ -243,7 +244,7 @@ def test_nested_language_model_is_found() -> None:
 def test_adapters_with_full_row_norms_are_refused_by_name() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
-    message = r"can't cut base_model\.model\.model\.layers\.0\.self_attn\.q_proj: .* are DoRA's or another variant"
+    message = r"can't shard base_model\.model\.model\.layers\.0\.self_attn\.q_proj: .* are DoRA's or another variant"
     with pytest.raises(ModelError, match=message):
         build_tensor_parallel_plan(model, 2)
 
@@ -260,13 +261,13 @@ def test_refused_modules_may_be_excluded() -> None:
 
 
 WRONG = {
-    "no regular expression": ({"(": "row"}, r"has '\(', no regular expression"),
+    "no regular expression": ({"(": "row"}, r"has the key '\(', which is not a regular expression"),
     "another word": ({"lm_head": "diagonal"}, "has 'diagonal' for 'lm_head'; allowed are column, row, vocabulary"),
     "no module": (
         {r"model\.layer\.\d": "row"},
-        r"has 'model\\\\.layer\\\\.\\\\d', which fits no module.* nearest names",
+        r"has the key 'model\\\\.layer\\\\.\\\\d', which matches no module.* nearest names",
     ),
-    "sections of a row": ({r".*down_proj": "row:3+4"}, "only columns have sections"),
+    "sections of a row": ({r".*down_proj": "row:3+4"}, "only column layers have sections"),
     "heads of sections": ({r".*q_proj": "column:16+16 of 1+2+3 heads"}, "3 numbers of heads for 2 sections"),
 }
 
@@ -281,13 +282,13 @@ def test_a_wrong_table_is_refused(case: str) -> None:
 MISFITS = {
     "a column alone": (
         {r".*mlp\.(gate|up)_proj": "replicated", r".*down_proj": "column"},
-        "its output features are sharded, but no row layer takes them",
+        "its output features are sharded, but no row layer consumes them",
     ),
     "a row alone": (
         {r".*mlp\.(gate|up)_proj": "replicated", r".*down_proj": "row"},
-        "its input features are sharded, but no column layer makes them",
+        "its input features are sharded, but no column layer computes them",
     ),
-    "sections too small": ({r".*q_proj": "column:16+8"}, r"sections of 16\+8 don't make its 32 output features"),
+    "sections too small": ({r".*q_proj": "column:16+8"}, r"sections of 16\+8 don't add up to its 32 output features"),
     "a head as vocabulary": ({r".*norm": "vocabulary"}, "its weight is used by a LlamaRMSNorm"),
 }
 
@@ -300,10 +301,10 @@ def test_a_table_that_does_not_fit_the_model_is_refused(case: str) -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="overlap_chunks = 0; it is at least 1"):
+    with pytest.raises(ConfigError, match="overlap_chunks = 0; write at least 1"):
         apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=0)
     with pytest.raises(ConfigError, match="sequence_norms leaves no all-reduce to overlap, and overlap_chunks is 2"):
         apply_tensor_parallel(build("llama"), single_rank_axis("tp"), tp_overlap_chunks=2, tp_sequence_norms=True)
     flat = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-    with pytest.raises(ModelError, match="sequence_norms cuts activations between the layers of a ModuleList"):
+    with pytest.raises(ModelError, match="sequence_norms shards activations between the layers of a ModuleList"):
         apply_tensor_parallel(flat, single_rank_axis("tp"), tp_sequence_norms=True)

@@ -1,4 +1,4 @@
-"""One step of each way to train on two ranks: windlass's and torch's own."""
+"""Steps of the training methods on two ranks: windlass's and torch's own."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rig.contestants import RANKS, Contestant, Load
+from rig.compared_methods import RANKS, Load, TrainingMethod
 from rig.models import Sizes, build
 
 LR, DECAY = 1e-4, 0.01
 Step = Callable[[torch.Tensor], torch.Tensor | None]
-"""Trains on this rank's tokens `[samples, length]`; the loss of the batch or of this rank's part, if it has it."""
+"""Trains on this rank's tokens `[samples, length]`; returns the loss of the batch or of this rank's part, or None."""
 
 
-def make(one: Contestant, sizes: Sizes, load: Load) -> Step:
+def make(one: TrainingMethod, sizes: Sizes, load: Load) -> Step:
     """Return the function that makes a step. Collective."""
-    return _WAYS[one.how](one, build(sizes), load)
+    return _MAKERS[one.how](one, build(sizes), load)
 
 
-def _windlass(one: Contestant, model: Any, load: Load) -> Step:
+def _windlass(one: TrainingMethod, model: Any, load: Load) -> Step:
     import windlass
 
     piped = one.how == "windlass-pipeline"
@@ -67,18 +67,19 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, around: Callable[
     return step
 
 
-def _alone(one: Contestant, model: Any, load: Load) -> Step:
+def _alone(one: TrainingMethod, model: Any, load: Load) -> Step:
     return _plain(model, _adamw(model.parameters()))
 
 
-def _ddp(one: Contestant, model: Any, load: Load) -> Step:
+def _ddp(one: TrainingMethod, model: Any, load: Load) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
     return _plain(DistributedDataParallel(model, gradient_as_bucket_view=True), _adamw(model.parameters()))
 
 
-def _tensor(one: Contestant, model: Any, load: Load) -> Step:
-    """DTensor's tensor parallelism, cut as Megatron does. `tensor-loss`: logits stay cut, by torch's loss_parallel."""
+def _tensor(one: TrainingMethod, model: Any, load: Load) -> Step:
+    """Build DTensor's tensor parallelism, sharded as in Megatron. `tensor-loss`: logits stay sharded, by torch's
+    loss_parallel."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -106,8 +107,8 @@ def _tensor(one: Contestant, model: Any, load: Load) -> Step:
     return _plain(model, optimizer, loss_parallel if cut_loss else nullcontext)
 
 
-def _context(one: Contestant, model: Any, load: Load) -> Step:
-    """torch's context parallelism: attention passes keys and values round, buffers are cut."""
+def _context(one: TrainingMethod, model: Any, load: Load) -> Step:
+    """Build torch's context parallelism: attention passes keys and values around a ring, buffers are sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -134,7 +135,7 @@ def _context(one: Contestant, model: Any, load: Load) -> Step:
 
 
 class _Part(nn.Module):
-    """A half of a Llama: its layers, and the embedding or the head."""
+    """Half of a Llama: its layers, and the embedding or the head."""
 
     def __init__(self, model: Any, place: int) -> None:
         super().__init__()
@@ -155,8 +156,8 @@ class _Part(nn.Module):
         return hidden if self.norm is None else self.head(self.norm(hidden))
 
 
-def _pipeline(one: Contestant, model: Any, load: Load) -> Step:
-    """torch.distributed.pipelining on the same layers, with micro-batches of one sequence."""
+def _pipeline(one: TrainingMethod, model: Any, load: Load) -> Step:
+    """Build torch.distributed.pipelining on the same layers, with micro-batches of one sequence."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     place = dist.get_rank()
@@ -183,7 +184,7 @@ def _next_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-_WAYS: dict[str, Callable[[Contestant, Any, Load], Step]] = {
+_MAKERS: dict[str, Callable[[TrainingMethod, Any, Load], Step]] = {
     "windlass": _windlass,
     "windlass-pipeline": _windlass,
     "alone": _alone,

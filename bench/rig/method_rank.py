@@ -1,4 +1,4 @@
-"""Rank of a contestant, on a core of its own, that trains on command."""
+"""Rank of a training method, pinned to a core, that trains on command."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 import time
 from typing import Any
 
-from rig.contestants import FIELDS, RANKS, SIZES, Load
+from rig.compared_methods import FIELDS, RANKS, SIZES, Load
 from rig.job import Job
 from rig.models import samples
 from rig.worker import Worker
 
 
 def pin(rank: int) -> None:
-    """This process, and what it starts, to one core."""
+    """Pin this process, and the processes that it starts, to one core."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-class Racer(Worker):
-    """Worker of a `RankPool` for a contestant, which the job names as AXIS/NAME."""
+class MethodRank(Worker):
+    """Worker of a `RankPool` for a training method, which the job names as AXIS/NAME."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         pin(rank)
@@ -28,19 +28,19 @@ class Racer(Worker):
         axis, name = job.engine.split("/")
         self._one = FIELDS[axis][name]
         self._sizes = self._one.sizes or SIZES[axis]
-        self._apart: Any = None  # a model that is not trained
+        self._apart: Any = None  # model for `compute`, which is not trained
         self._load = Load(job.size.batch, job.size.length)
 
     def build(self, watch: bool = False) -> dict[str, Any]:
-        """Make the model and what trains it."""
-        from rig.ways import make
+        """Build the model and its training method."""
+        from rig.training_methods import make
 
         self._step = make(self._one, self._sizes, self._load)
         return {}
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Train; of each step its seconds, from when all ranks are ready until this one has the loss as a number, the
-        seconds that this process computed in it, and its loss, None where this rank has none."""
+        """Train. Return for each step its seconds, from a barrier until this rank has the loss as a number, the CPU
+        seconds of this process, and its loss; None if this rank has no loss."""
         told: dict[str, Any] = {"seconds": [], "busy": [], "losses": []}
         for _ in range(count):
             tokens = self._batch()
@@ -54,19 +54,19 @@ class Racer(Worker):
         return told
 
     def pace(self, rate: int) -> int:
-        """As `rig.link.pace`, of the connections that there are by now."""
+        """Call `rig.link.pace` for the existing connections."""
         from rig.link import pace
 
         return pace(rate)
 
     def memory(self) -> int | None:
-        """Bytes that this rank takes, and its share of what both map."""
+        """Return the memory of this rank, with its share of memory that both ranks map."""
         from windlass.observe.memory_usage import proportional_bytes
 
         return proportional_bytes()
 
     def compute(self, count: int) -> list[float]:
-        """Seconds of forward and backward of half the samples, nothing else."""
+        """Return the seconds of forward and backward of half the samples alone."""
         from rig.models import build
 
         self._apart = self._apart or build(self._sizes)
@@ -81,7 +81,7 @@ class Racer(Worker):
         return found
 
     def _batch(self) -> Any:
-        """This rank's tokens of the next global batch, which is the same for every contestant."""
+        """Return this rank's tokens of the next global batch, which is the same for every method."""
         tokens = samples(self._sizes.vocabulary, self._load.samples, self._load.length, 1000 + self._taken)
         self._taken += 1
         return tokens if self._one.whole else tokens.chunk(RANKS)[self._rank]

@@ -1,4 +1,4 @@
-"""Contestants of each axis: ways to train one model on two ranks, and the least work and traffic of each."""
+"""Training methods of each axis: ways to train one model on two ranks, and the lower bound of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.parallel.comm_volumes import StepWorkload, compute_step_volumes, c
 DENSE = Sizes(hidden=384, layers=6, heads=6, intermediate=1024, vocabulary=8192)
 EXPERTS = Sizes(hidden=256, layers=4, heads=4, intermediate=512, vocabulary=4096, experts=8, chosen=2)
 RANKS, FLOAT = 2, 4
-_PASSES = 4  # through memory for a byte over the loopback: read and written on its way into the kernel, and out of it
+_PASSES = 4  # memory passes of a byte over loopback: read and written on its way into the kernel, and out of it
 _ADAM_BYTES = 28  # a parameter: reads parameter, gradient and two moments, writes all but the gradient
 
 EXPLANATION = (
@@ -28,16 +28,14 @@ EXPLANATION = (
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One way to train.
+class TrainingMethod:
+    """Method to train a model on two ranks.
 
     Attributes:
-        name: `none` trains by itself on each rank: the compute. `dp` is what losses are compared with.
-        how: which of `rig.ways` makes it.
-        axes: the section `parallel` of windlass, and the mesh for formulas.
-        rivals: whose time it shall not exceed: torch's own, in the same run.
-        whole: every rank gets the whole batch, not its half of the samples.
-        sizes: of another model than the others train, whose losses are therefore others; None: the same.
+        name: `none` trains independently on each rank: the compute alone. `dp` is the reference of losses. how: key in
+        `rig.training_methods`. axes: the section `parallel` of windlass, and the mesh for formulas. rivals: torch's own
+        methods in the same run, whose time is the limit. whole: every rank gets the whole batch, not its half of the
+        samples. sizes: sizes of a different model, whose losses differ; None: the common model.
     """
 
     name: str
@@ -53,57 +51,57 @@ class Contestant:
         return self.name != BASE
 
 
-_DP = Contestant("dp", "windlass")
-# What a token passes of the experts' model, without its routers: one network as wide as those experts together.
+_DP = TrainingMethod("dp", "windlass")
+# The part of the experts' model that a token passes, without routers: one network as wide as its chosen experts
+# together.
 _ACTIVE = replace(EXPERTS, intermediate=EXPERTS.intermediate * EXPERTS.chosen, experts=0, chosen=0)
 _FIELDS = {
     "tp": (
         _DP,
-        Contestant("tp", "windlass", {"tp": 2}, ("torch tp", "torch tp, loss cut"), whole=True),
-        Contestant("torch tp", "tensor", {"tp": 2}, whole=True),
-        Contestant("torch tp, loss cut", "tensor-loss", {"tp": 2}, whole=True),
+        TrainingMethod("tp", "windlass", {"tp": 2}, ("torch tp", "torch tp, loss cut"), whole=True),
+        TrainingMethod("torch tp", "tensor", {"tp": 2}, whole=True),
+        TrainingMethod("torch tp, loss cut", "tensor-loss", {"tp": 2}, whole=True),
     ),
     "sp": (
         _DP,
-        Contestant("sp ulysses", "windlass", {"sp": 2}, ("torch cp",), whole=True),
-        Contestant("sp ring", "windlass", {"sp": 2, "sp_mode": "ring"}, ("torch cp",), whole=True),
-        Contestant("torch cp", "context", {"sp": 2, "sp_mode": "ring"}, whole=True),
+        TrainingMethod("sp ulysses", "windlass", {"sp": 2}, ("torch cp",), whole=True),
+        TrainingMethod("sp ring", "windlass", {"sp": 2, "sp_mode": "ring"}, ("torch cp",), whole=True),
+        TrainingMethod("torch cp", "context", {"sp": 2, "sp_mode": "ring"}, whole=True),
     ),
     "pp": (
         _DP,
-        Contestant("pp gpipe", "windlass-pipeline", {"pp": 2, "schedule": "gpipe"}, ("torch gpipe",), whole=True),
-        Contestant("pp 1f1b", "windlass-pipeline", {"pp": 2, "schedule": "1f1b"}, ("torch 1f1b",), whole=True),
-        Contestant("torch gpipe", "pipeline", {"pp": 2, "schedule": "gpipe"}, whole=True),
-        Contestant("torch 1f1b", "pipeline", {"pp": 2, "schedule": "1f1b"}, whole=True),
+        TrainingMethod("pp gpipe", "windlass-pipeline", {"pp": 2, "schedule": "gpipe"}, ("torch gpipe",), whole=True),
+        TrainingMethod("pp 1f1b", "windlass-pipeline", {"pp": 2, "schedule": "1f1b"}, ("torch 1f1b",), whole=True),
+        TrainingMethod("torch gpipe", "pipeline", {"pp": 2, "schedule": "gpipe"}, whole=True),
+        TrainingMethod("torch 1f1b", "pipeline", {"pp": 2, "schedule": "1f1b"}, whole=True),
     ),
     "ep": (
         replace(_DP, rivals=("torch ddp",)),
-        Contestant("ep", "windlass", {"ep": 2}, ("torch ddp",)),
-        Contestant("torch ddp", "ddp"),
-        Contestant("dense", "windlass", sizes=_ACTIVE),
+        TrainingMethod("ep", "windlass", {"ep": 2}, ("torch ddp",)),
+        TrainingMethod("torch ddp", "ddp"),
+        TrainingMethod("dense", "windlass", sizes=_ACTIVE),
     ),
     "link": (
         replace(_DP, rivals=("torch ddp",)),
-        Contestant("pp", "windlass-pipeline", {"pp": 2, "schedule": "1f1b"}, ("torch pp",), whole=True),
-        Contestant("torch ddp", "ddp"),
-        Contestant("torch pp", "pipeline", {"pp": 2, "schedule": "1f1b"}, whole=True),
+        TrainingMethod("pp", "windlass-pipeline", {"pp": 2, "schedule": "1f1b"}, ("torch pp",), whole=True),
+        TrainingMethod("torch ddp", "ddp"),
+        TrainingMethod("torch pp", "pipeline", {"pp": 2, "schedule": "1f1b"}, whole=True),
     ),
 }
-FIELDS = {axis: {one.name: one for one in (Contestant(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
-"""Who runs in turns, by axis; the compute alone is among them."""
+FIELDS = {axis: {one.name: one for one in (TrainingMethod(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
+"""Methods by axis, including the compute alone."""
 
 SIZES = {axis: EXPERTS if axis == "ep" else DENSE for axis in FIELDS}
-"""Of the model that all of them train."""
+"""Sizes of the common model."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The global batch, and what carries it.
+    """Global batch, and the speed of the links.
 
     Attributes:
-        samples: sequences; one is a micro-batch where there is a pipeline.
-        length: tokens of a sequence.
-        link: bytes a second that each connection of ranks takes; 0: as fast as it goes.
+        samples: number of sequences; each is a micro-batch in a pipeline. length: tokens of a sequence. link: bytes per
+        second of each connection between ranks; 0: unlimited.
     """
 
     samples: int
@@ -111,8 +109,8 @@ class Load:
     link: int = 0
 
 
-def floor(one: Contestant, sizes: Sizes, load: Load, compute: float, roofs: Roofs) -> float:
-    """Seconds of a step that it can't beat; see `EXPLANATION`.
+def floor(one: TrainingMethod, sizes: Sizes, load: Load, compute: float, roofs: Roofs) -> float:
+    """Return the lower bound of a step in seconds; see `EXPLANATION`.
 
     Args:
         compute: seconds of forward and backward of half the samples by one rank alone.

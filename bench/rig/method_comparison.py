@@ -1,4 +1,4 @@
-"""Contestants of one axis in turns: losses first, then time in interleaved rounds."""
+"""Comparison of the training methods of one axis: losses first, then times in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
-from rig.contestants import FIELDS, RANKS, SIZES, Load, floor
+from rig.compared_methods import FIELDS, RANKS, SIZES, Load, floor
 from rig.floor import Roofs
 from rig.job import Job, Size
+from rig.method_rank import MethodRank
 from rig.plan import BASE, turn
-from rig.racer import Racer
 from rig.worker import start_ranks
 from windlass.cli.benches.rank_pool import RankPool, RankPoolError
 
@@ -28,15 +28,14 @@ _COLUMNS = ("ms", "min", "busy ms", "tokens/s", "MiB")
 
 @dataclass
 class Outcome:
-    """Measurements of one contestant.
+    """Measurements of one method.
 
     Attributes:
-        rounds: seconds of the timed steps of each round; a step's are its slowest rank's.
-        busy: seconds of a processor that a rank took in each timed step, the mean over ranks.
-        losses: of the whole batch, for each step.
-        failure: why it has no time.
-        apart: the furthest its losses are from the reference's; None where there is nothing to compare.
-        floor: seconds that a step takes at least.
+        rounds: seconds of the timed steps of each round; those of the slowest rank. busy: CPU seconds of a rank in each
+        timed step, as the mean over ranks. losses: loss of the whole batch, for each step. failure: reason why it has
+        no time.
+        apart: largest difference of its losses from the reference's; None if there is nothing to compare.
+        floor: lower bound of a step in seconds.
         memory: bytes of the rank that takes most, between steps; None if it cannot be measured.
     """
 
@@ -61,12 +60,12 @@ class Outcome:
 
 
 @dataclass
-class Race:
-    """All of one axis.
+class Comparison:
+    """Measurements of all methods of one axis.
 
     Attributes:
         compute: seconds of forward and backward of half the samples, by one rank alone.
-        roofs: what a rank's memory does while both work.
+        roofs: memory rates of a rank while both ranks work.
     """
 
     axis: str
@@ -77,29 +76,29 @@ class Race:
 
     @property
     def unequal(self) -> list[str]:
-        """Contestants whose losses differ from the reference's."""
+        """Methods whose losses differ from the reference's."""
         return [one.name for one in self.outcomes.values() if one.apart is not None and not one.apart <= EQUAL_LOSS]
 
     def ratios(self, name: str, other: str) -> list[float]:
-        """Ratios of the medians of `name` to those of `other`, round by round; empty if one of them has no time."""
+        """Return the ratios of the medians of `name` to those of `other`, by round; empty if one has no time."""
         ours, theirs = self.outcomes.get(name), self.outcomes.get(other)
         if ours is None or theirs is None:
             return []
         return [a / b for a, b in zip(ours.medians, theirs.medians, strict=False)]
 
     def ratio(self, name: str, other: str | None) -> float | None:
-        """The median of `ratios`."""
+        """Return the median of `ratios`."""
         found = self.ratios(name, other) if other is not None else []
         return statistics.median(found) if found else None
 
     def rival(self, name: str) -> str | None:
-        """The fastest of its rivals that ran."""
+        """Return the fastest of its rivals that ran."""
         ran = [one for one in FIELDS[self.axis][name].rivals if one in self.outcomes and self.outcomes[one].rounds]
         return min(ran, key=lambda one: self.outcomes[one].median) if ran else None
 
     @property
     def slower(self) -> list[str]:
-        """Contestants that take longer than torch's own."""
+        """Methods that take longer than torch's own."""
         found = []
         for name in self.outcomes:
             ratio = self.ratio(name, self.rival(name))
@@ -108,9 +107,10 @@ class Race:
         return found
 
 
-def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Race:
-    """Run the contestants of an axis in turns. One that fails, or whose losses are not the reference's, has no time."""
-    found = Race(axis, load, {name: Outcome(name) for name in FIELDS[axis]})
+def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Comparison:
+    """Run the methods of an axis in turn. A method that fails, or whose losses differ from the reference's, has no
+    time."""
+    found = Comparison(axis, load, {name: Outcome(name) for name in FIELDS[axis]})
     pools: dict[str, RankPool] = {}
     try:
         _start(pools, found, say)
@@ -141,14 +141,14 @@ def race(axis: str, load: Load, rounds: int, steps: int, say: Say) -> Race:
     return found
 
 
-def _start(pools: dict[str, RankPool], found: Race, say: Say) -> None:
+def _start(pools: dict[str, RankPool], found: Comparison, say: Say) -> None:
     for name, one in found.outcomes.items():
         say(f"{found.axis}: first steps of {name}")
         job = Job(f"{found.axis}/{name}", RANKS, Size(batch=found.load.samples, length=found.load.length))
-        pool = start_ranks(job, Racer)
+        pool = start_ranks(job, MethodRank)
         try:
             pool.ask("build")
-            one.losses += whole_losses(pool.ask("steps", count=_FIRST_STEPS))
+            one.losses += mean_losses(pool.ask("steps", count=_FIRST_STEPS))
             pools[name] = pool
         except RankPoolError as error:
             if name in (BASE, REFERENCE):
@@ -159,28 +159,28 @@ def _start(pools: dict[str, RankPool], found: Race, say: Say) -> None:
                 pool.close()
 
 
-def _timed(pool: RankPool, found: Race, steps: int) -> None:
-    """A turn: one step that finds cold caches, and those that count."""
+def _timed(pool: RankPool, found: Comparison, steps: int) -> None:
+    """Run one step with cold caches, then the timed steps."""
     name = pool.label.split("/")[1]
     if name == BASE:
         found.compute += [max(step) for step in zip(*pool.ask("compute", count=3), strict=True)][1:]
     told, one = pool.ask("steps", count=steps + 1), found.outcomes[name]
     one.rounds.append(slowest(told)[1:])
     one.busy += [statistics.mean(step) for step in zip(*(rank["busy"] for rank in told), strict=True)][1:]
-    one.losses += whole_losses(told)
+    one.losses += mean_losses(told)
 
 
-def compare(found: Race) -> None:
-    """Note how far losses are from the reference's."""
+def compare(found: Comparison) -> None:
+    """Record the difference of each method's losses from the reference's."""
     reference = found.outcomes[REFERENCE].losses
     for name, one in found.outcomes.items():
         way = FIELDS[found.axis][name]
         if way.synchronises and way.sizes is None and not one.failure:
-            one.apart = furthest(one.losses, reference)
+            one.apart = max_loss_difference(one.losses, reference)
 
 
-def furthest(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest distance, relative to the reference; infinite where a loss is no number or a step is missing."""
+def max_loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest difference, relative to the reference; infinite if a loss is NaN or a step is missing."""
     if len(losses) != len(reference):
         return math.inf
     apart = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
@@ -188,18 +188,18 @@ def furthest(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def slowest(told: Iterable[dict[str, Any]]) -> list[float]:
-    """Seconds of each step's slowest rank."""
+    """Return the seconds of each step's slowest rank."""
     return [max(step) for step in zip(*(rank["seconds"] for rank in told), strict=True)]
 
 
-def whole_losses(told: Iterable[dict[str, Any]]) -> list[float]:
-    """Mean loss of each step over the ranks that have one."""
+def mean_losses(told: Iterable[dict[str, Any]]) -> list[float]:
+    """Return the mean loss of each step over the ranks that have one."""
     steps = zip(*(rank["losses"] for rank in told), strict=True)
     return [statistics.mean(loss for loss in step if loss is not None) for step in steps]
 
 
-def table(found: Race) -> Table:
-    """Times beside the compute alone, data parallelism, torch's own and the physical limit."""
+def table(found: Comparison) -> Table:
+    """Return a table of times beside the compute alone, data parallelism, torch and the physical limit."""
     load = found.load
     title = f"{found.axis}: a step of {load.samples} x {load.length} tokens on {RANKS} ranks x 1 thread, fp32, AdamW"
     title += f", {load.link / 2**20:g} MiB/s between them" if load.link else ""
@@ -228,8 +228,9 @@ def table(found: Race) -> Table:
     return made
 
 
-def links(races: Sequence[Race]) -> Table:
-    """Data parallelism beside a pipeline, on slower and slower links: what was measured, and what the limits say."""
+def links(races: Sequence[Comparison]) -> Table:
+    """Return a table of data parallelism and a pipeline on links of decreasing speed: measured times and physical
+    limits."""
     made = Table(title="data parallelism over a pipeline, time of a step", title_justify="left")
     for column in ("MiB/s", "windlass", "torch's", "by the limits"):
         made.add_column(column, justify="right", no_wrap=True)
@@ -245,17 +246,19 @@ def _said(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.3f}"
 
 
-def notes(found: Race) -> list[str]:
-    """Notes for readers of the table."""
+def notes(found: Comparison) -> list[str]:
+    """Return notes for readers of the table."""
     apart = {one.name: one.apart for one in found.outcomes.values() if one.apart is not None}
     worst = max(apart, key=lambda name: apart[name], default=REFERENCE)
-    lines = [f"losses: furthest from {REFERENCE}'s is {worst} with {apart[worst]:.1e}"] if len(apart) > 1 else []
+    lines = (
+        [f"losses: the largest difference from {REFERENCE} is {apart[worst]:.1e}, of {worst}"] if len(apart) > 1 else []
+    )
     lines += [f"absent: {one.name}: {one.failure}" for one in found.outcomes.values() if one.failure]
     return lines + [f"slower than torch's own: {line}" for line in found.slower]
 
 
-def plain(found: Race) -> dict[str, Any]:
-    """For the JSON."""
+def plain(found: Comparison) -> dict[str, Any]:
+    """Return plain data for the JSON."""
     results = {
         name: {
             **asdict(one),

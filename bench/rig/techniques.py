@@ -9,18 +9,18 @@ from typing import Any, Literal
 from rig.models import Sizes
 
 SIZES = Sizes(hidden=128, layers=8, heads=2, intermediate=512, vocabulary=8192)
-TILE = 256  # tokens that MLPs and losses are computed for at a time
-_PROBES = 3  # between one that fits and one that does not
+TILE = 256  # tokens in a tile of MLPs and losses
+_PROBES = 3  # relative distance of one that fits and one that does not
 _NEAR = 0.02  # relative precision of the search
 
 
 @dataclass(frozen=True)
-class Tricks:
+class Techniques:
     """Enabled techniques.
 
     Attributes:
-        sp: ranks that the sequence is cut over.
-        inputs: where inputs of layers wait that are computed again; "nvme" is files.
+        sp: ranks over which the sequence is sharded. inputs: tier of the saved inputs of recomputed layers; "nvme" is
+        files.
     """
 
     sp: int = 1
@@ -30,7 +30,8 @@ class Tricks:
     inputs: Literal["device", "cpu", "nvme"] = "device"
 
     def section(self) -> dict[str, Any]:
-        """`parallel` of windlass. Files have no key of their own there: they lie where other state on disk does."""
+        """Return the section `parallel` of windlass. It has no key for the folder of files: they are with the other
+        state on disk."""
         section: dict[str, Any] = {"sp": self.sp}
         section |= {"tiled_mlp": TILE} if self.tiled_mlp else {}
         section |= {"tiled_loss": TILE} if self.tiled_loss else {}
@@ -39,15 +40,15 @@ class Tricks:
         return section
 
 
-_ALL = Tricks(2, tiled_mlp=True, tiled_loss=True, recompute=True, inputs="cpu")
+_ALL = Techniques(2, tiled_mlp=True, tiled_loss=True, recompute=True, inputs="cpu")
 ROWS = {
-    "nothing": Tricks(),
-    "sp 2": Tricks(sp=2),
-    "tiled MLP": Tricks(tiled_mlp=True),
-    "tiled loss": Tricks(tiled_loss=True),
-    "recompute": Tricks(recompute=True),
-    "recompute, inputs to host": Tricks(recompute=True, inputs="cpu"),
-    "recompute, inputs to files": Tricks(recompute=True, inputs="nvme"),
+    "nothing": Techniques(),
+    "sp 2": Techniques(sp=2),
+    "tiled MLP": Techniques(tiled_mlp=True),
+    "tiled loss": Techniques(tiled_loss=True),
+    "recompute": Techniques(recompute=True),
+    "recompute, inputs to host": Techniques(recompute=True, inputs="cpu"),
+    "recompute, inputs to files": Techniques(recompute=True, inputs="nvme"),
     "all": _ALL,
     "all but sp 2": replace(_ALL, sp=1),
     "all but tiled MLP": replace(_ALL, tiled_mlp=False),
@@ -55,18 +56,16 @@ ROWS = {
     "all but recompute": replace(_ALL, recompute=False, inputs="device"),
     "all but inputs to host": replace(_ALL, inputs="device"),
 }
-"""All of them take inputs to host memory; without recomputation there are none to take."""
+""""all" offloads inputs to host memory; without recomputation there are no inputs to offload."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One step on a sequence.
+    """Measurement of one step on a sequence.
 
     Attributes:
-        peak: bytes, of the rank that takes most, above those after importing torch and transformers.
-        resident: the same, with what waits in host memory where that is another memory.
-        seconds: of the step.
-        loss: of the whole sequence.
+        peak: largest peak bytes of any rank, above those after importing torch and transformers. resident: the same,
+        including offloaded bytes in host memory. seconds: duration of the step. loss: loss of the whole sequence.
     """
 
     length: int
@@ -77,22 +76,20 @@ class Point:
 
 
 def search(measure: Callable[[int], Point], cap: int, *, first: int, most: int, grain: int) -> list[Point]:
-    """Steps on sequences of growing length until one does not fit, then between the last that fits and that one.
+    """Measure sequences of growing length until one does not fit, then lengths between the last that fits and that one.
 
     Args:
-        measure: one step on a sequence of this length.
-        cap: bytes that a peak may have.
-        first: length to begin with; each is twice the one before, up to `most`.
-        grain: lengths that are searched for are multiples of it.
+        measure: runs one step on a sequence of this length. cap: maximum peak bytes. first: initial length; each is
+        twice the one before, up to `most`. grain: searched lengths are multiples of it.
 
     Returns:
-        All that was measured, by length.
+        All measurements, by length.
     """
     found = [measure(first)]
     while found[-1].peak <= cap and found[-1].length < most:
         found.append(measure(min(2 * found[-1].length, most)))
     for _ in range(_PROBES if len(found) > 1 and found[-1].peak > cap else 0):
-        low, high = max(fitting(found, cap), key=_length), min(bursting(found, cap), key=_length)
+        low, high = max(fitting(found, cap), key=_length), min(exceeding(found, cap), key=_length)
         guess = low.length + (high.length - low.length) * (cap - low.peak) / max(high.peak - low.peak, 1)
         length = min(max(int(guess) // grain * grain, low.length + grain), high.length - grain)
         if high.length - low.length <= max(grain, _NEAR * low.length) or not low.length < length < high.length:
@@ -102,18 +99,18 @@ def search(measure: Callable[[int], Point], cap: int, *, first: int, most: int, 
 
 
 def fitting(points: Sequence[Point], cap: int) -> list[Point]:
-    """Those within the cap, up to the first that is not."""
+    """Return the points within the cap, up to the first that is not."""
     least = min((one.length for one in points if one.peak > cap), default=None)
     return [one for one in points if least is None or one.length < least]
 
 
-def bursting(points: Sequence[Point], cap: int) -> list[Point]:
-    """Those over the cap."""
+def exceeding(points: Sequence[Point], cap: int) -> list[Point]:
+    """Return the points over the cap."""
     return [one for one in points if one.peak > cap]
 
 
 def longest(points: Sequence[Point], cap: int) -> Point | None:
-    """The longest that fits of those measured; None: not even the first."""
+    """Return the longest measured point that fits; None if the first does not."""
     return max(fitting(points, cap), key=_length, default=None)
 
 

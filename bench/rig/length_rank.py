@@ -1,4 +1,4 @@
-"""A rank that trains on longer and longer sequences and tells how much memory a step took."""
+"""Rank that trains on sequences of growing length and measures the memory of a step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from rig.job import Job
+from rig.method_rank import pin
 from rig.models import build, samples
-from rig.racer import pin
-from rig.tricks import ROWS, SIZES
+from rig.techniques import ROWS, SIZES
 from rig.worker import Worker
 
 _EVERY_SECONDS = 0.001
-_WARM = 64  # tokens: states, buffers and code are there after a step on so many
+_WARM = 64  # tokens of a warm-up step, which creates states and buffers and loads code
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Peak:
-    """The largest number of resident bytes, and of those that do not wait in host memory, while it is watched."""
+    """Peak of resident bytes, and of those that are not offloaded to host memory, while sampling."""
 
     def __init__(self, away: Any) -> None:
         self._away, self._ended = away, threading.Event()
@@ -47,8 +47,8 @@ def resident_bytes(file: Any) -> int:
     return int(file.read().split()[1]) * _PAGE
 
 
-class Stretcher(Worker):
-    """Worker of a `RankPool` for a row of `rig.tricks`, which the job names."""
+class LengthRank(Worker):
+    """Worker of a `RankPool` for a row of `rig.techniques`, which the job names."""
 
     def __init__(self, job: Job, rank: int, meeting: str) -> None:
         pin(rank)
@@ -56,7 +56,7 @@ class Stretcher(Worker):
         self._keepers: list[Any] = []
 
     def build(self, watch: bool = False) -> dict[str, Any]:
-        """Make the model and the engine, and train one step. `watch` is not used: all steps are watched."""
+        """Build the model and the engine, and train one step. `watch` is not used: all steps are sampled."""
         import windlass
         from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
         from windlass.parallel.sequence.long_context import apply_long_context
@@ -95,7 +95,7 @@ class Stretcher(Worker):
         return {**told, "peak": peak.here - self._base, "resident": peak.resident - self._base}
 
     def _waiting(self) -> int:
-        """Bytes in host memory, as far as that is another memory than the device's."""
+        """Return the bytes in host memory, if that is separate from the device's."""
         return sum(keeper.counts.now["cpu"] for keeper in self._keepers)
 
     def _remember(self, kind: Any) -> None:

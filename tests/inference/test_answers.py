@@ -1,0 +1,245 @@
+"""Laws of answers: their text, their ends, several of them for one prompt, log-probabilities, and beams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.causal_models import VOCABULARY, build
+from tests.inference.greedy_reference import make_prompts
+from tests.inference.text_models import END, TEXT, byte_level_tokenizer, sentencepiece_tokenizer, text_model
+from windlass.base.errors import RequestError
+from windlass.inference.detokenizer import Detokenizer
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
+
+
+def llama(**changes: Any) -> Any:
+    return build("llama", **{"max_position_embeddings": 96, **changes}).eval()
+
+
+def serve(model: Any, **options: Any) -> LLM:
+    return LLM(model, **{"check_at_load": False, "max_tokens_per_step": 32, "max_sequences": 8, **options})
+
+
+def stream(llm: LLM, prompt: Any, params: SamplingParams) -> list[Any]:
+    llm.engine.add_request("stream", prompt, params, streams=True)
+    outputs = []
+    while llm.engine.has_requests():
+        outputs += llm.engine.step()
+    return outputs
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_text_by_tokens_is_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
+    """Also for characters of several tokens: none is shown before it is complete, and none is lost."""
+    tokenizer = TOKENIZERS[name]()
+    text = data.draw(st.text(st.sampled_from("ab ,é東\N{GRINNING FACE}\N{ZERO WIDTH JOINER}\n\t{1"), max_size=25))
+    prompt = tokenizer("the quick", add_special_tokens=False).input_ids
+    tokens = tokenizer("the quick " + text, add_special_tokens=False).input_ids[len(prompt) :]
+    whole = tokenizer.decode(prompt + tokens)
+    detokenizer = Detokenizer(tokenizer, prompt)
+    for token in tokens:
+        new = detokenizer.append(token)
+        assert "\N{REPLACEMENT CHARACTER}" not in new
+    detokenizer.finish()
+    assert tokenizer.decode(prompt) + detokenizer.text == whole
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_bytes_that_are_no_character_end_as_replacements(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    tokens = tokenizer("\N{GRINNING FACE}", add_special_tokens=False).input_ids
+    detokenizer = Detokenizer(tokenizer, [])
+    assert "".join(detokenizer.append(token) for token in tokens[:-1]).strip() == ""
+    assert detokenizer.finish().startswith("\N{REPLACEMENT CHARACTER}")
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_stop_texts_across_tokens_are_never_shown_in_part(name: str, include: bool) -> None:
+    tokenizer = TOKENIZERS[name]()
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        base = SamplingParams(seed=3, max_tokens=40, ignore_eos=True, temperature=0.8)
+        for seed in range(6):
+            params = base.replace(seed=seed)
+            whole = llm.generate("the ", params)[0].outputs[0].text
+            places = [place for place in range(2, len(whole) - 6, 3) if "\ufffd" not in whole[place : place + 5]]
+            for place in places[:3]:
+                stop = whole[place : place + 5]
+                first = whole.index(stop)
+                outputs = stream(llm, "the ", params.replace(stop=["zzz", stop], include_stop_str_in_output=include))
+                answer = outputs[-1].outputs[0]
+                assert answer.text == whole[: first + (5 if include else 0)]
+                assert answer.finish_reason == "stop"
+                assert answer.stop_reason == stop
+                for output in outputs[:-1]:
+                    assert whole[:first].startswith(output.outputs[0].text)
+                # a stop text that does not come hides nothing at the end
+                assert stream(llm, "the ", params.replace(stop=[stop + "\0"]))[-1].outputs[0].text == whole
+        assert llm.stats().kv_cache_usage == 0
+
+
+def test_ends_by_tokens_and_lengths() -> None:
+    model = llama()
+    with serve(model) as llm:
+        whole = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+        stop = next(token for place, token in enumerate(whole) if place and token not in whole[:place])
+        place = whole.index(stop)
+        (found,) = llm.generate([[5, 6, 7]], GREEDY.replace(stop_token_ids=[stop]))[0].outputs
+        assert (found.token_ids, found.finish_reason, found.stop_reason) == (whole[: place + 1], "stop", stop)
+        shortest = GREEDY.replace(stop_token_ids=[stop], min_tokens=place + 2)
+        (found,) = llm.generate([[5, 6, 7]], shortest)[0].outputs
+        assert len(found.token_ids) >= place + 2
+        assert stop not in found.token_ids[: place + 2]
+        ends = GREEDY.replace(ignore_eos=False, logit_bias={2: 100.0})
+        (found,) = llm.generate([[5, 6, 7]], ends)[0].outputs
+        assert (found.token_ids, found.finish_reason, found.stop_reason) == ([2], "stop", None)
+        (found,) = llm.generate([[5, 6, 7]], ends.replace(min_tokens=4))[0].outputs
+        assert (len(found.token_ids), found.token_ids[-1]) == (5, 2)
+        assert 2 not in found.token_ids[:4]
+        (found,) = llm.generate([[5, 6, 7]], ends.replace(ignore_eos=True))[0].outputs
+        assert (found.token_ids, found.finish_reason) == ([2] * 12, "length")
+        (found,) = llm.generate([[5, 6, 7]], GREEDY.replace(allowed_token_ids=[9, 11]))[0].outputs
+        assert set(found.token_ids) <= {9, 11}
+
+
+def test_bad_words_are_not_generated() -> None:
+    tokenizer = byte_level_tokenizer()
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        (whole,) = llm.generate("the ", GREEDY)[0].outputs
+        word = tokenizer.decode(whole.token_ids[:1]).strip() or tokenizer.decode(whole.token_ids[1:2]).strip()
+        (found,) = llm.generate("the ", GREEDY.replace(bad_words=[word, "no such"]))[0].outputs
+        banned = {tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in (word, " " + word)}
+        for ids in banned:
+            for place in range(len(found.token_ids)):
+                assert tuple(found.token_ids[place : place + len(ids)]) != ids
+        assert found.token_ids != whole.token_ids
+
+
+@pytest.mark.parametrize("cache", [112, 2048])
+def test_several_answers_share_the_prompt_and_leak_nothing(cache: int) -> None:
+    """One answer is the first of several; the best of several have the highest mean log-probability."""
+    prompts = make_prompts(6, VOCABULARY, 20, shared=18)
+    params = [SamplingParams(seed=number, max_tokens=16, ignore_eos=True) for number in range(6)]
+    with serve(llama(), kv_cache_tokens=cache, max_model_len=64) as llm:
+        one = llm.generate(prompts, params)
+        four = llm.generate(prompts, [p.replace(n=4) for p in params])
+        best = llm.generate(prompts, [p.replace(n=2, best_of=4, logprobs=0) for p in params])
+        stats = llm.stats()
+    assert stats.kv_cache_usage == 0
+    assert (stats.num_preemptions > 0) == (cache == 112)
+    for single, several, chosen in zip(one, four, best, strict=True):
+        answers = [answer.token_ids for answer in several.outputs]
+        assert answers[0] == single.outputs[0].token_ids
+        assert len({tuple(answer) for answer in answers}) > 1
+        assert [answer.index for answer in several.outputs] == [0, 1, 2, 3]
+        assert len(chosen.outputs) == 2
+        means = [answer.cumulative_logprob / len(answer.token_ids) for answer in chosen.outputs]
+        assert means[0] >= means[1]
+        assert all(answer.token_ids in answers for answer in chosen.outputs)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 32])
+@pytest.mark.parametrize("cache", [112, 2048])
+def test_logprobs_of_prompt_and_answer_are_those_of_the_plain_model(budget: int, cache: int) -> None:
+    model = llama()
+    prompts = make_prompts(8, VOCABULARY, 24, shared=18)
+    params = GREEDY.replace(logprobs=3, prompt_logprobs=2, temperature=0.9, seed=1, logit_bias={7: 1.0})
+    options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 5), "kv_cache_tokens": cache}
+    with serve(model, **options, max_model_len=64) as llm:
+        llm.generate(prompts, GREEDY)  # fills the prefix cache
+        outputs = llm.generate(prompts, params)
+        assert llm.stats().kv_cache_usage == 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (answer,) = output.outputs
+        tokens = [*prompt, *answer.token_ids]
+        with torch.no_grad():
+            plain = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        assert output.prompt_logprobs is not None and answer.logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        entries = [*output.prompt_logprobs[1:], *answer.logprobs]
+        assert len(entries) == len(tokens) - 1
+        for place, entry in enumerate(entries):
+            assert entry is not None
+            own = entry[tokens[place + 1]]
+            for token, found in entry.items():
+                assert abs(found.logprob - plain[place, token].item()) < 1e-4
+            higher = int((plain[place] > plain[place, tokens[place + 1]] + 1e-4).sum())
+            assert own.rank >= higher + 1
+            assert len(entry) >= (2 if place < len(prompt) - 1 else 3)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0])
+def test_beams_have_the_scores_of_transformers(penalty: float) -> None:
+    model = llama()
+    with serve(model) as llm:
+        for prompt in make_prompts(4, VOCABULARY, 10):
+            params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True, length_penalty=penalty)
+            (output,) = llm.beam_search([prompt], params)
+            wanted = model.generate(
+                torch.tensor([prompt]),
+                num_beams=3,
+                num_return_sequences=3,
+                max_new_tokens=6,
+                do_sample=False,
+                length_penalty=penalty,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            found = [beam.tokens for beam in output.sequences]
+            assert found == wanted.sequences.tolist()
+            scores = [beam.cum_logprob / 6**penalty for beam in output.sequences]
+            torch.testing.assert_close(torch.tensor(scores), wanted.sequences_scores, atol=1e-4, rtol=0)
+        assert llm.stats().kv_cache_usage == 0
+
+
+def test_tokens_beyond_the_tokenizer_have_no_text() -> None:
+    tokenizer = byte_level_tokenizer()
+    beyond = len(tokenizer) + 3
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        (output,) = llm.generate("the ", GREEDY.replace(allowed_token_ids=[beyond], logprobs=1))
+    assert output.outputs[0].token_ids == [beyond] * 12
+    assert output.outputs[0].text == ""
+    assert END not in TEXT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"allowed_token_ids": [99]}, "allowed_token_ids has the token 99, beyond a vocabulary of 41"),
+        ({"logit_bias": {41: 1.0}}, "logit_bias has the token 41"),
+        ({"stop_token_ids": [77]}, "stop_token_ids has the token 77"),
+        ({"bad_words": ["a"]}, "bad_words needs a tokenizer"),
+        ({"n": 9, "temperature": 1.0}, "9 answers are asked for, and the engine runs 8"),
+    ],
+)
+def test_parameters_that_cannot_be_served_are_refused(change: dict[str, Any], message: str) -> None:
+    with serve(llama()) as llm:
+        with pytest.raises(RequestError, match=message) as raised:
+            llm.generate([[3, 4]], GREEDY.replace(**change))
+        assert raised.value.parameter in change
+        assert llm.generate([[3, 4]], GREEDY)[0].finished
+        with pytest.raises(RequestError, match="no adapter 'x'; loaded are none"):
+            llm.generate([[3, 4]], GREEDY, lora_request="x")
+
+
+def test_a_request_without_a_token_ends_alone() -> None:
+    with serve(llama()) as llm:
+        params = [GREEDY, GREEDY.replace(allowed_token_ids=[2], min_tokens=3, ignore_eos=False), GREEDY]
+        outputs = llm.generate([[3, 4]] * 3, params)
+        assert llm.stats().kv_cache_usage == 0
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert "exclude all tokens" in str(outputs[1].error)
+    assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids

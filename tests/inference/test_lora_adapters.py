@@ -1,0 +1,276 @@
+"""Law: a request with a LoRA adapter gets the tokens of peft's own model, whatever adapters its batch has."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from tests.causal_models import VOCABULARY, build
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.base.errors import ConfigError, ModelError, RequestError
+from windlass.inference.llm import LLM
+from windlass.inference.outputs import RequestOutput
+from windlass.inference.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+
+# peft 0.21 asks transformers for a name that it deprecates
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+]
+
+ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_proj", "o_proj"], "bloom": ["dense"]}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {"r": 4, "lora_alpha": 9},
+    "root": {"r": 3, "lora_alpha": 5, "use_rslora": True},
+    "patterns": {"r": 2, "rank_pattern": {"0\\..*": 5}, "alpha_pattern": {"1\\..*": 11}},
+}
+
+
+def served(name: str) -> Any:
+    limit = {"gpt2": {"n_positions": 96}, "bloom": {}}.get(name, {"max_position_embeddings": 96})
+    return build(name, **limit).eval()
+
+
+def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> Path:
+    """Save an adapter whose products are large enough to change tokens."""
+    torch.manual_seed(seed)
+    tuned: Any = get_peft_model(copy.deepcopy(model), LoraConfig(init_lora_weights=False, **config))
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.5)
+    tuned.save_pretrained(directory)
+    return directory
+
+
+def reference(model: Any, directory: Path) -> Any:
+    return PeftModel.from_pretrained(copy.deepcopy(model), directory).eval()
+
+
+def write_three(model: Any, name: str, folder: Path) -> dict[str, Path]:
+    every = {"llama": "all-linear", "gpt2": ["c_attn", "c_proj", "c_fc"]}.get(name, ATTENTION[name])
+    found = {}
+    for seed, (adapter, config) in enumerate(ADAPTERS.items()):
+        targets = every if adapter == "patterns" else ATTENTION[name]
+        config = {**config, "target_modules": targets, "fan_in_fan_out": name == "gpt2"}
+        found[adapter] = write_adapter(model, folder / adapter, seed, **config)
+    return found
+
+
+def assert_adapters(model: Any, outputs: list[RequestOutput], directories: dict[str, Path]) -> None:
+    plain = [output.outputs[0].token_ids for output in outputs if output.lora_name is None]
+    assert plain
+    assert_greedy(model, [output for output in outputs if output.lora_name is None])
+    for adapter, directory in directories.items():
+        chosen = [output for output in outputs if output.lora_name == adapter]
+        assert chosen
+        assert_greedy(reference(model, directory), chosen)
+
+
+@pytest.mark.parametrize("budget", [6, 64])
+@pytest.mark.parametrize("name", sorted(ATTENTION))
+def test_mixed_adapters_generate_what_peft_does(name: str, budget: int, tmp_path: Path) -> None:
+    """The paged runner and, with bloom, that of models with their own cache; all requests share a prompt's begin."""
+    model = served(name)
+    directories = write_three(model, name, tmp_path)
+    before = copy.deepcopy(model.state_dict())
+    prompts = make_prompts(16, VOCABULARY, 7, shared=18)
+    wanted = [[None, *directories][number // 2 % 4] for number in range(16)]
+    options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 8), "kv_cache_tokens": 256}
+    with LLM(model, **options, max_model_len=32, lora=directories) as llm:
+        outputs = llm.generate(prompts, GREEDY, lora_request=wanted)
+        again = llm.generate(prompts, GREEDY, lora_request=wanted)  # from the prefix cache
+        assert llm.stats().kv_cache_usage == 0
+        # the module itself computes without adapters between steps
+        assert_greedy(model, [output for output in outputs if output.lora_name is None])
+    assert [output.lora_name for output in outputs] == wanted
+    assert_adapters(model, outputs, directories)
+    assert_adapters(model, again, directories)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_adapters_differ_from_one_another(tmp_path: Path) -> None:
+    """The law above could not fail if all adapters generated the same."""
+    model = served("llama")
+    directories = write_three(model, "llama", tmp_path)
+    with LLM(model, lora=directories, check_at_load=False) as llm:
+        outputs = llm.generate([[5, 6, 7]] * 4, GREEDY, lora_request=[None, *directories])
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 4
+
+
+def test_an_adapter_of_the_output_head_changes_the_wanted_rows(tmp_path: Path) -> None:
+    model = served("llama")
+    directory = write_adapter(model, tmp_path / "head", r=4, target_modules=["lm_head", "q_proj"])
+    prompts = make_prompts(9, VOCABULARY, 20)
+    wanted = [None, "head", None] * 3
+    with LLM(model, max_tokens_per_step=16, max_sequences=8, lora={"head": directory}) as llm:
+        outputs = llm.generate(prompts, GREEDY.replace(prompt_logprobs=0), lora_request=wanted)
+    assert_adapters(model, outputs, {"head": directory})
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_loaded_model_with_packed_weights_takes_adapters(deterministic: bool, tmp_path: Path) -> None:
+    """Query, key and value projections are one packed product, of which each layer returns a part."""
+    model = served("llama")
+    model.save_pretrained(tmp_path / "model")
+    directories = write_three(model, "llama", tmp_path)
+    prompts = make_prompts(12, VOCABULARY, 20)
+    wanted = [[None, *directories][number % 4] for number in range(12)]
+    found = []
+    for sequences in (8, 1):
+        options = {"max_tokens_per_step": 16, "max_sequences": sequences, "deterministic": deterministic}
+        with LLM(tmp_path / "model", skip_tokenizer_init=True, lora=directories, **options) as llm:
+            outputs = llm.generate(prompts, GREEDY, lora_request=wanted)
+        assert_adapters(model, outputs, directories)
+        found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+    if deterministic:
+        assert found[0] == found[1]
+
+
+def test_training_goes_on_between_steps_of_a_served_module(tmp_path: Path) -> None:
+    model = served("llama")
+    directory = write_adapter(model, tmp_path / "a", r=4, target_modules=["q_proj"])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted = model(ids, labels=ids).loss.item()
+    with LLM(model, lora={"a": directory}) as llm:
+        llm.engine.add_request("0", [5, 6, 7], GREEDY, lora_name="a")
+        llm.engine.step()
+        loss = model(ids, labels=ids).loss
+        assert loss.item() == wanted
+        loss.backward()
+        assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+        while llm.engine.has_requests():
+            outputs = llm.engine.step()
+    assert_greedy(reference(model, directory), outputs)
+
+
+def test_a_name_that_is_loaded_again_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    model = served("llama")
+    first = write_adapter(model, tmp_path / "1", 1, r=4, target_modules=["k_proj"])
+    second = write_adapter(model, tmp_path / "2", 2, r=4, target_modules=["k_proj", "v_proj"])
+    prompt = list(range(3, 40))
+    with LLM(model) as llm:
+        for directory in (first, second):
+            llm.engine.add_lora("a", directory)
+            assert llm.engine.lora_names == ["a"]
+            assert_greedy(reference(model, directory), llm.generate(prompt, GREEDY, lora_request="a"))
+            llm.engine.remove_lora("a")
+        assert_greedy(model, llm.generate(prompt, GREEDY))
+        with pytest.raises(RequestError, match="no adapter 'a'; loaded are none"):
+            llm.generate(prompt, GREEDY, lora_request="a")
+
+
+def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
+    model = served("llama")
+    directory = write_adapter(model, tmp_path / "a", r=4, target_modules=["k_proj"])
+    with LLM(model, lora={"a": directory}) as llm:
+        llm.engine.add_request("0", [3, 4], GREEDY, lora_name="a")
+        with pytest.raises(RequestError, match="1 unfinished requests use the adapter 'a'"):
+            llm.engine.remove_lora("a")
+        with pytest.raises(RequestError, match="'a' is loaded already"):
+            llm.engine.add_lora("a", directory)
+        with pytest.raises(RequestError, match="no adapter 'b'; loaded are a"):
+            llm.engine.remove_lora("b")
+        llm.engine.cancel("0")
+        llm.engine.remove_lora("a")
+
+
+def test_drafts_change_no_token_of_an_adapter(tmp_path: Path) -> None:
+    model = served("llama")
+    directories = write_three(model, "llama", tmp_path)
+    speculative = {"method": "draft", "model": served("llama"), "num_tokens": 3}
+    prompts, wanted = make_prompts(8, VOCABULARY, 12), [None, *directories] * 2
+    with LLM(model, lora=directories, speculative=speculative) as llm:
+        assert_adapters(model, llm.generate(prompts, GREEDY, lora_request=wanted), directories)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is .'lm_head'."),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"target_modules": ["embed_tokens"]}, "a change of an embedding"),
+    ],
+)
+def test_kinds_that_are_more_than_products_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = served("llama")
+    directory = write_adapter(model, tmp_path / "a", **{"r": 4, "target_modules": ["q_proj"], **config})
+    with pytest.raises(ModelError, match=message) as raised:
+        LLM(model, lora={"a": directory}, check_at_load=False)
+    assert "adapter 'a'" in str(raised.value)
+    assert "merge" in str(raised.value)
+
+
+def change_config(directory: Path, **values: Any) -> None:
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
+    model = served("llama")
+    good = write_adapter(model, tmp_path / "good", r=4, target_modules=["q_proj"])
+    weights = load_file(good / "adapter_model.safetensors")
+    some = next(key for key in weights if key.endswith("lora_B.weight"))
+
+    def damaged(name: str) -> Path:
+        return Path(shutil.copytree(good, tmp_path / name))
+
+    def with_weights(name: str, tensors: dict[str, torch.Tensor]) -> Path:
+        save_file(tensors, damaged(name) / "adapter_model.safetensors")
+        return tmp_path / name
+
+    (damaged("no_config") / "adapter_config.json").unlink()
+    (damaged("no_weights") / "adapter_model.safetensors").unlink()
+    (damaged("broken_json") / "adapter_config.json").write_text("{")
+    (damaged("short") / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
+    change_config(damaged("kind"), peft_type="IA3")
+    change_config(damaged("rank"), r=5)
+    change_config(damaged("alpha"), lora_alpha="much")
+    change_config(damaged("pattern"), rank_pattern={"(": 3})
+    change_config(damaged("pissa"), init_lora_weights="pissa_niter_4")
+    with_weights("half", {key: tensor for key, tensor in weights.items() if key != some})
+    with_weights("wide", {key: torch.zeros(99, 4) if key == some else tensor for key, tensor in weights.items()})
+    with_weights("elsewhere", {key.replace("layers.0", "layers.7"): tensor for key, tensor in weights.items()})
+    with_weights("empty", {})
+    messages = {
+        "missing": "no adapter_config.json",
+        "no_config": "no adapter_config.json",
+        "no_weights": "no adapter_model.safetensors; pickled adapters are not read",
+        "broken_json": "adapter_config.json cannot be read",
+        "short": "adapter_model.safetensors cannot be read",
+        "kind": "peft_type is 'IA3'",
+        "rank": "a rank of 5",
+        "alpha": "lora_alpha is 'much'; write a positive number",
+        "pattern": "no regular expression",
+        "pissa": "belongs to other base weights",
+        "half": "lacks lora_B of model.layers",
+        "wide": "from 32 to 99 features, and the layer of LlamaForCausalLM has 32 and 32",
+        "elsewhere": "model.layers.7.self_attn.q_proj, and LlamaForCausalLM has no such module",
+        "empty": "has no tensors",
+    }
+    with LLM(model, check_at_load=False) as llm:
+        for name, message in messages.items():
+            with pytest.raises(ModelError, match=message) as raised:
+                llm.engine.add_lora(name, tmp_path / name)
+            assert repr(name) in str(raised.value)
+        assert llm.engine.lora_names == []
+        assert_greedy(model, llm.generate([[3, 4]], GREEDY))
+
+
+def test_adapters_and_tensor_parallel_ranks_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="tp is 2; merge the adapter or set tp to 1"):
+        LLM("nowhere", lora={"a": "b"}, tp=2)

@@ -1,0 +1,228 @@
+"""Laws of the sampler: each parameter against transformers' processor, and draws against their distribution."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process as hf
+
+from windlass.inference.sampler import SequenceSampler, sample
+from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.token_draw import draw_one, draw_together
+
+VOCABULARY = 53
+
+
+def sampler(params: SamplingParams, prompt: list[int] = [3], generated: tuple[int, ...] = (), **more: Any) -> Any:  # noqa: B006
+    made = SequenceSampler(params, prompt, list(generated), params.seed or 0, **more)
+    for token in generated:
+        made.count(token)
+    return made
+
+
+def logits_of(seed: int, size: int = VOCABULARY, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def changed(logits: torch.Tensor, made: SequenceSampler) -> torch.Tensor:
+    result = logits.clone()
+    made.change_logits(result)
+    return result
+
+
+def support(logits: torch.Tensor, params: SamplingParams) -> set[int]:
+    """Tokens that are drawn by a fine grid of uniform numbers."""
+    grid = [(step + 0.5) / 4000 for step in range(4000)]
+    return {draw_one(logits, params, uniform) for uniform in grid}
+
+
+def wanted_support(processor: Any, logits: torch.Tensor) -> set[int]:
+    scores = processor(torch.zeros(1, 1, dtype=torch.long), logits[None].clone())[0]
+    probabilities = scores.softmax(-1)
+    return set((probabilities > 1 / 3000).nonzero()[:, 0].tolist())
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from(["top_k", "top_p", "min_p"]), st.floats(0.02, 0.98))
+def test_tokens_that_are_drawn_are_those_that_transformers_keeps(seed: int, name: str, value: float) -> None:
+    logits = logits_of(seed)
+    count = max(int(value * VOCABULARY), 1)
+    processor, params = {
+        "top_k": (hf.TopKLogitsWarper(count), SamplingParams(top_k=count)),
+        "top_p": (hf.TopPLogitsWarper(value), SamplingParams(top_p=value)),
+        "min_p": (hf.MinPLogitsWarper(value), SamplingParams(min_p=value)),
+    }[name]
+    kept = processor(torch.zeros(1, 1, dtype=torch.long), logits[None].clone())[0] > -math.inf
+    drawn = support(logits, params)
+    assert drawn <= set(kept.nonzero()[:, 0].tolist())
+    assert wanted_support(processor, logits) <= drawn
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9),
+    st.lists(st.integers(0, VOCABULARY - 1), max_size=9),
+    st.floats(0.2, 3),
+)
+def test_repetition_penalty_is_that_of_transformers(seed: int, prompt: list[int], new: list[int], value: float) -> None:
+    logits = logits_of(seed)
+    processor = hf.RepetitionPenaltyLogitsProcessor(value)
+    expected = processor(torch.tensor([prompt + new]), logits[None].clone())[0]
+    found = changed(logits, sampler(SamplingParams(repetition_penalty=value), prompt, tuple(new)))
+    torch.testing.assert_close(found, expected)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.integers(0, VOCABULARY - 1), max_size=20),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+)
+def test_presence_and_frequency_penalties_follow_their_formula(
+    seed: int, new: list[int], presence: float, frequency: float
+) -> None:
+    logits = logits_of(seed)
+    counts = torch.bincount(torch.tensor(new, dtype=torch.long), minlength=VOCABULARY).float()
+    params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
+    found = changed(logits, sampler(params, [1, 2], tuple(new)))
+    torch.testing.assert_close(found, logits - frequency * counts - presence * (counts > 0))
+
+
+def test_bad_words_and_the_shortest_length_are_those_of_transformers() -> None:
+    logits, words, new = logits_of(1), ((7,), (4, 5), (5, 4, 9)), (8, 5, 4)
+    found = changed(logits, sampler(SamplingParams(), [3], new, bad_words=words))
+    processor: Any = hf.NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=2)
+    torch.testing.assert_close(found, processor(torch.tensor([[3, *new]]), logits[None].clone())[0])
+    found = changed(logits, sampler(SamplingParams(min_tokens=4), [3], new, stop_ids=frozenset({2, 11})))
+    processor = hf.MinNewTokensLengthLogitsProcessor(1, 4, eos_token_id=[2, 11], device="cpu")
+    torch.testing.assert_close(found, processor(torch.tensor([[3, *new]]), logits[None].clone())[0])
+
+
+def test_biases_and_allowed_tokens() -> None:
+    logits = logits_of(2)
+    found = changed(logits, sampler(SamplingParams(logit_bias={3: 5.0, 9: -100.0}, allowed_token_ids=[3, 9, 50])))
+    assert (found > -math.inf).nonzero()[:, 0].tolist() == [3, 9, 50]
+    assert found[[3, 9, 50]].tolist() == [logits[3] + 5, logits[9] - 100, logits[50]]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=1.7, top_p=0.8),
+        SamplingParams(top_k=6, min_p=0.02),
+        SamplingParams(top_k=20, top_p=0.7),
+    ],
+)
+def test_draws_follow_their_distribution(params: SamplingParams) -> None:
+    """Chi-square of 20,000 draws by the sampler's own numbers."""
+    logits, draws = logits_of(3, 23), 20_000
+    scores = logits / params.temperature
+    if params.min_p:
+        scores = hf.MinPLogitsWarper(params.min_p)(None, scores[None])[0]
+    if params.top_k:
+        scores = hf.TopKLogitsWarper(params.top_k)(None, scores[None])[0]
+    if params.top_p < 1:
+        scores = hf.TopPLogitsWarper(params.top_p)(None, scores[None])[0]
+    expected = scores.double().softmax(-1) * draws
+    made = sampler(params.replace(seed=5))
+    counts = torch.zeros(23, dtype=torch.float64)
+    for _ in range(draws):
+        counts[draw_one(logits, params, made.draw())] += 1
+    assert counts[expected == 0].sum() == 0
+    likely = expected >= 5
+    statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum().item()
+    degrees = int(likely.sum()) - 1
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees), statistic
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.05, 3),
+    st.floats(0.05, 1),
+    st.integers(0, 60),
+    st.floats(0, 0.4),
+    st.floats(0, 1, exclude_max=True),
+    st.sampled_from([5, 600, 3000]),
+)
+def test_one_row_at_a_time_draws_what_all_rows_together_do(
+    seed: int, temperature: float, top_p: float, top_k: int, min_p: float, uniform: float, size: int
+) -> None:
+    """The weights of the drawn tokens differ by rounding at most: the order of tokens in the nucleus may be another."""
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    logits = logits_of(seed, size)
+    one = {draw_one(logits, params, (k + uniform) / 64) for k in range(64)}
+    rows = logits.expand(64, -1)
+    together = set(draw_together(rows, [params] * 64, [(k + uniform) / 64 for k in range(64)]).tolist())
+    kept = set(draw_together(rows, [params] * 64, [k / 64 for k in range(64)]).tolist()) | one | together
+    lowest = min(logits[token] for token in kept)
+    # what either draws, the other may draw: nothing above the lowest kept logit is missing from the nucleus
+    for token in one ^ together:
+        assert logits[token] >= lowest
+
+
+def test_a_wide_nucleus_is_the_same_as_by_sorting_everything() -> None:
+    """Flat logits, of which no threshold but the last one is enough, and peaked ones, of which the first is."""
+    for spread in (0.001, 1.0, 8.0):
+        logits = logits_of(4, 20_000, spread)
+        weights = (logits - logits.max()).exp()
+        ordered, ids = weights.double().sort(descending=True, stable=True)
+        cumulative = ordered.cumsum(0)
+        count = int((cumulative - ordered < float(weights.sum()) * 0.9).sum())
+        nucleus = ids[:count]
+        for uniform in (0.0, 0.3, 0.77, 0.999999):
+            place = int(torch.searchsorted(cumulative[:count], uniform * cumulative[count - 1], right=True))
+            assert draw_one(logits, SamplingParams(top_p=0.9), uniform) == nucleus[place]
+
+
+def test_a_row_draws_the_same_token_in_any_batch() -> None:
+    rows = torch.stack([logits_of(seed, 3000) for seed in range(8)])
+    params = [SamplingParams(seed=row, temperature=0.5 + row / 4, top_p=[1, 0.9][row % 2]) for row in range(8)]
+    together = [found.token for found in sample(rows, [sampler(p) for p in params])]
+    alone = [sample(rows[row : row + 1], [sampler(params[row])])[0].token for row in range(8)]
+    assert together == alone
+    assert together != [found.token for found in sample(rows, [sampler(p.replace(seed=99)) for p in params])]
+
+
+def test_greedy_ties_take_the_first_token_and_low_temperatures_the_highest() -> None:
+    logits = torch.tensor([[1.0, 4.0, 4.0, -math.inf], [9.0, 8.0, 1e30, 3e38]])
+    assert [found.token for found in sample(logits, [sampler(SamplingParams(temperature=0))] * 2)] == [1, 3]
+    cold = SamplingParams(temperature=1e-6)
+    assert [found.token for found in sample(logits, [sampler(cold.replace(seed=s)) for s in (1, 2)])][1] == 3
+    # equal logits share the probability
+    drawn = {draw_one(logits[0], cold, uniform / 10) for uniform in range(10)}
+    assert drawn == {1, 2}
+
+
+def test_tokens_with_a_logit_of_minus_infinity_are_never_drawn() -> None:
+    logits = torch.full((700,), -math.inf)
+    logits[[0, 650, 699]] = 0.0
+    for uniform in (0.0, 0.4, 1 - 2**-53):
+        assert draw_one(logits, SamplingParams(), uniform) in (0, 650, 699)
+        assert draw_one(logits, SamplingParams(top_p=0.5), uniform) in (0, 650, 699)
+
+
+def test_rows_without_a_token_report_an_error_and_leave_others_alone() -> None:
+    logits = torch.stack([logits_of(1), logits_of(2), torch.full((VOCABULARY,), math.nan), logits_of(4)])
+    greedy = SamplingParams(temperature=0, logprobs=1)
+    samplers = [
+        sampler(greedy),
+        sampler(greedy.replace(allowed_token_ids=[7]), bad_words=((7,),)),
+        sampler(greedy),
+        sampler(SamplingParams(allowed_token_ids=[7])),
+    ]
+    found = sample(logits, samplers)
+    assert [f.error is None for f in found] == [True, False, False, True]
+    assert "exclude all tokens; relax one" in str(found[1].error)
+    assert "highest logit of the model is nan" in str(found[2].error)
+    assert found[0].token == logits[0].argmax()
+    assert found[3].token == 7

@@ -1,0 +1,124 @@
+"""Law: drafts change no token, greedy or sampled, whatever proposes them and however it is scheduled."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.causal_models import VOCABULARY, build
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.base.errors import ModelError
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+
+
+def model_of(seed: int = 0, **changes: Any) -> Any:
+    return build("llama", seed, **{"max_position_embeddings": 96, **changes}).eval()
+
+
+def proposers() -> dict[str, dict[str, Any]]:
+    return {
+        "ngram": {"num_tokens": 4},
+        "same": {"method": "draft", "num_tokens": 3, "model": model_of()},
+        "other": {"method": "draft", "num_tokens": 2, "model": model_of(5, num_hidden_layers=1)},
+        "short": {"method": "draft", "num_tokens": 3, "model": model_of(max_position_embeddings=20)},
+        "own cache": {"method": "draft", "num_tokens": 2, "model": build("bloom").eval()},
+    }
+
+
+def tokens_of(outputs: Any) -> list[list[int]]:
+    return [answer.token_ids for output in outputs for answer in output.outputs]
+
+
+@pytest.mark.parametrize("name", sorted(proposers()))
+@pytest.mark.parametrize("cache", [112, 2048])
+def test_drafts_change_no_token(name: str, cache: int) -> None:
+    """With preemption in a small cache, shared prefixes, and answers up to the longest length."""
+    model = model_of()
+    prompts = make_prompts(10, VOCABULARY, 30, shared=18)
+    sampled = [SamplingParams(seed=n, max_tokens=24, temperature=0.7, top_p=0.9, n=1 + n % 2) for n in range(10)]
+    longest = GREEDY.replace(max_tokens=None)
+    options = {"kv_cache_tokens": cache, "max_model_len": 80, "max_tokens_per_step": 24, "max_sequences": 6}
+    found = []
+    for speculative in (None, proposers()[name]):
+        with LLM(model, check_at_load=False, speculative=speculative, **options) as llm:
+            greedy = llm.generate(prompts, GREEDY)
+            found.append((tokens_of(greedy), tokens_of(llm.generate(prompts, sampled))))
+            greedy += llm.generate(prompts[:2], longest)
+            stats = llm.stats()
+        assert_greedy(model, greedy)
+        assert stats.kv_cache_usage == 0
+        assert (stats.num_preemptions > 0) == (cache == 112)
+    assert found[0] == found[1]
+    assert stats.draft_tokens > 0
+    if name == "same":
+        assert stats.accepted_draft_tokens > 0.3 * stats.draft_tokens
+        # steps that compute several tokens of a sequence are fewer
+        assert stats.steps < stats.generation_tokens
+
+
+def test_the_draft_model_computes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache stays between steps: only accepted tokens and drafts are computed."""
+    model = model_of()
+    speculative = {"method": "draft", "num_tokens": 3, "model": model_of()}
+    with LLM(model, check_at_load=False, speculative=speculative) as llm:
+        proposer = llm.engine._proposer
+        run, computed = proposer._runner.run, 0
+
+        def counted(batch: Any) -> torch.Tensor:
+            nonlocal computed
+            computed += batch.num_tokens
+            return run(batch)
+
+        monkeypatch.setattr(proposer._runner, "run", counted)
+        llm.generate([list(range(3, 35))], GREEDY.replace(max_tokens=60))
+        assert computed < 32 + 60 * 1.5
+        assert not proposer._states
+
+
+def test_sampled_tokens_follow_the_distribution_of_the_model() -> None:
+    """Chi-square of the second token over 1,500 seeds, with a draft model that is wrong half of the time."""
+    model = model_of()
+    speculative = {"method": "draft", "num_tokens": 2, "model": model_of(5)}
+    prompt, draws = [5, 6, 7], 1500
+    first = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
+    expected = model(torch.tensor([[*prompt, first]])).logits[0, -1].double().softmax(-1) * draws
+    params = [SamplingParams(seed=seed, max_tokens=1) for seed in range(draws)]
+    with LLM(model, check_at_load=False, speculative=speculative, max_sequences=64) as llm:
+        outputs = llm.generate([[*prompt, first]] * draws, params)
+    counts = torch.bincount(torch.tensor([t[0] for t in tokens_of(outputs)]), minlength=VOCABULARY).double()
+    likely = expected >= 5
+    statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum().item()
+    degrees = int(likely.sum()) - 1
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def test_an_error_of_the_draft_model_stops_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of()
+    speculative = {"method": "draft", "num_tokens": 2, "model": model_of()}
+    with LLM(model, check_at_load=False, speculative=speculative) as llm:
+
+        def fail(batch: Any) -> torch.Tensor:
+            raise RuntimeError("the draft model's device is gone")
+
+        monkeypatch.setattr(llm.engine._proposer._runner, "run", fail)
+        monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+        outputs = llm.generate(make_prompts(4, VOCABULARY), GREEDY)
+        assert llm.stats().draft_tokens == 0
+    assert_greedy(model, outputs)
+    assert "speculative decoding has stopped" in caplog.text
+    assert "device is gone" in caplog.text
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    other = model_of(vocab_size=43)
+    with pytest.raises(ModelError, match="vocabulary of 43 tokens and the model one of 41"):
+        LLM(model_of(), check_at_load=False, speculative={"method": "draft", "model": other})

@@ -1,0 +1,84 @@
+"""Law: a recorded step computes what the modules compute, with the same bits for any batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.causal_models import VOCABULARY, build
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels.inference_path import get_inference_path
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=2)
+RECORDED = {
+    "llama": {"rms_norm", "rotary", "gate"},
+    "qwen3": {"rms_norm", "rotary", "gate"},
+    "phi3": {"rms_norm"},
+    "gemma2": {"rms_norm", "rotary", "gate"},
+    "gemma3": {"rms_norm", "rotary", "gate"},
+    "olmo2": {"rms_norm", "rotary", "gate"},
+    "gpt2": set(),
+    "opt": set(),
+    "gpt_neox": set(),
+    "glm": set(),
+    "cohere": set(),
+}
+EXPERTS = ("mixtral", "qwen2_moe", "gpt_oss")  # the rows of stacked matrices depend on the batch
+
+
+def saved(name: str, directory: Path) -> Any:
+    sizes = {"n_positions": 96} if name == "gpt2" else {"max_position_embeddings": 96}
+    wide = {"hidden_size": 64, "intermediate_size": 96} if name != "gpt2" else {"n_embd": 48}
+    wide = {} if name in ("gemma2", "gemma3", "opt", "qwen3", *EXPERTS) else wide
+    model = build(name, **sizes, **wide).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("name", [*RECORDED, *EXPERTS])
+def test_recorded_steps_generate_what_the_plain_model_does(name: str, tmp_path: Path) -> None:
+    if get_inference_path().module is None:
+        pytest.fail("the native kernels of inference are missing")
+    model = saved(name, tmp_path)
+    found = []
+    for budget, sequences in ((64, 8), (7, 3)):
+        with LLM(tmp_path, max_tokens_per_step=budget, max_sequences=sequences, skip_tokenizer_init=True) as llm:
+            program = getattr(llm.engine.runner, "program", None)
+            assert program is not None or name in EXPERTS
+            if name in RECORDED:
+                assert RECORDED[name] <= set(program.operators), f"not fused: {program.operators}"
+            outputs = llm.generate(make_prompts(14, VOCABULARY, 30), GREEDY)
+        assert_greedy(model, outputs)
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    if name in RECORDED:
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
+def test_weight_formats_serve_the_rounded_model(weights: str, tmp_path: Path) -> None:
+    import torch
+
+    from windlass.kernels.weight_format import get_weight_format
+
+    model = saved("llama", tmp_path)
+    with LLM(tmp_path, weights=weights, max_tokens_per_step=64, max_sequences=8, skip_tokenizer_init=True) as llm:
+        outputs = llm.generate(make_prompts(10, VOCABULARY, 30), GREEDY)
+    chosen = get_weight_format(weights)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(chosen.unpack(chosen.pack(module.weight)))
+    # int8 products round their input too
+    assert_greedy(model, outputs, tolerance=0.05 if weights == "int8" else 1e-3)
+
+
+def test_the_weights_of_a_loaded_model_are_held_once(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with LLM(tmp_path, skip_tokenizer_init=True) as llm:
+        model = llm.engine.runner.model
+        held = [name for name, p in model.named_parameters() if p.dim() == 2 and p.device.type != "meta"]
+        assert held == ["model.embed_tokens.weight"]

@@ -1,0 +1,133 @@
+"""Law: the text of a random model is in the language of the structured output, however it is scheduled."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.inference.text_models import byte_level_tokenizer, sentencepiece_tokenizer, text_model
+from windlass.base.errors import RequestError
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams, StructuredOutputsParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"flag": {"type": "boolean"}, "kind": {"enum": ["a", "bc"]}, "count": {"type": "integer"}},
+    "required": ["flag", "kind"],
+    "additionalProperties": False,
+}
+SUM = 'start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]{1,3}/'
+
+
+def obeys(params: StructuredOutputsParams, text: str) -> bool:
+    if params.json is not None:
+        value = json.loads(text)
+        return (
+            isinstance(value["flag"], bool) and value["kind"] in ("a", "bc") and set(value) <= set(SCHEMA["properties"])
+        )
+    if params.regex is not None:
+        return re.fullmatch(params.regex, text) is not None
+    if params.choice is not None:
+        return text in params.choice
+    return re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})*", text) is not None
+
+
+KINDS = [
+    StructuredOutputsParams(json=SCHEMA),
+    StructuredOutputsParams(json=json.dumps(SCHEMA)),
+    StructuredOutputsParams(regex="(ab|cd){2,5}x?"),
+    StructuredOutputsParams(choice=["yes", "no", 'a "quoted" \\ word\n', "東京"]),
+    StructuredOutputsParams(grammar=SUM),
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drafts": {"speculative": {"num_tokens": 3}},
+    "preempted": {"kv_cache_tokens": 256, "max_sequences": 8, "max_tokens_per_step": 8},
+}
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS))
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
+def test_texts_obey_their_structure(make: Any, option: str) -> None:
+    tokenizer = make()
+    model = text_model(tokenizer)
+    params = [
+        # a bias ends numbers and spaces of a random model
+        SamplingParams(
+            n=2,
+            seed=seed,
+            max_tokens=180,
+            structured_outputs=kind,
+            logit_bias={tokenizer.eos_token_id: 4.0},
+            bad_words=None,
+        )
+        for seed, kind in enumerate(KINDS * 2)
+    ]
+    settings = {"max_model_len": 256, "check_at_load": False, **OPTIONS[option]}
+    with LLM(model, tokenizer=tokenizer, **settings) as llm:
+        outputs = llm.generate(["the list "] * len(params), params)
+        stats = llm.stats()
+    complete = 0
+    for given, output in zip(params, outputs, strict=True):
+        assert output.error is None
+        for answer in output.outputs:
+            if answer.finish_reason == "stop":
+                complete += 1
+                assert given.structured_outputs is not None
+                assert obeys(given.structured_outputs, answer.text), answer.text
+    assert complete >= 16  # of 20; spaces in JSON may go on and on
+    assert stats.kv_cache_usage == 0
+    if option == "preempted":
+        assert stats.num_preemptions > 0
+
+
+def test_any_object_is_json() -> None:
+    tokenizer = byte_level_tokenizer()
+    params = SamplingParams(
+        temperature=0.8, seed=1, max_tokens=200, structured_outputs=StructuredOutputsParams(json_object=True)
+    )
+    ends = {token: 3.0 for text, token in tokenizer.get_vocab().items() if set(text) <= set('"}]:')}
+    with LLM(text_model(tokenizer), tokenizer=tokenizer, check_at_load=False) as llm:
+        outputs = llm.generate(["a"] * 6, [params.replace(seed=seed, logit_bias=ends) for seed in range(6)])
+    texts = [output.outputs[0].text for output in outputs if output.outputs[0].finish_reason == "stop"]
+    assert texts
+    assert all(isinstance(json.loads(text), dict) for text in texts)
+
+
+def test_a_complete_structure_ends_whatever_min_tokens_and_ignore_eos_ask() -> None:
+    tokenizer = byte_level_tokenizer()
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=40,
+        min_tokens=20,
+        ignore_eos=True,
+        structured_outputs=StructuredOutputsParams(choice=["yes", "no"]),
+    )
+    with LLM(text_model(tokenizer), tokenizer=tokenizer, check_at_load=False) as llm:
+        (output,) = llm.generate("a", params)
+    assert output.outputs[0].text in ("yes", "no")
+    assert output.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        StructuredOutputsParams(json={"type": "nothing"}),
+        StructuredOutputsParams(json="{"),
+        StructuredOutputsParams(json={"type": {1, 2}}),
+        StructuredOutputsParams(regex="(a"),
+        StructuredOutputsParams(grammar="start: other"),
+    ],
+)
+def test_structures_that_cannot_be_compiled_are_refused(wrong: StructuredOutputsParams) -> None:
+    tokenizer = byte_level_tokenizer()
+    with LLM(text_model(tokenizer), tokenizer=tokenizer, check_at_load=False) as llm:
+        with pytest.raises(RequestError, match="structured_outputs cannot be compiled: .") as raised:
+            llm.generate("a", SamplingParams(structured_outputs=wrong))
+        assert raised.value.parameter == "structured_outputs"
+        assert llm.generate("a", SamplingParams(max_tokens=2, temperature=0))[0].finished
+    with LLM(text_model(tokenizer), check_at_load=False) as llm, pytest.raises(RequestError, match="needs a tokenizer"):
+        llm.generate([3], SamplingParams(structured_outputs=KINDS[0]))

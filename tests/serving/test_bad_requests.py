@@ -1,0 +1,277 @@
+"""Tests that invalid requests get a status, a message that names the field, and do no harm to other requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
+from tests.serving.harness import client_of, server_on_thread
+from windlass.serving.server_settings import ApiKeys
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    return client_of(FakeEngine(), max_body_bytes=100_000, max_prompts=8, max_output_tokens=300)
+
+
+def refused(client: TestClient, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    """Return the error of a refused request, in OpenAI's form."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.post(path, content=data, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and "Traceback" not in answer.text
+    assert answer.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "line 1, column 2"),
+        (b"[1]", "array"),
+        (b"null", "null"),
+        (b'{"prompt": "\xff"}', "not UTF-8 at byte 12"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN"),
+        (b'{"prompt": "a", "temperature": -Infinity}', "-Infinity"),
+        (b'{"prompt": "a", "temperature": 1e999}', "1e999"),
+        (b'{"prompt": "\\ud800"}', "surrogate \\ud800"),
+        (b'{"prompt": ' + b"[" * 99_000, "nested"),
+        (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", "nested"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", "digits"),
+    ],
+)
+def test_a_body_that_is_no_json_object(client: TestClient, body: bytes, part: str) -> None:
+    error = refused(client, TEXT, body)
+    assert part in error["message"] and error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter", "part"),
+    [
+        ({}, "prompt", "required"),
+        ({"prompt": ""}, None, None),  # the tokenizer adds a token: this one is served
+        ({"prompt": []}, "prompt", "send a text"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt.0"),
+        ({"prompt": [[1], [True]]}, "prompt", "prompt.1"),
+        ({"prompt": [-1]}, "prompt", "prompt.0"),
+        ({"prompt": [2_000_000]}, "prompt", "vocabulary"),
+        ({"prompt": ["a"] * 9}, "prompt", "allows 8"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        ({"prompt": "a", "temperature": "1"}, "temperature", "valid number"),
+        ({"prompt": "a", "n": True}, "n", "valid integer"),
+        ({"prompt": "a", "n": 0}, "n", "at least 1"),
+        ({"prompt": "a", "n": 100_000}, "n", "at most 128"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"prompt": "a", "max_tokens": 301}, "max_tokens", "allows 300"),
+        ({"prompt": "a", "max_tokens": 511}, "max_tokens", "context window"),
+        ({"prompt": "a", "best_of": 3, "stream": True}, "best_of", "stream = false"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
+        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "Extra"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x'"),
+        ({"prompt": "a", "stop": [""]}, "stop", "non-empty"),
+        ({"prompt": "a", "tempurature": 1}, "tempurature", "did you mean temperature"),
+        ({"prompt": "a", "use_beam_search": True}, "use_beam_search", "beam search"),
+        ({"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "both constrain"),
+        ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "nothing"),
+        ({"prompt": "a", "structured_outputs": {"rege": "a"}}, "rege", "did you mean regex"),
+        ({"prompt": "a", "sla": {"first_token_seconds": 0}}, "sla", "positive"),
+    ],
+)
+def test_a_completion_with_an_invalid_field(client: TestClient, body: Any, parameter: str, part: str) -> None:
+    if part is None:
+        assert client.post(TEXT, json=body).status_code == 200
+        return
+    error = refused(client, TEXT, body)
+    assert part in error["message"] and error["param"] == parameter, error
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter", "part"),
+    [
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role", "None"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "3"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            "messages.0.content.0.type",
+            "text only",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+            "not JSON",
+        ),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "needs tool_call_id"),
+        ({"tools": [{"type": "web"}]}, "tools.0", "no function"),
+        ({"tools": [WEATHER, WEATHER]}, "tools.1.function.name", "once"),
+        ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice", "required"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "function of tools",
+        ),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "excludes"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "structured_outputs", "both"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs = true"),
+        ({"logprobs": True, "top_logprobs": 1000}, "logprobs", "at most"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "send one"),
+        ({"functions": []}, "functions", "use tools"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "chat_template_kwargs"),
+        ({"store": True}, "store", "write false"),
+        ({"modalities": ["text", "audio"]}, "modalities", "text only"),
+        ({"chat_template": "x"}, "chat_template", "--chat-template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "exclude"),
+        ({"echo": True}, "echo", "not supported"),
+    ],
+)
+def test_a_chat_with_an_invalid_field(client: TestClient, fields: Any, parameter: str, part: str) -> None:
+    error = refused(client, CHAT, {**HELLO, **fields})
+    assert part in error["message"] and error["param"] == parameter, error
+
+
+def test_harmless_fields_and_null_are_accepted(client: TestClient) -> None:
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "modalities": ["text"]}
+    empty = {"functions": None, "audio": None, "temperature": None, "reasoning_effort": None, "tools": None}
+    echoed = {"role": "assistant", "content": "hi", "refusal": None, "audio": None, "tool_calls": None}
+    body = {"messages": [*HELLO["messages"], echoed, *HELLO["messages"]], **harmless, **empty}
+    assert client.post(CHAT, json=body).status_code == 200
+
+
+def test_other_bad_requests(client: TestClient) -> None:
+    assert "suffix" not in refused(client, TEXT, {"prompt": "a", "model": "x"}, 404)["message"]
+    assert refused(client, "/v1/nothing", {}, 404)["code"] == "unknown_path"
+    answer = client.get(TEXT)
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+    answer = client.post(TEXT, content=b"{}", headers={"content-type": "text/plain"})
+    assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_content_type"
+    error = refused(client, "/v1/embeddings", {"input": "a", "dimensions": 3})
+    assert error["param"] == "dimensions"
+    assert refused(client, "/v1/embeddings", {"input": "a" * 600})["code"] == "context_length_exceeded"
+    assert refused(client, "/detokenize", {"tokens": [1, -5]})["param"] == "tokens"
+
+
+def test_a_chat_without_a_template() -> None:
+    client = client_of(FakeEngine(tokenizer=CharacterTokenizer(chat_template=None)))
+    assert refused(client, CHAT, HELLO)["code"] == "no_chat_template"
+    client = client_of(FakeEngine(tokenizer=CharacterTokenizer(chat_template=None)), chat_template="fixed")
+    answer = client.post(CHAT, json={**HELLO, "max_tokens": 5}).json()
+    assert answer["choices"][0]["message"]["content"] == "fixed"
+
+
+def test_an_unexpected_error_shows_an_id_and_no_cause(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+
+    async def embed(prompts: list[list[int]]) -> list[list[float]]:
+        raise ZeroDivisionError("a secret path")
+
+    engine.embed = embed  # type: ignore[method-assign]
+    answer = client_of(engine).post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "my-id"})
+    assert answer.status_code == 500 and answer.headers["x-request-id"] == "my-id"
+    assert "my-id" in answer.json()["error"]["message"] and "secret" not in answer.text
+
+
+def test_an_error_in_mid_stream_is_the_last_event() -> None:
+    engine = FakeEngine()
+    client = client_of(engine)
+    original = engine._state
+
+    def fail_later(*arguments: Any) -> Any:
+        if arguments[3] == 3:
+            raise ZeroDivisionError("secret")
+        return original(*arguments)
+
+    engine._state = fail_later  # type: ignore[method-assign]
+    text = client.post(TEXT, json={"prompt": "abc", "stream": True}).text
+    events = [part.removeprefix("data: ") for part in text.strip().split("\n\n")]
+    assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["type"] == "internal_server_error"
+    assert "secret" not in text and len(events) == 4
+    assert client.post(TEXT, json={"prompt": "abc", "max_tokens": 2}).status_code == 200
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    engine = FakeEngine(max_running=0)
+    client = client_of(engine)
+    for stream in (False, True):
+        answer = client.post(TEXT, json={"prompt": "a", "stream": stream})
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert 'vllm:admission_rejections_total{engine="0",model_name="m"} 2.0' in client.get("/metrics").text
+
+
+def test_a_server_that_is_not_ready_is_503() -> None:
+    client = client_of(None)
+    assert client.get("/health").status_code == 200
+    for answer in (client.get("/ready"), client.post(TEXT, json={"prompt": "a"}), client.get("/v1/models")):
+        assert (
+            answer.status_code == 503 and answer.headers["retry-after"] and answer.json()["error"]["code"] == "loading"
+        )
+
+
+def test_keys_guard_everything_but_the_status(tmp_path: Any) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# keys\none\n\n  two  \n")
+    client = client_of(FakeEngine(), api_keys=ApiKeys.from_file(path))
+    for path_name in ("/health", "/ready", "/version", "/metrics", "/"):
+        assert client.get(path_name).status_code == 200
+    for headers in (
+        {},
+        {"authorization": "Bearer three"},
+        {"authorization": "Basic one"},
+        {"authorization": "Bearer "},
+    ):
+        answer = client.get("/v1/models", headers=headers)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert client.post("/tokenize", json={"prompt": "a"}, headers=headers).status_code == 401
+    for key in ("one", "two"):
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_a_huge_body_gets_413_and_is_not_kept() -> None:
+    import http.client
+    from urllib.parse import urlsplit
+
+    with server_on_thread(FakeEngine(), max_body_bytes=10_000) as address:
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        # a chunked body, whose length is not declared, and a declared one, both sent to their end
+        for body in ((b"x" * 2**20 for _ in range(100)), b"x" * (100 * 2**20)):
+            connection.request("POST", TEXT, body, headers, encode_chunked=not isinstance(body, bytes))
+            answer = connection.getresponse()
+            assert answer.status == 413 and "10,000 bytes" in answer.read().decode()
+        connection.close()
+
+
+def test_a_chat_beyond_the_window_names_its_messages(client: TestClient) -> None:
+    error = refused(client, CHAT, {"messages": [{"role": "user", "content": "a" * 600}]})
+    assert error["param"] == "messages" and error["code"] == "context_length_exceeded"
+
+
+def test_pages_of_other_origins_are_refused_unless_allowed() -> None:
+    preflight = {
+        "origin": "https://example.org",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type",
+    }
+    assert client_of(FakeEngine()).options(TEXT, headers=preflight).status_code == 405
+    client = client_of(FakeEngine(), allowed_origins=("https://example.org",))
+    answer = client.options(TEXT, headers=preflight)
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://example.org"
+    answer = client.post(TEXT, json={"prompt": "a"}, headers={"origin": "https://example.org"})
+    assert answer.headers["access-control-allow-origin"] == "https://example.org"
+    assert client.options(TEXT, headers={**preflight, "origin": "https://other.org"}).status_code == 400

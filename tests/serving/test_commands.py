@@ -1,0 +1,149 @@
+"""Tests of the commands `windlass serve` and `windlass chat`, up to the model."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.serving.fake_engine import CharacterTokenizer, FakeEngine
+from windlass.cli.chat import Conversation, talk
+from windlass.cli.main import main
+from windlass.inference.sampling_params import SamplingParams
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Directory that looks like a model; loading it would fail."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("not json")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--kv-dtype", "fp64"], "kv_dtype is 'fp64'"),
+        (["--dtype", "fp7"], "dtype is 'fp7'"),
+        (["--policy", "fifo"], "policy is 'fifo'"),
+        (["--max-sequences", "0"], "max_sequences is 0"),
+        (["--max-sequences", "600"], "more than max_tokens_per_step"),
+        (["--max-gap-ms", "-1"], "max_gap_ms is -1"),
+        (["--tool-calls", "xml"], "--tool-calls is 'xml'"),
+        (["--max-body-bytes", "3"], "--max-body-bytes is 3"),
+        (["--drain-timeout", "-1"], "--drain-timeout is -1"),
+        (["--drain-timeout", "nan"], "--drain-timeout is nan"),
+        (["--max-output-tokens", "0"], "--max-output-tokens is 0"),
+        (["--served-model-name", ""], "--served-model-name is empty"),
+        (["--lora", "name"], "write NAME=DIRECTORY"),
+        (["--lora", "a=/nowhere"], "no adapter of peft"),
+        (["--lora", "model=/nowhere"], "used twice"),
+        (["--api-key-file", "/nowhere"], "/nowhere"),
+        (["--chat-template", "/nowhere"], "/nowhere"),
+        (["--host", "203.0.113.1", "--port", "0"], "cannot listen on 203.0.113.1"),
+        (["--host", "no host"], "'no host' is not an address"),
+    ],
+)
+def test_options_are_checked_before_the_model_is_loaded(
+    model: Path, options: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("serve", str(model), *options) == 1
+    error = capsys.readouterr().err
+    assert part in error and error.startswith("windlass: ") and error.count("\n") == 1
+
+
+def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("serve", str(tmp_path)) == 1
+    assert "is no model: it has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"# only a comment\n", b"\xff\n", b"x" * 2**21])
+def test_a_key_file_without_keys(
+    model: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    assert call("serve", str(model), "--api-key-file", str(path)) == 1
+    assert f"--api-key-file {path}" in capsys.readouterr().err
+
+
+def converse(engine: FakeEngine, *lines: str, params: SamplingParams | None = None) -> tuple[str, Conversation]:
+    """Return the output of a conversation and its state at the end."""
+    output = io.StringIO()
+    conversation = Conversation(engine, params or SamplingParams(max_tokens=20), "Be brief.")
+    typed: Iterator[str | None] = iter([*lines, None])
+    with asyncio.Runner() as runner:
+        talk(conversation, runner, Console(file=output, width=200), lambda: next(typed))
+    return output.getvalue(), conversation
+
+
+def test_a_conversation_keeps_its_messages() -> None:
+    engine = FakeEngine(answer="yes")
+    output, conversation = converse(engine, "one", "  ", "two")
+    assert output.count("yes\n[3 tokens") == 2
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "one", "yes", "two", "yes"]
+    prompt = engine.tokenizer.decode(engine.seen[1][0])
+    assert prompt == "<system>Be brief.<user>one<assistant>yes<user>two<assistant>"
+
+
+def test_commands_of_a_conversation() -> None:
+    output, conversation = converse(FakeEngine(answer="yes"), "one", "/clear", "two", "/exit", "three")
+    assert output.count("yes") == 2 and "begins anew" in output
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "two", "yes"]
+
+
+def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:
+    output, _ = converse(FakeEngine(answer="a\x1b[31mb"), "one")
+    assert "\x1b" not in output and "\\x1b" in output
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    import _thread
+
+    engine = FakeEngine(answer="abcdefgh", step_seconds=0.01)
+    original = engine._state
+
+    def interrupt_at_three(*arguments: Any) -> Any:
+        if arguments[3] == 3 and not engine.finished:
+            _thread.interrupt_main()
+        return original(*arguments)
+
+    engine._state = interrupt_at_three  # type: ignore[method-assign]
+    output, conversation = converse(engine, "one", "two")
+    assert "stopped]" in output and output.count("[8 tokens") == 1
+    contents = [message["content"] for message in conversation.messages]
+    assert contents[2] in ("abc", "abcd") and contents[3:] == ["two", "abcdefgh"]
+    assert engine.finished == {"abort": 1, "stop": 1} and not engine.running
+
+
+def test_a_conversation_that_is_too_long_is_an_error_of_that_message() -> None:
+    class Full(FakeEngine):
+        async def stream(self, prompt: Any, params: Any, **options: Any) -> Any:
+            from windlass.base.errors import RequestError
+
+            if len(prompt) > 60:
+                raise RequestError("the prompt is too long; use /clear")
+            async for output in super().stream(prompt, params, request_id="one", **options):
+                yield output
+
+    output, conversation = converse(Full(answer="yes"), "x" * 100, "short")
+    assert "the prompt is too long" in output and "yes" in output
+    assert [message["content"] for message in conversation.messages] == ["Be brief.", "short", "yes"]
+
+
+def test_a_model_without_a_chat_template_continues_the_text() -> None:
+    engine = FakeEngine(answer="yes", tokenizer=CharacterTokenizer(chat_template=None))
+    _, conversation = converse(engine, "one")
+    assert conversation.messages[-1]["content"] == "yes"

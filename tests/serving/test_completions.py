@@ -1,0 +1,152 @@
+"""Tests of the forms of completions, and of fields beyond OpenAI's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.harness import client_of, events_of
+from windlass.inference.sampling_params import SamplingParams
+from windlass.serving.event_stream import encode_event
+from windlass.serving.logprob_format import LogprobFormat
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("ab", [[1, 97, 98]]),
+        (["a", "b"], [[1, 97], [1, 98]]),
+        ([5, 6], [[5, 6]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+        (["a", [7]], [[1, 97], [7]]),
+    ],
+)
+def test_each_form_of_a_prompt_reaches_the_engine(prompt: object, prompts: list[list[int]]) -> None:
+    engine = FakeEngine()
+    answer = client_of(engine).post(TEXT, json={"prompt": prompt, "max_tokens": 1}).json()
+    assert [seen[0] for seen in engine.seen] == prompts
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(prompts)))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    engine = FakeEngine()
+    fields = {
+        **{"n": 2, "best_of": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7},
+        **{"presence_penalty": 0.2, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 1},
+        **{"stop": ["x", "y"], "stop_token_ids": [3], "ignore_eos": True, "include_stop_str_in_output": True},
+        **{"skip_special_tokens": False, "allowed_token_ids": [1, 2], "bad_words": ["z"], "max_tokens": 9},
+        **{"logprobs": 2, "prompt_logprobs": 1},
+    }
+    body = {"prompt": "a", **fields, "logit_bias": {"5": -1.5}, "priority": 4}
+    assert client_of(engine).post(TEXT, json=body).status_code == 200
+    _, params, _, priority = engine.seen[0]
+    assert params == SamplingParams(**{**fields, "logit_bias": {5: -1.5}}) and priority == 4
+
+
+def test_the_default_length_is_16_tokens_of_a_completion_and_the_window_of_a_chat() -> None:
+    engine = FakeEngine(max_model_len=100)
+    client = client_of(engine, max_output_tokens=80)
+    client.post(TEXT, json={"prompt": "a"})
+    client.post(TEXT, json={"prompt": "a" * 90})
+    client.post(CHAT, json={"messages": [{"role": "user", "content": "a"}]})
+    client.post(CHAT, json={"messages": [{"role": "user", "content": "a" * 50}]})
+    lengths = [params.max_tokens for _, params, *_ in engine.seen]
+    assert lengths == [16, 9, 80, 100 - len("<user><assistant>") - 50]
+
+
+def test_echo_with_logprobs_alone_generates_nothing() -> None:
+    """Evaluation harnesses send `max_tokens: 0`."""
+    client = client_of(FakeEngine())
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = client.post(TEXT, json=body).json()
+    choice = answer["choices"][0]
+    assert choice["text"] == "abc" and choice["logprobs"]["tokens"] == ["", "a", "b", "c"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0, -1.0]
+    assert answer["usage"]["completion_tokens"] == 0
+    event = events_of(client.post(TEXT, json={**body, "stream": True}).text)[0]["choices"][0]
+    assert {**event, "finish_reason": "length"} == choice
+
+
+def test_a_stop_text_ends_the_answer_and_is_named() -> None:
+    client = client_of(FakeEngine(answer="one two three"))
+    body = {"prompt": "a", "stop": [" t"], "max_tokens": 50}
+    choice = client.post(TEXT, json=body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", " t")
+
+
+def test_usage_counts_cached_tokens_and_can_come_with_every_event() -> None:
+    client = client_of(FakeEngine())
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, prompt in ((TEXT, {"prompt": "ab"}), (CHAT, {"messages": [{"role": "user", "content": "ab"}]})):
+        body = {**prompt, "stream": True, "max_tokens": 3, "stream_options": options}
+        events = events_of(client.post(path, json=body).text)
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts) and counts[-1] == 3 and events[-1]["choices"] == []
+        assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        plain = events_of(client.post(path, json={**body, "stream_options": {"include_usage": True}}).text)
+        assert [event["usage"] for event in plain[:-1]] == [None] * (len(plain) - 1)
+        assert plain[-1]["usage"] == events[-1]["usage"]
+
+
+def test_events_are_ascii_so_that_no_character_ends_a_line() -> None:
+    text = "a\u2028b\x85c\n\nd\re\U0001f600\ud800"
+    event = encode_event({"text": text})
+    assert event.isascii() and event.count(b"\n") == 2 and b"\r" not in event
+    assert json.loads(event.removeprefix(b"data: "))["text"] == text
+
+
+def test_lone_surrogates_in_an_answer_do_not_break_it() -> None:
+    answer = client_of(FakeEngine(answer="a\ud800b")).post(TEXT, json={"prompt": "a"})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "a?b"
+
+
+def test_bytes_of_tokens_that_are_parts_of_a_character() -> None:
+    class ByteLevel:
+        def decode(self, tokens: list[int]) -> str:
+            return "�"
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return {1: "Ã", 2: "<0xA9>", 3: "☃"}[token]
+
+    format_ = LogprobFormat(ByteLevel())
+    entries = [format_._entry(token, -1.0, {}) for token in (1, 2, 3)]
+    assert [bytes(entry["bytes"]) for entry in entries] == [b"\xc3", b"\xa9", "�".encode()]
+
+
+def test_the_text_of_tokens_and_back() -> None:
+    client = client_of(FakeEngine())
+    answer = client.post("/tokenize", json={"prompt": "hé", "return_token_strs": True}).json()
+    assert answer == {"count": 3, "max_model_len": 512, "tokens": [1, 104, 233], "token_strs": ["\x01", "h", "é"]}
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "hé"}
+    chat = {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False}
+    tokens = client.post("/tokenize", json=chat).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "<user>a"
+
+
+def test_metrics_have_vllms_names_and_the_engines_counts() -> None:
+    client = client_of(FakeEngine(step_seconds=0.001))
+    client.post(TEXT, json={"prompt": "abc", "max_tokens": 5})
+    client.post(TEXT, json={"prompt": "abc", "n": 0})
+    lines = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
+    labels = '{engine="0",model_name="m"}'
+    expected = {
+        f"vllm:num_requests_running{labels}": 0,
+        f"vllm:num_requests_waiting{labels}": 0,
+        f"vllm:kv_cache_usage_perc{labels}": 0,
+        f"vllm:prompt_tokens_total{labels}": 4,
+        f"vllm:generation_tokens_total{labels}": 5,
+        f"vllm:iteration_tokens_total_sum{labels}": 5,
+        f"vllm:time_to_first_token_seconds_count{labels}": 1,
+        f"vllm:e2e_request_latency_seconds_count{labels}": 1,
+        f"vllm:inter_token_latency_seconds_count{labels}": 4,
+        f"vllm:request_generation_tokens_sum{labels}": 5,
+        'vllm:request_success_total{engine="0",finished_reason="length",model_name="m"}': 1,
+        'windlass:http_requests_total{engine="0",path="/v1/completions",status="200"}': 1,
+        'windlass:http_requests_total{engine="0",path="/v1/completions",status="400"}': 1,
+    }
+    assert {name: float(lines[name]) for name in expected} == expected

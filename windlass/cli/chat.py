@@ -1,0 +1,166 @@
+"""Command `windlass chat`: a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from windlass.base.errors import RequestError, WindlassError
+from windlass.base.printable_console import PrintableConsole
+from windlass.base.text import escape_unprintable
+
+if TYPE_CHECKING:
+    from windlass.serving.served_engine import ServedEngine
+
+_HELP = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="Hugging Face directory or name, or OUT of `windlass train`.")],
+    system: Annotated[str | None, typer.Option(help="Instructions to the model before the conversation.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of one answer. [what the model can hold]")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens that together have this probability.")
+    ] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random draws. [random]")] = None,
+    dtype: Annotated[str, typer.Option(help="Weights: auto (as in the files), fp32, bf16 or fp16.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as the weights), fp32, bf16 or int8.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of the whole conversation. [the model's]")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
+    ] = False,
+) -> None:
+    """Talk with MODEL. The model remembers the conversation; equal beginnings are computed once."""
+    from windlass.cli.training.run_folder import export_directory_of
+    from windlass.inference.sampling_params import SamplingParams
+    from windlass.serving.engine_loading import EngineSource
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    directory = str(export_directory_of(Path(model))) if Path(model).is_dir() else model
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "max_model_len": max_model_len,
+        "trust_remote_code": trust_remote_code,
+        "max_sequences": 1,
+    }
+    console = PrintableConsole(soft_wrap=True, highlight=False, markup=False)
+    with asyncio.Runner() as runner:
+        with console.status(f"loading {model}"):
+            engine = runner.run(EngineSource(directory, options).load())
+        try:
+            conversation = Conversation(engine, params, system)
+            talk(conversation, runner, console, _read_line)
+        finally:
+            runner.run(engine.shutdown(drain=False))
+
+
+class Conversation:
+    """Messages so far, and the engine that answers.
+
+    Attributes:
+        messages: in the form of chat templates; without a chat template, their texts are joined.
+        tokens, seconds: of the last answer, from its first token on.
+    """
+
+    def __init__(self, engine: ServedEngine, params: Any, system: str | None) -> None:
+        self._engine = engine
+        self._params = params
+        self._system = system
+        self.tokens, self.seconds = 0, 0.0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all messages but the instructions."""
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    async def answer(self, text: str) -> AsyncIterator[str]:
+        """Yield the answer to a message as it grows. A cancelled answer stays in the conversation as far as it came.
+
+        Raises:
+            RequestError: the conversation is longer than the model can hold.
+        """
+        self.messages.append({"role": "user", "content": text})
+        shown = ""
+        self.tokens, self.seconds = 0, 0.0
+        stream = self._engine.stream(self._prompt(), self._params)
+        first = None
+        try:
+            async for output in stream:
+                answer = output.outputs[0]
+                now = time.monotonic()
+                first = now if first is None else first
+                self.tokens, self.seconds = len(answer.token_ids), now - first
+                piece, shown = answer.text[len(shown) :], answer.text
+                if piece:
+                    yield piece
+        except RequestError:
+            self.messages.pop()
+            raise
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+            if shown:
+                self.messages.append({"role": "assistant", "content": shown})
+
+    def _prompt(self) -> str | list[int]:
+        tokenizer = self._engine.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return "\n".join(message["content"] for message in self.messages)
+        text = tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))  # templates write special tokens themselves
+
+
+def talk(
+    conversation: Conversation, runner: asyncio.Runner, console: Console, read_line: Callable[[], str | None]
+) -> None:
+    """Answer one line after the other until the end of input."""
+    console.print(_HELP, style="dim")
+    while (line := read_line()) is not None:
+        text = line.strip()
+        if text in ("/exit", "/quit"):
+            return
+        if text == "/clear":
+            conversation.clear()
+            console.print("the conversation begins anew", style="dim")
+        elif text:
+            with contextlib.suppress(KeyboardInterrupt):
+                runner.run(_show_answer(conversation, console, text))
+
+
+async def _show_answer(conversation: Conversation, console: Console, text: str) -> None:
+    stopped = ""
+    answer = conversation.answer(text)
+    try:
+        async for piece in answer:
+            console.out(escape_unprintable(piece), end="", highlight=False)
+    except asyncio.CancelledError:
+        stopped = ", stopped"
+        raise
+    except WindlassError as error:
+        console.print(str(error), style="red")
+    finally:
+        await answer.aclose()  # type: ignore[attr-defined]
+        speed = f", {(conversation.tokens - 1) / conversation.seconds:.1f} tokens/s" if conversation.seconds else ""
+        console.print(f"\n[{conversation.tokens} tokens{speed}{stopped}]", style="dim")
+
+
+def _read_line() -> str | None:
+    """Return the next line of the user; None at the end of input. Ctrl-C empties the line."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print()

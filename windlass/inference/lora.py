@@ -1,0 +1,254 @@
+"""LoRA adapters of a served model: several in one batch, each for the rows of its sequences.
+
+[Note: adapters of rows] The layers of a step compute all its tokens in one row. While a batch with adapters runs, the
+forward of each target layer is wrapped: it computes the layer's own output, and then adds `x @ a.T @ b.T` to the rows
+of each adapter (Chen et al. 2023, Punica). Outside of such a batch the module is as it was, so it can be trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError, RequestError
+from windlass.inference.lora_files import LowRankWeight, read_lora
+from windlass.inference.model_forward import CausalForward, find_device
+from windlass.inference.packed_modules import can_pack
+from windlass.inference.step_batch import StepBatch
+from windlass.kernels.packed_gemm import pack_weight, packed_linear
+
+Rows = slice | torch.Tensor
+RowGroups = list[tuple[str, Rows]]
+
+_PROBE_TOKENS, _PROBE_ROWS = 7, 2
+
+
+class LoraLayer:
+    """Product with the two matrices of one layer.
+
+    Args:
+        packs: use packed products, whose rows do not depend on one another (see [Note: batch-invariant products]).
+    """
+
+    def __init__(self, weight: LowRankWeight, device: torch.device, *, packs: bool) -> None:
+        self._products: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            _packed_product(side) if packs else _plain_product(side.to(device)) for side in (weight.a, weight.b)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the change `[rows, out_features]` for `x` `[rows, in_features]`, float32."""
+        down, up = self._products
+        return up(down(x.float()))
+
+
+def _packed_product(matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    panels = pack_weight(matrix, "fp32")
+    return lambda x: packed_linear(x, panels)
+
+
+def _plain_product(matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: nn.functional.linear(x, matrix)
+
+
+class LoraAdapters:
+    """Adapters of one model by name.
+
+    Args:
+        model: the served module, on one device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._device = find_device(model)
+        self._packs = can_pack(model)
+        self._adapters: dict[str, dict[str, LoraLayer]] = {}
+        self._salts: dict[str, bytes] = {}
+        self._serials = itertools.count()
+        self._modules = dict(model.named_modules())
+        self._tokens: RowGroups = []
+        self._logits: RowGroups = []
+        self._counts = (0, 0)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the loaded adapters."""
+        return list(self._adapters)
+
+    def add(self, name: str, directory: str | Path) -> None:
+        """Load an adapter of peft.
+
+        Raises:
+            ModelError: it cannot be read, or does not fit the model. Nothing has changed.
+            RequestError: an adapter of this name is loaded.
+        """
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"the name of an adapter is {name!r}; write a non-empty text", parameter="lora_name")
+        if name in self._adapters:
+            raise RequestError(f"an adapter {name!r} is loaded already; remove it first", parameter="lora_name")
+        weights = read_lora(name, directory)
+        for path, weight in weights.items():
+            self._check(name, path, weight)
+        self._check_rows(name, weights)
+        self._adapters[name] = {
+            path: LoraLayer(weight, self._device, packs=self._packs) for path, weight in weights.items()
+        }
+        # another adapter under the same name has other keys and values
+        self._salts[name] = hashlib.blake2b(f"{next(self._serials)}/{name}".encode(), digest_size=16).digest()
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        self.check_name(name)
+        del self._adapters[name], self._salts[name]
+
+    def check_name(self, name: str) -> None:
+        """Raise a RequestError if there is no adapter of this name."""
+        if name not in self._adapters:
+            raise RequestError(
+                f"there is no adapter {name!r}; loaded are {', '.join(self._adapters) or 'none'}", parameter="lora_name"
+            )
+
+    def cache_salt(self, name: str) -> bytes:
+        """Return bytes that separate the prefix cache of this adapter from those of others."""
+        return self._salts[name]
+
+    @contextmanager
+    def active(self, batch: StepBatch) -> Iterator[None]:
+        """Apply the adapters of a flat batch inside the `with` block."""
+        if not any(batch.adapters):
+            yield
+            return
+        starts = batch.query_start.tolist()
+        owner = torch.repeat_interleave(torch.arange(len(batch.adapters)), batch.query_start.diff().long().cpu())
+        by_name: dict[str, list[int]] = {}
+        for number, name in enumerate(batch.adapters):
+            if name is not None:
+                by_name.setdefault(name, []).append(number)
+        self._counts = (starts[-1], len(batch.logit_rows))
+        logit_owner = owner[batch.logit_rows.cpu()]
+        self._tokens = [(name, _rows_of(owner, numbers, self._device)) for name, numbers in by_name.items()]
+        self._logits = [(name, _rows_of(logit_owner, numbers, self._device)) for name, numbers in by_name.items()]
+        with self._wrapped(by_name):
+            yield
+
+    @contextmanager
+    def active_for_all(self, name: str | None) -> Iterator[None]:
+        """Apply one adapter to all rows inside the `with` block."""
+        if name is None:
+            yield
+            return
+        self._counts = (0, 0)
+        self._tokens = [(name, slice(None))]
+        with self._wrapped([name]):
+            yield
+
+    @contextmanager
+    def _wrapped(self, names: Any) -> Iterator[None]:
+        """Replace the forward of the target layers of the named adapters."""
+        paths = dict.fromkeys(path for name in names for path in self._adapters[name])
+        before: list[tuple[nn.Module, Any]] = []
+        try:
+            for path in paths:
+                module = self._modules[path]
+                before.append((module, module.__dict__.get("forward")))
+                module.__dict__["forward"] = self._wrap(path, module.forward)
+            yield
+        finally:
+            # in reverse, for a layer that is known by two paths
+            for module, forward in reversed(before):
+                if forward is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = forward
+
+    def _wrap(self, path: str, forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def with_adapters(x: torch.Tensor) -> torch.Tensor:
+            out = forward(x)
+            rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+            for name, chosen in self._groups_for(path, len(rows)):
+                layer = self._adapters[name].get(path)
+                if layer is None:
+                    continue
+                if isinstance(chosen, slice):
+                    flat[chosen].add_(layer(rows[chosen]))
+                else:
+                    flat[chosen] = (flat[chosen] + layer(rows[chosen])).to(flat.dtype)
+            return out
+
+        return with_adapters
+
+    def _groups_for(self, path: str, rows: int) -> RowGroups:
+        tokens, logits = self._counts
+        if tokens in (0, rows):
+            return self._tokens
+        if rows == logits:
+            return self._logits  # the output head computes the rows of the wanted logits alone
+        raise ModelError(f"{path} computed {rows} of {tokens} tokens; adapters of such layers are not served")
+
+    def _check(self, name: str, path: str, weight: LowRankWeight) -> None:
+        module = self._modules.get(path)
+        sizes = None if module is None else _features(module)
+        kind = type(self._model).__name__
+        if sizes is None:
+            found = "has no such module" if module is None else f"has a {type(module).__name__} there"
+            raise ModelError(
+                f"adapter {name!r} changes {path}, and {kind} {found}; adapters of linear layers are served"
+            )
+        given = (weight.a.shape[1], weight.b.shape[0])
+        if sizes != given:
+            raise ModelError(
+                f"adapter {name!r} changes {path} from {given[0]} to {given[1]} features, and the layer of {kind} has "
+                f"{sizes[0]} and {sizes[1]}; it was trained for another model"
+            )
+
+    def _check_rows(self, name: str, paths: Any) -> None:
+        """Run a few tokens to see that each target layer computes all of them."""
+        seen: dict[str, set[int]] = {path: set() for path in paths}
+
+        def record(path: str) -> Callable[..., None]:
+            return lambda module, inputs: seen[path].add(inputs[0].numel() // inputs[0].shape[-1])
+
+        handles = [self._modules[path].register_forward_pre_hook(record(path)) for path in paths]
+        ids = torch.arange(_PROBE_TOKENS, device=self._device) % 3
+        try:
+            with torch.inference_mode():
+                CausalForward(self._model)(ids, None, ids[:_PROBE_ROWS])
+        finally:
+            for handle in handles:
+                handle.remove()
+        for path, counts in seen.items():
+            if not counts or counts - {_PROBE_TOKENS, _PROBE_ROWS}:
+                raise ModelError(
+                    f"adapter {name!r} changes {path}, which computes only some tokens (an expert); merge it by peft's "
+                    "merge_and_unload and serve the result"
+                )
+
+
+def _rows_of(owner: torch.Tensor, numbers: Sequence[int], device: torch.device) -> Rows:
+    """Return the rows that belong to some sequences, as a slice where they follow one another."""
+    rows = torch.isin(owner, torch.tensor(numbers)).nonzero()[:, 0]
+    if len(rows) == 0:
+        return slice(0, 0)
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return slice(first, last + 1)
+    return rows.to(device)
+
+
+def _features(module: Any) -> tuple[int, int] | None:
+    """Return the input and output features of a linear layer, or None."""
+    if isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        return module.nx, module.nf
+    return None

@@ -1,0 +1,435 @@
+"""Program of a step: the recorded operators of a model's forward, replayed with buffers that are allocated once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from windlass.base.log import logger
+from windlass.inference.paged_backend import AttentionCall, PagedAttention
+from windlass.inference.step_batch import StepBatch
+from windlass.inference.step_fusion import GateCall, NormCall, RotaryCall, fuse
+from windlass.inference.step_recording import (
+    AffineInt,
+    NotRecordableError,
+    Operator,
+    OperatorRecorder,
+    Recording,
+    StorageKey,
+    TensorRef,
+    evaluate,
+    references,
+    refuse_data_dependence,
+    unify,
+)
+from windlass.kernels.inference_path import get_inference_path
+from windlass.kernels.packed_gemm import PackedPanels
+
+_SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # tokens and rows of the recordings
+_KEPT = 128  # batch sizes whose calls are kept
+_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(eq=False)
+class StepInputs:
+    """Tensors of a batch at fixed addresses.
+
+    Attributes:
+        table: int32 `[sequences, widest]`; each row has room for the longest sequence.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    context_lengths: torch.Tensor
+    table: torch.Tensor
+    num_sequences: int = 0
+
+
+class StepProgram:
+    """Replays the forward of a model.
+
+    Args:
+        record: runs the forward of a batch, whose packed products and attention report to the active recorder, and
+            returns the logits `[rows, vocabulary]`.
+        backend: the attention backend with its caches.
+        max_tokens: largest batch; larger ones are not replayed.
+        max_blocks: KV blocks of the longest sequence.
+
+    Raises:
+        NotRecordableError: the forward is not the same for every batch, or has no native kernels.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[StepBatch], torch.Tensor],
+        backend: PagedAttention,
+        *,
+        max_tokens: int,
+        max_blocks: int,
+    ) -> None:
+        path = get_inference_path()
+        if path.module is None:
+            raise NotRecordableError("there are no native kernels")
+        self._native, self._set = path.module, path.number
+        self.max_tokens = max(max_tokens, 1)
+        recordings = [_record(record, *size, seed) for seed, size in enumerate(_SIZES)]
+        recording = unify(recordings, _SIZES)
+        before = len(recording.operators)
+        self._recording = fuse(recording)
+        logger.debug("step program: %d operators of %d", len(self._recording.operators), before)
+        self._backend = backend
+        most = self.max_tokens
+        self._inputs = StepInputs(
+            torch.zeros(1, most, dtype=torch.long),
+            torch.zeros(1, most, dtype=torch.long),
+            torch.zeros(most, dtype=torch.long),
+            torch.zeros(most, dtype=torch.long),
+            torch.zeros(most + 1, dtype=torch.int32),
+            torch.zeros(most, dtype=torch.int32),
+            torch.zeros(most, max(max_blocks, 1), dtype=torch.int32),
+        )
+        self._storages = self._allocate()
+        self._programs: OrderedDict[tuple[int, int, int], tuple[list[Call], torch.Tensor]] = OrderedDict()
+        self._typed: dict[tuple[StorageKey, torch.dtype], torch.Tensor] = {}
+
+    @property
+    def operators(self) -> list[str]:
+        """Names of the replayed operators, in order."""
+        return [operator.name for operator in self._recording.operators]
+
+    def takes(self, batch: StepBatch) -> bool:
+        """Return True if the batch is within the buffers."""
+        return batch.num_tokens <= self.max_tokens and batch.block_table.shape[1] <= self._inputs.table.shape[1]
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Return the logits `[rows, vocabulary]`, float32. They are overwritten by the next run."""
+        tokens, rows, sequences = batch.num_tokens, len(batch.logit_rows), len(batch.context_lengths)
+        inputs = self._inputs
+        inputs.token_ids[0, :tokens] = batch.token_ids
+        inputs.positions[0, :tokens] = batch.positions
+        inputs.rows[:rows] = batch.logit_rows
+        inputs.slots[:tokens] = batch.slots
+        inputs.query_start[: sequences + 1] = batch.query_start
+        inputs.context_lengths[:sequences] = batch.context_lengths
+        inputs.table[:sequences, : batch.block_table.shape[1]] = batch.block_table
+        key = (tokens, rows, sequences)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._instantiate(*key)
+            if len(self._programs) > _KEPT:
+                self._programs.popitem(last=False)
+        else:
+            self._programs.move_to_end(key)
+        calls, result = program
+        with torch.no_grad():
+            self._replay(calls)
+        return result
+
+    @staticmethod
+    def _replay(calls: list[Call]) -> None:
+        for function, arguments, named in calls:
+            function(*arguments, **named)
+
+    def _allocate(self) -> dict[StorageKey, torch.Tensor]:
+        """Return a buffer for each value; values that are not needed at the same time share one."""
+        last: dict[StorageKey, int] = {}
+        operators = self._recording.operators
+        for place, operator in enumerate(operators):
+            for ref in references([operator.inputs, operator.named, operator.outputs]):
+                last[ref.storage] = place
+        assert self._recording.result is not None
+        last[self._recording.result.storage] = len(operators)
+        free: list[torch.Tensor] = []
+        found: dict[StorageKey, torch.Tensor] = {}
+        for place, operator in enumerate(operators):
+            for ref in references(operator.outputs):
+                if ref.storage in found or ref.storage[0] != "value":
+                    continue
+                nbytes = evaluate(self._recording.storages[ref.storage], self.max_tokens, self.max_tokens)
+                fitting = [buffer for buffer in free if buffer.nbytes >= nbytes]
+                if fitting:
+                    chosen = min(fitting, key=lambda buffer: buffer.nbytes)
+                    free = [buffer for buffer in free if buffer is not chosen]
+                else:
+                    chosen = torch.empty(max(nbytes, 64), dtype=torch.uint8)
+                found[ref.storage] = chosen
+            for key in {ref.storage for ref in references([operator.inputs, operator.named, operator.outputs])}:
+                if last[key] == place and key in found:
+                    free.append(found[key])
+        return found
+
+    def _instantiate(self, tokens: int, rows: int, sequences: int) -> tuple[list[Call], torch.Tensor]:
+        """Return the calls for one batch size, and the tensor of the logits."""
+        calls: list[Call] = []
+        binder = _Binder(self, tokens, rows)
+        for operator in self._recording.operators:
+            if any(0 in binder.size(ref) for ref in references(operator.outputs)):
+                continue  # no logits are asked for
+            if operator.name == "linear":
+                calls.append(self._linear(operator, binder))
+            elif operator.name == "attention":
+                calls += self._attention(operator, binder, tokens, sequences)
+            elif operator.name == "rms_norm":
+                calls.append(self._norm(operator, binder))
+            elif operator.name == "rotary":
+                calls.append(self._rotary(operator, binder, tokens))
+            elif operator.name == "gate":
+                calls.append(self._gate(operator, binder))
+            else:
+                calls += _aten_calls(operator, binder)
+        assert self._recording.result is not None
+        result = binder.tensor(self._recording.result)
+        return calls, result.reshape(rows, result.shape[-1])
+
+    def _linear(self, operator: Operator, binder: _Binder) -> Call:
+        panels, bias = operator.target
+        x, out = binder.tensor(operator.inputs[0]), binder.tensor(operator.outputs[0])
+        assert isinstance(panels, PackedPanels)
+        arguments = panels.native_arguments(x, out, bias)
+        return self._native.linear, arguments, {}
+
+    def _norm(self, operator: Operator, binder: _Binder) -> Call:
+        call = operator.target
+        assert isinstance(call, NormCall)
+        x, out = binder.tensor(operator.inputs[0]), binder.tensor(operator.outputs[0])
+        return (
+            self._native.rms_norm,
+            (
+                self._set,
+                x.data_ptr(),
+                0,
+                call.weight.data_ptr(),
+                out.data_ptr(),
+                x.dtype == torch.bfloat16,
+                x.numel() // call.features,
+                call.features,
+                call.epsilon,
+                torch.get_num_threads(),
+            ),
+            {},
+        )
+
+    def _rotary(self, operator: Operator, binder: _Binder, tokens: int) -> Call:
+        call = operator.target
+        assert isinstance(call, RotaryCall)
+        x, cosines, sines = (binder.tensor(ref) for ref in operator.inputs)
+        return (
+            self._native.rotary,
+            (
+                self._set,
+                x.data_ptr(),
+                x.dtype == torch.bfloat16,
+                tokens,
+                call.token_stride,
+                call.heads,
+                call.head_dim,
+                call.head_dim,
+                cosines.data_ptr(),
+                sines.data_ptr(),
+                torch.get_num_threads(),
+            ),
+            {},
+        )
+
+    def _gate(self, operator: Operator, binder: _Binder) -> Call:
+        call = operator.target
+        assert isinstance(call, GateCall)
+        gate, out = binder.tensor(operator.inputs[0]), binder.tensor(operator.outputs[0])
+        return (
+            self._native.gated_activation,
+            (
+                self._set,
+                _ACTIVATION_CODES[call.activation],
+                gate.data_ptr(),
+                out.data_ptr(),
+                gate.dtype == torch.bfloat16,
+                out.numel() // call.features,
+                call.features,
+                torch.get_num_threads(),
+            ),
+            {},
+        )
+
+    def _attention(self, operator: Operator, binder: _Binder, tokens: int, sequences: int) -> list[Call]:
+        call = operator.target
+        assert isinstance(call, AttentionCall)
+        cache = self._backend.caches[call.layer]
+        calls: list[Call] = []
+        flat = []
+        for place, ref in enumerate(operator.inputs[:3]):
+            tensor = binder.tensor(ref)[0].transpose(0, 1)  # [tokens, heads, features]
+            if not tensor.is_contiguous():
+                scratch = self._scratch(("scratch", place), tensor)
+                calls.append((scratch.copy_, (tensor,), {}))
+                tensor = scratch
+            flat.append(tensor)
+        query, key, value = flat
+        inputs, is_bf16, threads = self._inputs, query.dtype == torch.bfloat16, torch.get_num_threads()
+        out = binder.tensor(operator.outputs[0])
+        calls.append(
+            (
+                self._native.write_cache,
+                (
+                    self._set,
+                    cache.handle,
+                    key.data_ptr(),
+                    value.data_ptr(),
+                    is_bf16,
+                    inputs.slots.data_ptr(),
+                    tokens,
+                    threads,
+                ),
+                {},
+            )
+        )
+        calls.append(
+            (
+                self._native.attention,
+                (
+                    self._set,
+                    cache.handle,
+                    query.data_ptr(),
+                    out.data_ptr(),
+                    is_bf16,
+                    tokens,
+                    query.shape[1],
+                    inputs.table.data_ptr(),
+                    inputs.table.shape[1],
+                    inputs.query_start.data_ptr(),
+                    inputs.context_lengths.data_ptr(),
+                    sequences,
+                    call.scaling,
+                    call.softcap or 0.0,
+                    call.sliding_window or 0,
+                    call.chunk_size or 0,
+                    0 if call.sinks is None else call.sinks.data_ptr(),
+                    threads,
+                ),
+                {},
+            )
+        )
+        return calls
+
+    def _scratch(self, key: StorageKey, like: torch.Tensor) -> torch.Tensor:
+        nbytes = like.numel() // max(like.shape[0], 1) * self.max_tokens * like.element_size()
+        buffer = self._storages.get(key)
+        if buffer is None or buffer.nbytes < nbytes:
+            # programs of other batch sizes keep the tensors that they got
+            buffer = self._storages[key] = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+    def storage_tensor(self, ref: TensorRef) -> torch.Tensor:
+        """Return the whole buffer of a tensor's storage, in its dtype."""
+        kind, number = ref.storage
+        if kind == "input":
+            inputs = self._inputs
+            return (inputs.token_ids, inputs.positions, inputs.rows)[number]
+        if kind == "constant":
+            return self._recording.constants[number]
+        found = self._typed.get((ref.storage, ref.dtype))
+        if found is None:
+            buffer = self._storages[ref.storage]
+            whole = buffer[: buffer.nbytes // ref.dtype.itemsize * ref.dtype.itemsize]
+            found = self._typed[ref.storage, ref.dtype] = whole.view(ref.dtype)
+        return found
+
+
+class _Binder:
+    """Tensors and integers of a recording for one batch size."""
+
+    def __init__(self, program: StepProgram, tokens: int, rows: int) -> None:
+        self._program, self._size = program, (tokens, rows)
+
+    def size(self, ref: TensorRef) -> list[int]:
+        return [evaluate(affine, *self._size) for affine in ref.size]
+
+    def tensor(self, ref: TensorRef | None) -> torch.Tensor:
+        assert ref is not None
+        stride = [evaluate(affine, *self._size) for affine in ref.stride]
+        offset = evaluate(ref.offset, *self._size)
+        return self._program.storage_tensor(ref).as_strided(self.size(ref), stride, offset)
+
+    def value(self, value: Any) -> Any:
+        """Return an argument with tensors and integers in the place of their references."""
+        if isinstance(value, TensorRef):
+            return self.tensor(value)
+        if isinstance(value, AffineInt):
+            return evaluate(value.value, *self._size)
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        if isinstance(value, dict):
+            return {name: self.value(item) for name, item in value.items()}
+        return value
+
+
+def _record(record: Callable[[StepBatch], torch.Tensor], tokens: int, rows: int, seed: int) -> Recording:
+    """Record a batch of one sequence, in block 0. Its tokens differ, so that different experts are chosen."""
+    places = torch.arange(tokens)
+    batch = StepBatch(
+        token_ids=(places * 7 + seed) % 16,
+        positions=places.clone(),
+        query_start=torch.tensor([0, tokens], dtype=torch.int32),
+        context_lengths=torch.tensor([tokens], dtype=torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        slots=places.clone(),
+        logit_rows=torch.arange(rows),
+        sequence_ids=[0],
+    )
+    recorder = OperatorRecorder([batch.token_ids, batch.positions, batch.logit_rows])
+    with torch.no_grad(), recorder.active():
+        logits = record(batch)
+    recorder.recording.result = recorder.refer(logits)
+    refuse_data_dependence(recorder.recording)
+    return recorder.recording
+
+
+def _aten_calls(operator: Operator, binder: _Binder) -> list[Call]:
+    inputs, named = binder.value(operator.inputs), binder.value(operator.named)
+    if operator.mutates:
+        return [(operator.target, tuple(inputs), named)]
+    outputs: Sequence[TensorRef | None] = operator.outputs
+    if len(outputs) == 1 and outputs[0] is not None:
+        out = binder.tensor(outputs[0])
+        writer = _find_out_variant(operator.target)
+        if writer is not None:
+            known = {argument.name for argument in writer._schema.arguments}
+            return [(writer, tuple(inputs), {**{n: v for n, v in named.items() if n in known}, "out": out})]
+    results = [None if ref is None else binder.tensor(ref) for ref in outputs]
+
+    def call() -> None:
+        found = operator.target(*inputs, **named)
+        for target, value in zip(results, found if isinstance(found, (tuple, list)) else [found], strict=True):
+            if target is not None:
+                target.copy_(value)
+
+    return [(call, (), {})]
+
+
+def _find_out_variant(overload: Any) -> Any:
+    """Return the variant of an operator that writes into a given tensor, or None."""
+    arguments_of = overload._schema.arguments
+    wanted = [argument.name for argument in arguments_of if argument.name not in _LAYOUT]
+    packet = overload.overloadpacket
+    for name in packet.overloads():
+        candidate = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        outs = [argument for argument in arguments if argument.is_out]
+        rest = [a.name for a in arguments if not a.is_out and a.name not in _LAYOUT]
+        same_types = all(
+            str(a.type) == str(b.type) for a in arguments_of for b in arguments if a.name == b.name and not b.is_out
+        )
+        if len(outs) == 1 and outs[0].name == "out" and rest == wanted and same_types:
+            return candidate
+    return None
+
+
+_LAYOUT = frozenset({"dtype", "layout", "device", "pin_memory"})

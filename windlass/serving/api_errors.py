@@ -1,0 +1,86 @@
+"""Errors of the HTTP interface, in the JSON form of OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from windlass.base.errors import EngineOverloadedError, RequestError, WindlassError
+
+_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "internal_server_error",
+    502: "internal_server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(WindlassError):
+    """Request that the server refuses or cannot finish.
+
+    Attributes:
+        status: HTTP status.
+        parameter: name of the invalid field, if there is one.
+        code: OpenAI's code for the kind of error, if there is one.
+        retry_after: seconds after which the client may send the request again.
+        closes_connection: the rest of the request was not read, so that no further request can follow it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        parameter: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        closes_connection: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.parameter = parameter
+        self.code = code
+        self.retry_after = retry_after
+        self.closes_connection = closes_connection
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the HTTP response."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.closes_connection:
+            headers["connection"] = "close"
+        return json_response(self.body(), self.status, headers)
+
+
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response in UTF-8. Lone surrogates, which UTF-8 cannot hold, become `?`."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Response(text.encode("utf-8", "replace"), status, headers, media_type="application/json")
+
+
+def api_error_of(error: BaseException, request_id: str) -> ApiError:
+    """Return the error that the client receives for an error of the engine.
+
+    The text of an unexpected error stays in the log: it can hold paths and values of other requests.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineOverloadedError):
+        return ApiError(429, str(error), code="queue_full", retry_after=1)
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), parameter=error.parameter)
+    return ApiError(
+        500, f"internal error; the server's log has its cause under the id {request_id}", code="internal_error"
+    )

@@ -1,0 +1,215 @@
+"""Chat messages and tools: validation, and the prompt that the chat template makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from windlass.base.bounded_json import JsonError, parse_json
+from windlass.base.text import one_line
+from windlass.serving.api_errors import ApiError
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_TOOLS = 128
+
+
+@dataclass(frozen=True)
+class ChatTool:
+    """Function that the model can call.
+
+    Attributes:
+        parameters: JSON Schema of its arguments.
+        definition: the whole entry of the request, as the chat template takes it.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    definition: Mapping[str, Any]
+
+
+def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages in the form of chat templates: text content, and arguments of tool calls as objects.
+
+    Raises:
+        ApiError: a role or a content that is not supported, with its place.
+    """
+    if not messages:
+        raise ApiError(400, "messages is empty; send at least one message", parameter="messages")
+    return [_normalize_message(message, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in _ROLES:
+        shown = one_line(repr(role), 80)
+        raise ApiError(400, f"{place}.role is {shown}; write one of {', '.join(_ROLES)}", parameter=f"{place}.role")
+    for name in ("audio", "function_call"):
+        if message.get(name) is not None:
+            raise ApiError(400, f"{place}.{name} is not supported; leave it out", parameter=f"{place}.{name}")
+    # fields that a template reads, such as `name`, stay; null ones come from clients that echo an answer
+    kept = {name: value for name, value in message.items() if value is not None}
+    # Templates know the older name of the role.
+    kept["role"] = "system" if role == "developer" else role
+    kept["content"] = _content_text(message.get("content"), f"{place}.content")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise ApiError(400, f"{place}.content is missing; send a text", parameter=f"{place}.content")
+    if message.get("tool_calls"):
+        kept["tool_calls"] = _normalize_tool_calls(message["tool_calls"], f"{place}.tool_calls")
+    return kept
+
+
+def _content_text(content: Any, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(
+            400, f"{place} is {one_line(repr(content), 80)}; send a text or a list of parts", parameter=place
+        )
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind == "refusal":
+            text = part.get("refusal")
+        elif kind != "text":
+            raise ApiError(
+                400,
+                f"{place}.{index} has type {one_line(repr(kind), 80)}; the model takes text only",
+                parameter=f"{place}.{index}.type",
+                code="unsupported_content_part",
+            )
+        if not isinstance(text, str):
+            raise ApiError(400, f"{place}.{index}.text is no text", parameter=f"{place}.{index}.text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _normalize_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    normalized = []
+    for index, call in enumerate(calls if isinstance(calls, list) else [None]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(400, f"{place}.{index} has no function with a name", parameter=f"{place}.{index}")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments or "{}", finite_numbers=True)
+            except JsonError as error:
+                where = f"{place}.{index}.function.arguments"
+                raise ApiError(400, f"{where} is not JSON: {error}", parameter=where) from error
+        normalized.append({**call, "function": {**function, "arguments": arguments}})
+    return normalized
+
+
+def parse_tools(tools: list[dict[str, Any]] | None) -> list[ChatTool]:
+    """Validate the tools of a request.
+
+    Raises:
+        ApiError: a tool that is no function, or a name that is invalid or repeated.
+    """
+    if tools is None:
+        return []
+    if len(tools) > _MAX_TOOLS:
+        raise ApiError(400, f"tools has {len(tools)} entries; send at most {_MAX_TOOLS}", parameter="tools")
+    found: list[ChatTool] = []
+    for index, tool in enumerate(tools):
+        place = f"tools.{index}"
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise ApiError(400, f'{place} is no function; write {{"type": "function", ...}}', parameter=place)
+        name = function.get("name")
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or name in [one.name for one in found]:
+            shown = one_line(repr(name), 80)
+            raise ApiError(
+                400,
+                f"{place}.function.name is {shown}; write 1 to 64 letters, digits, '_', '-' or '.', each name once",
+                parameter=f"{place}.function.name",
+            )
+        parameters = function.get("parameters")
+        if parameters is None:
+            parameters = {"type": "object", "properties": {}}
+        if not isinstance(parameters, dict):
+            raise ApiError(
+                400, f"{place}.function.parameters is no JSON Schema", parameter=f"{place}.function.parameters"
+            )
+        found.append(ChatTool(name, parameters, tool))
+    return found
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[ChatTool],
+    *,
+    template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    template_arguments: Mapping[str, Any],
+) -> str:
+    """Return the text of the prompt that the chat template makes.
+
+    Raises:
+        ApiError: there is no template, or it refuses the messages.
+    """
+    if tokenizer is None or (template is None and not getattr(tokenizer, "chat_template", None)):
+        raise ApiError(
+            400,
+            "the model's tokenizer has no chat template; use /v1/completions, or start the server with --chat-template",
+            code="no_chat_template",
+        )
+    reserved = {"tokenize", "conversation", "chat_template", "return_tensors", "return_dict"} & set(template_arguments)
+    if reserved:
+        name = sorted(reserved)[0]
+        raise ApiError(400, f"chat_template_kwargs cannot set {name}", parameter="chat_template_kwargs")
+    arguments = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        **template_arguments,
+    }
+    if tools:
+        arguments["tools"] = [dict(tool.definition) for tool in tools]
+    try:
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **arguments)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        # Templates check the order of roles and types themselves and raise with a text for the user.
+        raise ApiError(
+            400, f"the chat template refuses the messages: {one_line(str(error), 500)}", parameter="messages"
+        ) from error
+    return str(text)
+
+
+def forced_call_schema(tools: list[ChatTool], name: str | None) -> dict[str, Any]:
+    """Return the JSON Schema of a forced call.
+
+    Args:
+        name: the function whose arguments are generated; None: a list of at least one call of any function.
+    """
+    if name is not None:
+        return dict(next(tool.parameters for tool in tools if tool.name == name))
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "parameters": dict(tool.parameters)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    # definitions are referred to from the root of the whole schema
+    definitions: dict[str, Any] = {}
+    for call in calls:
+        parameters: Any = call["properties"]
+        definitions |= parameters["parameters"].pop("$defs", {})
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def arguments_text(arguments: Any) -> str:
+    """Return the arguments of a call as JSON text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

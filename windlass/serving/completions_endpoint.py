@@ -1,0 +1,225 @@
+"""Endpoint `/v1/completions`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.base.text import one_line
+from windlass.inference.outputs import CompletionOutput, RequestOutput
+from windlass.serving.api_errors import ApiError, json_response
+from windlass.serving.event_stream import DONE, encode_event, start_event_stream, until_disconnect
+from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, encode_text, start_generation
+from windlass.serving.logprob_format import LogprobFormat
+from windlass.serving.request_body import read_json_object
+from windlass.serving.request_fields import SamplingFields
+from windlass.serving.server_context import ServerContext
+
+_DEFAULT_MAX_TOKENS = 16
+_KIND = "text_completion"
+
+
+class CompletionRequest(SamplingFields):
+    """Fields of a completion.
+
+    Attributes:
+        prompt: a text, a list of texts, token ids, or a list of lists of token ids.
+        echo: begin the answer with the prompt.
+        suffix: text after the answer; refused.
+        logprobs: number of likeliest tokens whose log-probabilities are returned.
+        add_special_tokens: let the tokenizer add its beginning-of-text token.
+    """
+
+    prompt: Any
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+async def create_completion(request: Request) -> Response:
+    """Complete one or several prompts, at once or as a stream of events."""
+    context: ServerContext = request.app.state.context
+    fields = CompletionRequest.parse(await read_json_object(request, context.settings.max_body_bytes))
+    context.lora_of(fields.model)
+    prompts, texts = await _encode_prompts(context, fields)
+    completion = _Completion(_start(request, fields, prompts), fields, texts, context.engine.tokenizer)
+    if fields.stream:
+        return await start_event_stream(request, completion.events())
+    return await until_disconnect(request, completion.response())
+
+
+def _start(request: Request, fields: CompletionRequest, prompts: list[list[int]]) -> Generation:
+    if fields.suffix:
+        raise ApiError(400, "suffix is not supported; leave it out", parameter="suffix", code="unsupported_parameter")
+    max_tokens = fields.max_tokens
+    if max_tokens is None:
+        left = context_left(request.app.state.context, prompts)
+        max_tokens = min(max(_DEFAULT_MAX_TOKENS, fields.min_tokens or 0), left)
+    values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": fields.logprobs}
+    if fields.echo:
+        # evaluation harnesses ask only for the log-probabilities of the prompt; one token is generated and left out
+        values["max_tokens"] = 1 if max_tokens == 0 else max_tokens
+        if fields.logprobs is not None:
+            values["prompt_logprobs"] = fields.logprobs
+    return start_generation(request, fields, prompts, fields.sampling_params(**values), "cmpl")
+
+
+def context_left(context: ServerContext, prompts: list[list[int]]) -> int:
+    """Return the number of tokens that the context window has left after the longest prompt; at least 1."""
+    return max(1, context.engine.max_model_len - max((len(prompt) for prompt in prompts), default=0))
+
+
+async def _encode_prompts(
+    context: ServerContext, fields: CompletionRequest
+) -> tuple[list[list[int]], list[str | None]]:
+    """Return tokens and text of each prompt; the text is None if the prompt was given as tokens."""
+    prompts = normalize_prompts(fields.prompt, "prompt", context.settings.max_prompts)
+    special = fields.add_special_tokens is not False
+    tokens = [one if isinstance(one, list) else await encode_text(context, one, special) for one in prompts]
+    return tokens, [one if isinstance(one, str) else None for one in prompts]
+
+
+def normalize_prompts(given: Any, name: str, max_prompts: int) -> list[str | list[int]]:
+    """Return a list of texts and lists of tokens from any of the four forms of OpenAI's.
+
+    Raises:
+        ApiError: another form, or too many prompts.
+    """
+    if isinstance(given, str) or (isinstance(given, list) and given and all(_is_token(one) for one in given)):
+        return [given]
+    if not isinstance(given, list) or not given:
+        shown = one_line(repr(given), 80)
+        raise ApiError(400, f"{name} is {shown}; send a text, a list of texts, or token ids", parameter=name)
+    if len(given) > max_prompts:
+        raise ApiError(400, f"{name} has {len(given):,} entries; this server allows {max_prompts:,}", parameter=name)
+    for index, one in enumerate(given):
+        tokens = isinstance(one, list) and all(_is_token(token) for token in one)
+        if not (isinstance(one, str) or tokens):
+            shown = one_line(repr(one), 80)
+            raise ApiError(400, f"{name}.{index} is {shown}; send a text or a list of token ids", parameter=name)
+    return given
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+@dataclass
+class _Completion:
+    """Answer to one request."""
+
+    generation: Generation
+    fields: CompletionRequest
+    texts: list[str | None]
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        self._logprobs = LogprobFormat(self.tokenizer, bool(self.fields.return_tokens_as_token_ids))
+        self._prompt_only = bool(self.fields.echo) and self.fields.max_tokens == 0
+
+    async def response(self) -> Response:
+        outputs = await self.generation.finish()
+        choices = [
+            self._choice(output, index * len(output.outputs) + one.index, one)
+            for index, output in enumerate(outputs)
+            for one in sorted(output.outputs, key=lambda one: one.index)
+        ]
+        usage = self._usage()
+        return json_response({**self.generation.head(_KIND), "choices": choices, "usage": usage})
+
+    def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        piece = AnswerProgress().advance(answer) or AnswerPiece("", [], None, answer.finish_reason, None)
+        echo = self._echo(output) if self.fields.echo else None
+        choice = self._piece_as_json(output, index, piece, echo, 0)
+        if self.fields.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_as_json(output)
+        return choice
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        progress: defaultdict[int, AnswerProgress] = defaultdict(AnswerProgress)
+        begun: set[int] = set()
+        answers = self.fields.n or 1
+        head = self.generation.head(_KIND)
+        async with contextlib.aclosing(self.generation.stream()) as states:
+            async for prompt, output in states:
+                for answer in output.outputs:
+                    index = prompt * answers + answer.index
+                    sent = progress[index].characters
+                    piece = progress[index].advance(answer)
+                    if piece is None:
+                        continue
+                    echo = self._echo(output) if self.fields.echo and index not in begun else None
+                    begun.add(index)
+                    choice = self._piece_as_json(output, index, piece, echo, self._offset(output, sent))
+                    event = {**head, "choices": [choice]}
+                    if self.fields.wants_usage_event or self.fields.wants_usage_in_each_event:
+                        event["usage"] = self._usage() if self.fields.wants_usage_in_each_event else None
+                    yield encode_event(event)
+        if self.fields.wants_usage_event:
+            yield encode_event({**head, "choices": [], "usage": self._usage()})
+        yield DONE
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.generation.usage()
+        if self._prompt_only:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    def _offset(self, output: RequestOutput, sent: int) -> int:
+        return sent + (len(self._echo(output)) if self.fields.echo else 0)
+
+    def _echo(self, output: RequestOutput) -> str:
+        prompt = next(index for index, one in self.generation.outputs.items() if one is output)
+        text = self.texts[prompt]
+        if text is None:
+            text = "" if self.tokenizer is None else str(self.tokenizer.decode(output.prompt_token_ids))
+            self.texts[prompt] = text
+        return text
+
+    def _piece_as_json(
+        self, output: RequestOutput, index: int, piece: AnswerPiece, echo: str | None, offset: int
+    ) -> dict[str, Any]:
+        text, tokens, logprobs = piece.text, piece.tokens, list(piece.logprobs or [])
+        if self._prompt_only:
+            text, tokens, logprobs = "", [], []
+        rows: list[Any] = [*logprobs]
+        if echo is not None:
+            text = echo + text
+            tokens = [*output.prompt_token_ids, *tokens]
+            rows = [*(output.prompt_logprobs or []), *rows]
+            offset = 0
+        shown = None
+        if self.fields.logprobs is not None:
+            shown = self._logprobs.completion(tokens, rows, self.fields.logprobs, offset)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": shown,
+            "finish_reason": "length" if self._prompt_only and piece.finish_reason else piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self.fields.return_token_ids:
+            choice["token_ids"] = piece.tokens
+        return choice
+
+
+def prompt_logprobs_as_json(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """Return the log-probabilities of the prompt in vLLM's form."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if row is None
+        else {
+            str(token): {"logprob": max(one.logprob, -9999.0), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token, one in row.items()
+        }
+        for row in output.prompt_logprobs
+    ]

@@ -1,0 +1,76 @@
+"""Endpoint `/v1/embeddings`."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.serving.api_errors import ApiError, json_response
+from windlass.serving.completions_endpoint import normalize_prompts
+from windlass.serving.event_stream import until_disconnect
+from windlass.serving.generation import encode_text
+from windlass.serving.request_body import read_json_object
+from windlass.serving.request_fields import RequestModel
+from windlass.serving.server_context import ServerContext
+
+
+class EmbeddingRequest(RequestModel):
+    """Fields of an embedding request.
+
+    Attributes:
+        input: a text, a list of texts, token ids, or a list of lists of token ids.
+        encoding_format: "float", or "base64" for little-endian float32.
+        dimensions: shorter vectors; refused.
+    """
+
+    input: Any
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+
+
+async def create_embeddings(request: Request) -> Response:
+    """Return one vector for each text."""
+    context: ServerContext = request.app.state.context
+    fields = EmbeddingRequest.parse(await read_json_object(request, context.settings.max_body_bytes))
+    if context.lora_of(fields.model) is not None:
+        raise ApiError(400, "embeddings of an adapter are not supported; name the base model", parameter="model")
+    if fields.dimensions is not None:
+        raise ApiError(
+            400,
+            "dimensions is not supported: the model's vectors have one size; leave it out",
+            parameter="dimensions",
+            code="unsupported_parameter",
+        )
+    form = fields.encoding_format or "float"
+    if form not in ("float", "base64"):
+        raise ApiError(400, f"encoding_format is {form[:80]!r}; write float or base64", parameter="encoding_format")
+    given = normalize_prompts(fields.input, "input", context.settings.max_prompts)
+    prompts = [one if isinstance(one, list) else await encode_text(context, one, True) for one in given]
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= context.engine.max_model_len:
+            raise ApiError(
+                400,
+                f"input.{index} has {len(prompt):,} tokens; the model takes 1 to {context.engine.max_model_len:,}",
+                parameter="input",
+                code="context_length_exceeded" if prompt else None,
+            )
+    vectors = await until_disconnect(request, context.engine.embed(prompts))
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encode(vector, form)}
+        for index, vector in enumerate(vectors)
+    ]
+    tokens = sum(len(prompt) for prompt in prompts)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    model = fields.model or context.settings.model_names[0]
+    return json_response({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def _encode(vector: list[float], form: str) -> list[float] | str:
+    if form == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,74 @@
+"""Description of the engine to serve, which other processes can load too, and its loading."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.serving.served_engine import ServedEngine
+
+DEFAULT_FACTORY = "windlass.serving.engine_loading:load_llm_engine"
+
+
+@dataclass(frozen=True)
+class EngineSource:
+    """Model and options of an engine.
+
+    Attributes:
+        model: directory of the model.
+        options: options of the engine; JSON can hold all of them.
+        factory: `module:function` that makes the engine of model and options.
+    """
+
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    factory: str = DEFAULT_FACTORY
+
+    def to_json(self) -> str:
+        """Return the description as JSON."""
+        return json.dumps({"model": self.model, "options": dict(self.options), "factory": self.factory})
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineSource:
+        """Return the description that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    async def load(self) -> ServedEngine:
+        """Load the model on another thread, so that the server answers meanwhile, and start the engine."""
+        module, _, name = self.factory.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        engine: ServedEngine = await asyncio.to_thread(function, self.model, **self.options)
+        await engine.start()
+        return engine
+
+
+def load_llm_engine(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> ServedEngine:
+    """Load the engine of windlass.
+
+    Args:
+        options: fields of `EngineOptions`.
+
+    Raises:
+        WindlassError: the directory has no model, or an option does not fit it.
+    """
+    # imported here, because the router of replicas needs neither torch nor a model
+    from windlass.inference.async_engine import AsyncLLMEngine
+    from windlass.inference.engine_factory import make_engine
+    from windlass.inference.engine_options import EngineOptions
+    from windlass.inference.model_loading import parse_dtype
+
+    checked = EngineOptions.from_arguments(**options)
+    parse_dtype(dtype)
+    engine = make_engine(model, checked, tokenizer=tokenizer, dtype=dtype, trust_remote_code=trust_remote_code)
+    return AsyncLLMEngine(engine)

@@ -1,0 +1,233 @@
+"""Submission of a request's prompts to the engine, and the parts of answers that both kinds of completion share."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from windlass.base.errors import EngineOverloadedError
+from windlass.base.log import logger
+from windlass.inference.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from windlass.inference.sampling_params import SamplingParams
+from windlass.inference.scheduler import ServiceLevel
+from windlass.serving.api_errors import ApiError
+from windlass.serving.event_stream import merge
+from windlass.serving.request_fields import SamplingFields
+from windlass.serving.server_context import ServerContext
+
+NO_TOKENIZER = "the model has no tokenizer"
+
+
+@dataclass(frozen=True)
+class AnswerPiece:
+    """Part of an answer that is new since the last event."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass
+class AnswerProgress:
+    """Part of one answer that was sent already."""
+
+    characters: int = 0
+    tokens: int = 0
+    finished: bool = False
+
+    def advance(self, output: CompletionOutput) -> AnswerPiece | None:
+        """Return the part of an answer that was not sent; None if there is none."""
+        if self.finished:
+            return None
+        text = output.text[self.characters :]
+        tokens = output.token_ids[self.tokens :]
+        logprobs = output.logprobs[self.tokens : self.tokens + len(tokens)] if output.logprobs is not None else None
+        self.finished = output.finished()
+        if not text and not self.finished and not (tokens and logprobs):
+            return None  # the tokens so far end in the middle of a character
+        self.characters += len(text)
+        self.tokens += len(tokens)
+        return AnswerPiece(text, tokens, logprobs, output.finish_reason, output.stop_reason)
+
+
+@dataclass
+class Generation:
+    """Prompts of one HTTP request in the engine.
+
+    Attributes:
+        request_id: id of the HTTP request, for the log.
+        model: name of the model in the answer.
+        outputs: the latest state of each prompt.
+    """
+
+    context: ServerContext
+    request_id: str
+    response_id: str
+    model: str
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    lora_name: str | None = None
+    priority: int = 0
+    sla: ServiceLevel | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+
+    async def stream(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield the state of a prompt's answers whenever they have grown, with the index of the prompt.
+
+        Raises:
+            ApiError: the engine ended a request with an error.
+            RequestError, EngineOverloadedError: the engine refuses a prompt.
+        """
+        async with contextlib.aclosing(merge([self._start(index) for index in range(len(self.prompts))])) as states:
+            try:
+                async for index, output in states:
+                    self.outputs[index] = output
+                    if output.error is not None:
+                        logger.error("request %s failed in the engine: %s", self.request_id, output.error)
+                        raise ApiError(
+                            500,
+                            f"the engine failed; the server's log has the cause under the id {self.request_id}",
+                            code="internal_error",
+                        )
+                    yield index, output
+            except EngineOverloadedError:
+                self.context.metrics.rejections.inc()
+                raise
+
+    async def finish(self) -> list[RequestOutput]:
+        """Wait for all answers and return them in the order of the prompts."""
+        async with contextlib.aclosing(self.stream()) as states:
+            async for _ in states:
+                pass
+        return [self.outputs[index] for index in range(len(self.prompts))]
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Return the fields with which a response or an event begins."""
+        return {"id": self.response_id, "object": kind, "created": self.created, "model": self.model}
+
+    def usage(self) -> dict[str, Any]:
+        """Return the number of tokens so far."""
+        return usage_of(self.outputs.values())
+
+    async def _start(self, index: int) -> AsyncIterator[RequestOutput]:
+        stream = self.context.engine.stream(
+            self.prompts[index],
+            self.params[index],
+            request_id=uuid.uuid4().hex,
+            lora_name=self.lora_name,
+            priority=self.priority,
+            sla=self.sla,
+        )
+        metrics = self.context.metrics
+        last_time, last_tokens = None, 0
+        try:
+            async for output in stream:
+                tokens = sum(len(one.token_ids) for one in output.outputs)
+                token_time = output.metrics.last_token_time
+                if last_time is not None and token_time is not None and tokens > last_tokens:
+                    metrics.observe_token_gap(max(0.0, token_time - last_time), tokens - last_tokens)
+                last_time, last_tokens = token_time, tokens
+                if output.finished:
+                    metrics.observe_finished(output)
+                yield output
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+
+def start_generation(
+    request: Request,
+    fields: SamplingFields,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    kind: str,
+) -> Generation:
+    """Check the lengths of the prompts and return their generation.
+
+    Args:
+        kind: beginning of the response's id.
+
+    Raises:
+        ApiError: an unknown model, or a prompt that is empty or too long.
+    """
+    context: ServerContext = request.app.state.context
+    field = "messages" if kind == "chatcmpl" else "prompt"
+    return Generation(
+        context,
+        request_id=request.state.request_id,
+        response_id=f"{kind}-{fields.request_id or uuid.uuid4().hex}",
+        model=fields.model or context.settings.model_names[0],
+        prompts=prompts,
+        params=[_bounded(context, prompt, params, field) for prompt in prompts],
+        lora_name=context.lora_of(fields.model),
+        priority=fields.priority or 0,
+        sla=fields.service_level(),
+    )
+
+
+def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, field: str) -> SamplingParams:
+    """Return the parameters with a maximum number of tokens that fits the context window.
+
+    Args:
+        field: name of the prompt in the request.
+    """
+    window = context.engine.max_model_len
+    left = window - len(prompt)
+    if not prompt:
+        raise ApiError(400, "the prompt has no tokens; send some text", parameter=field)
+    if left < 1 or (params.max_tokens is not None and params.max_tokens > left):
+        asked = f" and max_tokens is {params.max_tokens:,}" if params.max_tokens is not None else ""
+        raise ApiError(
+            400,
+            f"the prompt has {len(prompt):,} tokens{asked}; together they must fit the context window of {window:,} "
+            "tokens",
+            parameter="max_tokens" if left >= 1 else field,
+            code="context_length_exceeded",
+        )
+    limit = context.settings.max_output_tokens
+    if limit is not None and params.max_tokens is not None and params.max_tokens > limit:
+        raise ApiError(
+            400, f"max_tokens is {params.max_tokens:,}; this server allows {limit:,}", parameter="max_tokens"
+        )
+    if params.max_tokens is None:
+        params = params.replace(max_tokens=max(left if limit is None else min(left, limit), params.min_tokens))
+    return params
+
+
+async def encode_text(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a text.
+
+    Raises:
+        ApiError: the model has no tokenizer.
+    """
+    tokenizer = context.engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, f"{NO_TOKENIZER}; send token ids", code="no_tokenizer")
+    return list(
+        await context.in_tokenizer_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    )
+
+
+def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+    """Return the number of tokens of prompts and answers, in OpenAI's form."""
+    prompt = generated = cached = 0
+    for output in outputs:
+        prompt += len(output.prompt_token_ids)
+        cached += output.num_cached_tokens
+        generated += sum(len(one.token_ids) for one in output.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,1 @@
+"""Replicas of an engine in processes of their own, behind a router."""

@@ -1,0 +1,159 @@
+"""Start, watch and restart of one replica's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from windlass.base.errors import WindlassError
+from windlass.base.log import logger
+from windlass.base.text import escape_unprintable
+from windlass.serving.replicas.prefix_index import ReplicaLoad
+from windlass.serving.replicas.replica_process import ReplicaTask
+
+_STOP_SECONDS = 5.0
+_MAX_FAILED_STARTS = 5
+_LONGEST_PAUSE = 30.0
+
+
+class ReplicaStartError(WindlassError, RuntimeError):
+    """Replica whose process ended before it could serve. The text has its own error."""
+
+
+class ReplicaSupervisor:
+    """Process of one replica. It is started again whenever it ends.
+
+    Attributes:
+        load: requests in progress and prefixes computed.
+        is_ready: requests can be sent.
+        has_given_up: several starts one after the other have failed.
+        restarts: number of times that the process was started again.
+    """
+
+    def __init__(self, index: int, task: ReplicaTask, environment: dict[str, str], on_end: Callable[[], None]) -> None:
+        self.index = index
+        self.socket_path = task.socket_path
+        self.load = ReplicaLoad()
+        self.is_ready = False
+        self.has_given_up = False
+        self.restarts = 0
+        self._task = task
+        self._environment = environment
+        self._on_end = on_end
+        self._process: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._forwarding: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None before the start."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process and wait until it serves; then watch it.
+
+        Raises:
+            ReplicaStartError: the process ended first.
+        """
+        await self._start_once()
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _start_once(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.socket_path)
+        process = self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "windlass.serving.replicas.replica_process"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C reaches the router alone, which drains
+        )
+        assert process.stdin is not None and process.stdout is not None
+        self._forwarding = asyncio.ensure_future(self._forward_log(process))
+        with contextlib.suppress(ConnectionError):  # it ended already: its answer is missing then
+            process.stdin.write(self._task.to_json().encode() + b"\n")
+            await process.stdin.drain()
+        answer: dict[str, Any] = json.loads(await process.stdout.readline() or b"{}")
+        if answer.get("ready"):
+            self.is_ready = True
+            return
+        reason = answer.get("error")
+        code = await process.wait()
+        await self._forwarding
+        raise ReplicaStartError(reason or f"replica {self.index} ended at its start {describe_exit(code)}")
+
+    async def _watch(self) -> None:
+        failed_starts = 0
+        while True:
+            assert self._process is not None
+            began = time.monotonic()
+            code = await self._process.wait()
+            if self.is_ready:
+                logger.error("replica %d ended %s; its requests failed", self.index, describe_exit(code))
+            self.is_ready = False
+            self.load.clear()
+            if time.monotonic() - began > _LONGEST_PAUSE:
+                failed_starts = 0
+            if failed_starts >= _MAX_FAILED_STARTS:
+                logger.error("replica %d is not started again after %d attempts", self.index, failed_starts)
+                self.has_given_up = True
+                self._on_end()
+                return
+            await asyncio.sleep(min(_LONGEST_PAUSE, 0.5 * 2**failed_starts if failed_starts else 0.0))
+            failed_starts += 1
+            self.restarts += 1
+            try:
+                await self._start_once()
+            except ReplicaStartError as error:
+                logger.error("replica %d could not be started again: %s", self.index, error)
+                continue
+            logger.info("replica %d serves again", self.index)
+
+    async def _forward_log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        while piece := await process.stderr.read(2**16):
+            for line in piece.decode("utf-8", "replace").splitlines():
+                print(f"[replica {self.index}] {escape_unprintable(line)}", file=sys.stderr, flush=True)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """End the process, at first by SIGTERM."""
+        if self._watching is not None:
+            self._watching.cancel()
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        if self._forwarding is not None:
+            await self._forwarding
+
+
+def describe_exit(code: int) -> str:
+    """Return the end of a process in words."""
+    if code >= 0:
+        return f"with exit code {code}"
+    try:
+        return f"by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"by signal {-code}"

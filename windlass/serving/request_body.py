@@ -1,0 +1,128 @@
+"""Request bodies: bounded reading, strict UTF-8, and JSON within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from windlass.base.bounded_json import JsonError, parse_json
+from windlass.serving.api_errors import ApiError
+
+_MAX_DEPTH = 64
+_DISCARD_LIMIT = 256 * 2**20
+_DISCARD_SECONDS = 10.0
+_PIECE_SECONDS = 30.0
+# Above this size, the parser would delay the tokens of other requests.
+_PARSE_IN_THREAD_BYTES = 2**18
+
+
+async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """Read the body of a request and return its JSON object.
+
+    Raises:
+        ApiError: another content type, too many bytes, invalid UTF-8, or invalid JSON.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        # Other types are also those that a foreign web page can send without the browser asking the server first.
+        raise ApiError(
+            415,
+            f"Content-Type is {content_type[:80] or 'not given'!r}; send the body as application/json",
+            code="unsupported_content_type",
+            closes_connection=True,
+        )
+    body = await read_body(request, max_bytes)
+    if len(body) > _PARSE_IN_THREAD_BYTES:
+        return await asyncio.to_thread(parse_object, body)
+    return parse_object(body)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the body.
+
+    A body that is too large is read to its end, within limits and without being kept: a client that still sends when
+    the connection closes would see a broken connection instead of the answer.
+
+    Raises:
+        ApiError: the body has more than `max_bytes` bytes.
+        ClientDisconnect: the client went away.
+    """
+    declared = request.headers.get("content-length", "")
+    too_large = ApiError(
+        413,
+        f"the body has more than {max_bytes:,} bytes; send less, or start the server with a larger --max-body-bytes",
+        code="body_too_large",
+        closes_connection=True,
+    )
+    waits_for_permission = request.headers.get("expect", "").lower() == "100-continue"
+    if declared.isdigit() and int(declared) > max_bytes and waits_for_permission:
+        raise too_large
+    body = bytearray()
+    total = 0
+    deadline = asyncio.get_running_loop().time() + _DISCARD_SECONDS
+    while True:
+        try:
+            message = await asyncio.wait_for(request.receive(), _PIECE_SECONDS)
+        except TimeoutError as error:
+            raise ApiError(
+                408,
+                f"no more of the body came in {_PIECE_SECONDS:.0f} seconds; send it without pauses",
+                closes_connection=True,
+            ) from error
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece = message.get("body", b"")
+        total += len(piece)
+        if total <= max_bytes:
+            body += piece
+        else:
+            body.clear()
+            if total > _DISCARD_LIMIT or asyncio.get_running_loop().time() > deadline:
+                raise too_large
+        if not message.get("more_body", False):
+            break
+    if total > max_bytes:
+        too_large.closes_connection = False
+        raise too_large
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8.
+
+    Raises:
+        ApiError: the body is something else. NaN, infinite numbers and lone surrogates are refused.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _invalid(f"the body is not UTF-8 at byte {error.start}") from error
+    try:
+        data = parse_json(text, max_depth=_MAX_DEPTH, finite_numbers=True)
+    except JsonError as error:
+        raise _invalid(f"the body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise _invalid(f"the body is a JSON {_json_type(data)}; send an object")
+    if "\\ud" in text or "\\uD" in text:
+        _check_surrogates(data)
+    return data
+
+
+def _check_surrogates(data: dict[str, Any]) -> None:
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise _invalid(f"the body has the lone surrogate \\u{code:04x}; a text must be valid Unicode") from error
+
+
+def _json_type(data: Any) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(data), "null")
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_json")

@@ -1,0 +1,257 @@
+"""Base of the request models: every field of a request has an effect, is harmless, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from windlass.base.text import nearest_name, one_line
+from windlass.inference.sampling_params import SamplingParams, StructuredOutputsParams
+from windlass.inference.scheduler import ServiceLevel
+from windlass.serving.api_errors import ApiError
+
+_ANY = object()
+
+# Fields without effect here, each with the values that have no effect elsewhere either.
+_HARMLESS: dict[str, tuple[Any, ...] | object] = {
+    "user": _ANY,
+    "metadata": _ANY,
+    "safety_identifier": _ANY,
+    "prompt_cache_key": _ANY,
+    "prompt_cache_retention": _ANY,
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,),
+}
+
+# Fields that would change the answer and have no effect here, each with the remedy.
+_REFUSED = {
+    "audio": "the server generates text only",
+    "chat_template": "the template is chosen at start by --chat-template",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "length_penalty": "beam search is not served",
+    "logits_processors": "the server runs no code of requests",
+    "modalities": "the server generates text only",
+    "prediction": "leave it out",
+    "reasoning_effort": "pass the template's own switch in chat_template_kwargs",
+    "service_tier": "leave it out",
+    "store": "the server keeps no answers; write false",
+    "use_beam_search": "beam search is not served",
+    "verbosity": "leave it out",
+    "web_search_options": "the server searches nothing",
+}
+
+Model = TypeVar("Model", bound="RequestModel")
+
+
+class RequestModel(BaseModel):
+    """Fields of a request. Types are strict: `"1"` is no number, `true` no integer."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+    @classmethod
+    def parse(cls: type[Model], data: Mapping[str, Any]) -> Model:
+        """Validate a JSON object.
+
+        Raises:
+            ApiError: a field that is unknown, refused, of another type or missing, with its name.
+        """
+        known = {name: value for name, value in data.items() if _has_effect(name, value, cls)}
+        try:
+            return cls.model_validate(known)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_context=False)
+            # the most specific place, because each member of a union reports its own problem
+            place = ".".join(str(part) for part in problems[0]["loc"])
+            field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
+            message = f"{place}: {problems[0]['msg']}"
+            if problems[0]["type"] != "missing":
+                message += f" (it is {one_line(repr(problems[0]['input']), 100)})"
+            raise ApiError(400, message, parameter=field) from error
+
+
+def _has_effect(name: str, value: Any, model: type[RequestModel]) -> bool:
+    """Return False for a harmless field, and raise for one that is refused."""
+    if name in model.model_fields:
+        return True
+    allowed = _HARMLESS.get(name)
+    if allowed is _ANY or (value is None and (allowed is not None or name in _REFUSED)):
+        return False
+    if isinstance(allowed, tuple) and any(value == one and type(value) is type(one) for one in allowed):
+        return False
+    shown = one_line(repr(value), 100)
+    if name in _REFUSED or allowed is not None:
+        reason = _REFUSED.get(name, "leave it out")
+        raise ApiError(
+            400, f"{name} = {shown} is not supported: {reason}", parameter=name, code="unsupported_parameter"
+        )
+    near = nearest_name(name, model.model_fields)
+    hint = f"; did you mean {near}?" if near else ""
+    raise ApiError(
+        400, f"unknown field {one_line(name, 80)!r}{hint}", parameter=one_line(name, 80), code="unknown_parameter"
+    )
+
+
+class StreamOptions(RequestModel):
+    """Options of a streamed answer.
+
+    Attributes:
+        include_usage: send the number of tokens as the last event.
+        continuous_usage_stats: send it with every event.
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class StructuredOutputsField(RequestModel):
+    """Constraint of the text, in vLLM's form."""
+
+    json_: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> StructuredOutputsParams:
+        """Return the constraint."""
+        field = cls.parse({"json_" if name == "json" else name: value for name, value in data.items()})
+        return StructuredOutputsParams(
+            json=field.json_,
+            json_object=bool(field.json_object),
+            regex=field.regex,
+            choice=field.choice,
+            grammar=field.grammar,
+        )
+
+
+class ServiceLevelField(RequestModel):
+    """Service level that a request declares: see `ServiceLevel`."""
+
+    first_token_seconds: float
+    tokens_per_second: float = 0.0
+
+
+class SamplingFields(RequestModel):
+    """Fields of completions and chat completions that become sampling parameters, those of vLLM included."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    sla: ServiceLevelField | None = None
+
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    _PLAIN: ClassVar[tuple[str, ...]] = (
+        *("n", "best_of", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+        *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs"),
+    )
+
+    def sampling_params(self, **values: Any) -> SamplingParams:
+        """Return the sampling parameters. `values` are those that differ between the two kinds of completion.
+
+        Raises:
+            ApiError, RequestError: a value out of range, or two constraints of the text.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream = true", parameter="stream_options")
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise ApiError(
+                400,
+                f"best_of is {self.best_of} with n = {self.n or 1}: the best answers are known only at the end; set "
+                "stream = false",
+                parameter="best_of",
+            )
+        given = {name: getattr(self, name) for name in self._PLAIN if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_of(key): bias for key, bias in self.logit_bias.items()}
+        constraint = self.constraint()
+        if constraint is not None:
+            given["structured_outputs"] = constraint
+        return SamplingParams(**{**given, **values})
+
+    def constraint(self) -> StructuredOutputsParams | None:
+        """Return the constraint of the text that vLLM's fields give; None without one."""
+        found = [
+            (name, StructuredOutputsParams(**{name.removeprefix("guided_"): value}))
+            for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+            if (value := getattr(self, name)) is not None
+        ]
+        if self.structured_outputs is not None:
+            found.append(("structured_outputs", StructuredOutputsField.of(self.structured_outputs)))
+        if len(found) > 1:
+            names = " and ".join(name for name, _ in found)
+            raise ApiError(400, f"{names} both constrain the text; keep one", parameter=found[1][0])
+        return found[0][1] if found else None
+
+    def service_level(self) -> ServiceLevel | None:
+        """Return the declared service level.
+
+        Raises:
+            ApiError: a time or a rate that is not positive.
+        """
+        if self.sla is None:
+            return None
+        first, rate = self.sla.first_token_seconds, self.sla.tokens_per_second
+        if first <= 0 or rate < 0:
+            raise ApiError(
+                400,
+                f"sla has first_token_seconds = {first} and tokens_per_second = {rate}; write positive numbers",
+                parameter="sla",
+            )
+        return ServiceLevel(first, rate)
+
+    @property
+    def wants_usage_event(self) -> bool:
+        """True if the last event of a stream gives the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_usage_in_each_event(self) -> bool:
+        """True if every event gives the number of tokens so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+def _token_of(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise ApiError(400, f"logit_bias has the key {one_line(key, 80)!r}; write token ids", parameter="logit_bias")
+    return int(key)

@@ -1,0 +1,84 @@
+"""State that all endpoints of a server share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from windlass.serving.api_errors import ApiError
+from windlass.serving.request_counter import RequestCounter, ServerPhase
+from windlass.serving.served_engine import ServedEngine
+from windlass.serving.server_metrics import ServerMetrics
+from windlass.serving.server_settings import ServerSettings
+
+Result = TypeVar("Result")
+
+
+class ServerContext:
+    """Engine, settings, metrics and phase of a server. `engine` is there once the model is loaded."""
+
+    def __init__(self, settings: ServerSettings, engine: ServedEngine | None = None) -> None:
+        self.settings = settings
+        self.metrics = ServerMetrics(settings.model_names[0], settings.engine_index)
+        self.requests = RequestCounter()
+        self.created = int(time.time())
+        self._engine: ServedEngine | None = None
+        # One thread, because tokenizers are not safe to use from several; it keeps long prompts off the event loop.
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        if engine is not None:
+            self.attach(engine)
+
+    @property
+    def engine(self) -> ServedEngine:
+        """Engine of the server.
+
+        Raises:
+            ApiError: the model is not loaded yet.
+        """
+        if self._engine is None:
+            self.requests.refuse_unless_ready()
+            raise ApiError(503, "the engine is not there yet; try again", code="loading", retry_after=5)
+        return self._engine
+
+    @property
+    def loaded_engine(self) -> ServedEngine | None:
+        """Engine, or None while the model is being loaded."""
+        return self._engine
+
+    def attach(self, engine: ServedEngine) -> None:
+        """Serve a started engine from now on."""
+        if engine.tokenizer is not None:
+            # The first call sets truncation and padding, which may not happen while the engine's thread decodes.
+            engine.tokenizer.encode("a", add_special_tokens=False)
+        self._engine = engine
+        self.metrics.watch(engine)
+        self.requests.phase = ServerPhase.READY
+
+    async def in_tokenizer_thread(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the tokenizer's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function)
+
+    def lora_of(self, model: str | None) -> str | None:
+        """Return the adapter that a request's `model` names; None for the base model.
+
+        Raises:
+            ApiError: no such model.
+        """
+        if model is None or model in self.settings.model_names:
+            return None
+        if model in self.engine.lora_names:
+            return model
+        names = ", ".join([*self.settings.model_names, *self.engine.lora_names][:20])
+        raise ApiError(
+            404,
+            f"the model {model[:200]!r} does not exist; this server has {names}",
+            parameter="model",
+            code="model_not_found",
+        )
+
+    def close(self) -> None:
+        """End the tokenizer's thread."""
+        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
