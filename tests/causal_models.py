@@ -28,7 +28,7 @@ def model_of(kind: str, config: str | None = None, **values: Any) -> nn.Module:
     import transformers
 
     named = config or re.sub("ForCausalLM|LMHeadModel|ForConditionalGeneration", "Config", kind)
-    model: nn.Module = getattr(transformers, kind)(getattr(transformers, named)(use_cache=False, **values))
+    model: nn.Module = getattr(transformers, kind)(getattr(transformers, named)(**{"use_cache": False, **values}))
     return model
 
 

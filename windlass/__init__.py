@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from windlass.engine.training_engine import Engine as Engine
     from windlass.from_pretrained import from_pretrained as from_pretrained
     from windlass.inference.async_engine import AsyncLLMEngine as AsyncLLMEngine
+    from windlass.inference.inference_model import init_inference as init_inference
     from windlass.inference.llm import LLM as LLM
     from windlass.inference.sampling_params import BeamSearchParams as BeamSearchParams
     from windlass.inference.sampling_params import SamplingParams as SamplingParams
@@ -51,6 +52,7 @@ __all__ = [
     "checkpointing",
     "from_pretrained",
     "init_distributed",
+    "init_inference",
     "initialize",
     "optim",
     "read_checkpoint",
@@ -75,6 +77,7 @@ _MODULE_OF = {
     "add_config_arguments": "windlass.launch.config_arguments",
     "from_pretrained": "windlass.from_pretrained",
     "init_distributed": "windlass.comm.bootstrap",
+    "init_inference": "windlass.inference.inference_model",
     "initialize": "windlass.initialize",
     "read_checkpoint": "windlass.checkpoint.torch_state_dicts",
     "register_experts": "windlass.parallel.experts.expert_modules",

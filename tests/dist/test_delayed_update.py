@@ -195,7 +195,7 @@ def test_device_memory_is_unchanged_and_the_report_counts_host_memory(
     assert first["delayed"] is None and other["delayed"]["seconds"] > 0
     master = other["slots"]["master", "host"]
     more = {what: size for what, size in other["slots"].items() if what not in first["slots"]}
-    assert more == {("grad handed over", "host"): master, ("param to come", "host"): master // 2}
+    assert more == {("grad in update", "host"): master, ("next param", "host"): master // 2}
 
 
 # ---------------------------------------------------------------------------------------------------- who looks

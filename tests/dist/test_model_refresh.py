@@ -238,7 +238,7 @@ def refused_refresh() -> list[str]:
 
 def test_refused_refresh_leaves_the_engine_unchanged() -> None:
     for refused, saved, unseen in run_ranks(refused_refresh, 2):
-        assert "optimizer group 0, parameter 3" in refused and "out of the group" in refused
+        assert "optimizer group 0, parameter 3" in refused and "from the group" in refused
         assert "'layers.1.0.weight' is new" in saved and "engine.refresh()" in saved
         assert "'more.0.weight' has a gradient" in unseen and "engine.refresh()" in unseen
 

@@ -26,7 +26,7 @@ from windlass.serving.server_context import ServerContext
 from windlass.serving.server_settings import ServerSettings
 
 FACTORY = "tests.serving.fake_engine:make_fake_engine"
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 240.0
 
 
 def settings_with(**values: Any) -> ServerSettings:
@@ -175,7 +175,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds; fail after a minute."""
+    """Wait until a condition holds; fail after four minutes."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"

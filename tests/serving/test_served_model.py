@@ -143,7 +143,7 @@ def test_a_repeated_prompt_comes_from_the_cache(served: ServedModel) -> None:
 
 
 def test_nothing_is_lost_and_no_block_leaks_under_load(served: ServedModel) -> None:
-    """Many clients at once: a third goes away during a stream, a tenth sends invalid requests, one a long prompt."""
+    """Many clients at once: a third goes away during the stream, a tenth sends invalid requests, one a long prompt."""
     counts = {"answered": 0, "left": 0, "refused": 0}
     draw = random.Random(0)
     kinds = [draw.choice(["answered"] * 17 + ["left"] * 10 + ["refused"] * 3) for _ in range(150)]

@@ -32,6 +32,7 @@ PUBLIC = {
         "checkpointing",
         "from_pretrained",
         "init_distributed",
+        "init_inference",
         "initialize",
         "optim",
         "read_checkpoint",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -164,12 +165,15 @@ def world_group() -> RankGroup:
     return RankGroup(dist.group.WORLD, tuple(range(dist.get_world_size())), dist.get_rank())
 
 
-def create_rank_group(partition: Sequence[tuple[int, ...]], *, backend: str | None = None) -> RankGroup:
+def create_rank_group(
+    partition: Sequence[tuple[int, ...]], *, backend: str | None = None, timeout: timedelta | None = None
+) -> RankGroup:
     """Create the process groups of disjoint sets of ranks, and return this rank's group. Collective over all ranks.
 
     Args:
         partition: The same sets of global ranks on all ranks.
         backend: Backend of the groups; the default group's by default.
+        timeout: Time after which a collective fails if a peer does not join; torch's default by default.
 
     Raises:
         CommunicationError: this rank is in none of the sets. No group was created on this rank.
@@ -179,5 +183,5 @@ def create_rank_group(partition: Sequence[tuple[int, ...]], *, backend: str | No
     if own is None:
         raise CommunicationError(f"rank {rank} is in none of the groups {list(partition)}; add it to one of them")
     # `new_group` is collective over all ranks, so every rank creates the groups of the others too.
-    created = [dist.new_group(list(ranks), backend=backend) for ranks in partition]
+    created = [dist.new_group(list(ranks), backend=backend, timeout=timeout) for ranks in partition]
     return RankGroup.of(created[own])  # in torch's order of the ranks, which is ascending

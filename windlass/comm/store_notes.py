@@ -34,6 +34,10 @@ class StoreNotes:
         """Write a note without waiting."""
         self._store().set(key, text)
 
+    def read(self, key: str) -> str:
+        """Return the note under `key`, which must be there."""
+        return str(self._store().get(key).decode())
+
     def wait_for_keys(self, keys: Iterable[str], what: str, seconds: float | None = None) -> str:
         """Wait until there is a note under each of `keys`.
 

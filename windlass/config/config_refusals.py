@@ -32,6 +32,11 @@ def find_refusals(config: Config) -> list[ConfigRefusal]:
     return found
 
 
+def find_section_refusals(section: ConfigSection) -> list[ConfigRefusal]:
+    """List every refusal in one section."""
+    return list(_walk_section(section, ""))
+
+
 def _walk_section(section: ConfigSection, path: str) -> Iterator[ConfigRefusal]:
     if section.refusal:
         asked = section.requested_key()

@@ -5,122 +5,144 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from windlass.config.config_section import ConfigSection, Count, Int, Positive
-from windlass.config.key_status import refused
+from windlass.config.key_status import accepted, honoured, refused
 
-_NOT_BUILT = "not yet built: the inference engine"
+_NO_GRAPH = "the decode step needs no graph to be correct"
+_OWN_ATTENTION = "attention goes through windlass's kernels and torch's, which need no choice"
+_GROUPS = "groups are made from tp and ep over neighbouring ranks; start the ranks in that order and delete the key"
+_INJECTION = "layers are sharded by the model's own plan, not replaced; delete the key"
+_QUANT = "this engine packs weights, and has no such setting; set dtype to torch.int8, or pass weights='int8'"
 
 
 class HybridEngine(ConfigSection):
     """Alternation of training and generation."""
 
-    refusal = "not yet built: the hybrid engine; write false"
-    enable_key = "enabled"
-
-    enabled: bool = refused(False, "")
-    max_out_tokens: Positive = refused(512, "")
-    inference_tp_size: Positive = refused(1, "")
-    release_inference_cache: bool = refused(False, "")
-    pin_parameters: bool = refused(True, "")
-    tp_gather_partition_size: Positive = refused(8, "")
-    enable_cuda_graph: bool = refused(False, "")
+    enabled: bool = accepted(False, "engine.generate works with every engine, with or without the section")
+    max_out_tokens: Positive = accepted(512, "the KV cache grows by blocks up to the model's window")
+    inference_tp_size: Positive = refused(1, "generation uses the training's own tensor parallelism; set parallel.tp")
+    release_inference_cache: bool = honoured(False)
+    """Free the KV cache after each call of `generate`."""
+    pin_parameters: bool = accepted(True, "parameters are used where they are, without a copy to pin")
+    tp_gather_partition_size: Positive = accepted(8, "parameters of stage 3 are gathered once a call, unit by unit")
+    enable_cuda_graph: bool = accepted(False, _NO_GRAPH)
 
 
 class InferenceTensorParallel(ConfigSection):
     """Tensor-parallel axis of an inference engine."""
 
-    enabled: bool = refused(True, "")
-    tp_size: Positive = refused(1, "")
-    tp_grain_size: Positive = refused(64, "")
-    mpu: Any = refused(None, "")
-    tp_group: Any = refused(None, "")
+    enabled: bool = honoured(True)
+    """False: the model is not sharded, whatever `tp_size` is."""
+    tp_size: Positive = honoured(1)
+    """Ranks along the tensor-parallel axis."""
+    tp_grain_size: Positive = accepted(64, "matrices are sharded by attention heads, or as evenly as they allow")
+    mpu: Any = refused(None, _GROUPS)
+    tp_group: Any = refused(None, _GROUPS)
 
 
 class InferenceMoe(ConfigSection):
     """Experts of an inference engine."""
 
-    enabled: bool = refused(True, "")
-    ep_size: Positive = refused(1, "")
-    num_experts: list[Int] = refused([1], "", aliases=("moe_experts",))
-    type: Literal["standard", "residual"] = refused("standard", "")
-    ep_mp_group: Any = refused(None, "")
-    expert_group: Any = refused(None, "", aliases=("ep_group",))
+    enabled: bool = honoured(True)
+    """False: experts are not sharded, whatever `ep_size` is."""
+    ep_size: Positive = honoured(1)
+    """Ranks over which the experts of each layer are sharded."""
+    num_experts: list[Int] = accepted([1], "read from the model", aliases=("moe_experts",))
+    type: Literal["standard", "residual"] = accepted("standard", "read from the model")
+    ep_mp_group: Any = refused(None, _GROUPS)
+    expert_group: Any = refused(None, _GROUPS, aliases=("ep_group",))
 
 
 class ActivationQuant(ConfigSection):
     """Quantized activations of an inference engine."""
 
-    enabled: bool = refused(True, "")
-    num_bits: Positive = refused(8, "")
-    q_type: Literal["symmetric", "asymmetric"] = refused("symmetric", "")
-    q_groups: Positive = refused(1, "")
+    enabled: bool = accepted(True, "DeepSpeed reads this section only where dtype is torch.int8")
+    num_bits: Positive = refused(8, _QUANT)
+    q_type: Literal["symmetric", "asymmetric"] = refused("symmetric", _QUANT)
+    q_groups: Positive = refused(1, _QUANT)
 
 
 class WeightQuant(ActivationQuant):
     """Quantized weights of an inference engine."""
 
-    quantized_initialization: dict[str, Any] = refused(dict, "")
-    post_init_quant: dict[str, Any] = refused(dict, "")
+    quantized_initialization: dict[str, Any] = refused(dict, _QUANT)
+    post_init_quant: dict[str, Any] = refused(dict, _QUANT)
 
 
 class QkvQuant(ConfigSection):
     """Quantized attention projections of an inference engine."""
 
-    enabled: bool = refused(True, "")
+    enabled: bool = accepted(True, "all linear layers are packed alike")
 
 
 class InferenceQuant(ConfigSection):
     """Quantization of an inference engine."""
 
-    activation: ActivationQuant = refused(ActivationQuant, "")
-    weight: WeightQuant = refused(WeightQuant, "")
-    qkv: QkvQuant = refused(QkvQuant, "")
+    activation: ActivationQuant = accepted(ActivationQuant, "see its keys")
+    weight: WeightQuant = accepted(WeightQuant, "see its keys")
+    qkv: QkvQuant = accepted(QkvQuant, "see its keys")
+
+
+_CHECKPOINT = (
+    "a sharded checkpoint file list is for injected layers; load the weights with from_pretrained, or give "
+    "windlass.init_inference the model's directory"
+)
 
 
 class InferenceCheckpoint(ConfigSection):
     """Source of an inference engine's weights."""
 
-    checkpoint_dir: str | None = refused(None, "")
-    save_mp_checkpoint_path: str | None = refused(None, "")
-    base_dir: str | None = refused(None, "")
+    checkpoint_dir: str | None = refused(None, _CHECKPOINT)
+    save_mp_checkpoint_path: str | None = refused(None, _CHECKPOINT)
+    base_dir: str | None = refused(None, _CHECKPOINT)
 
 
 class InitInference(ConfigSection):
     """Configuration of `init_inference`."""
 
-    refusal = _NOT_BUILT
-
-    kernel_inject: bool = refused(False, "", aliases=("replace_with_kernel_inject",))
-    dtype: str = refused("torch.float16", "")
-    tp: InferenceTensorParallel = refused(InferenceTensorParallel, "", aliases=("tensor_parallel",))
-    enable_cuda_graph: bool = refused(False, "")
-    use_triton: bool = refused(False, "")
-    triton_autotune: bool = refused(False, "")
-    zero: dict[str, Any] = refused(dict, "")
-    tm: bool = refused(True, "", aliases=("triangular_masking",))
-    moe: bool | InferenceMoe = refused(InferenceMoe, "")
-    keep_module_on_host: bool = refused(False, "")
-    quant: InferenceQuant = refused(InferenceQuant, "")
-    checkpoint: str | dict[str, Any] | None = refused(None, "")
-    base_dir: str = refused("", "")
-    set_empty_params: bool = refused(False, "")
-    save_mp_checkpoint_path: str | None = refused(None, "")
-    ckpt_config: InferenceCheckpoint = refused(InferenceCheckpoint, "", aliases=("checkpoint_config",))
-    return_tuple: bool = refused(True, "")
-    training_mp_size: Positive = refused(1, "")
-    replace_method: str = refused("auto", "")
-    injection_dict: dict[str, Any] | None = refused(None, "", aliases=("injection_policy",))
-    injection_policy_tuple: list[Any] | None = refused(None, "")
-    args: dict[str, Any] | None = refused(None, "", aliases=("config",))
-    max_tokens: Positive = refused(1024, "", aliases=("max_out_tokens",))
-    min_tokens: Count = refused(1, "", aliases=("min_out_tokens",))
-    transposed_mode: bool = refused(False, "")
-    mp_size: Positive = refused(1, "")
-    mpu: Any = refused(None, "")
-    ep_size: Positive = refused(1, "")
-    expert_group: Any = refused(None, "", aliases=("ep_group",))
-    expert_mp_group: Any = refused(None, "", aliases=("ep_mp_group",))
-    moe_experts: list[Int] = refused([1], "")
-    moe_type: Literal["standard", "residual"] = refused("standard", "")
+    kernel_inject: bool = accepted(
+        False, "the fast paths need no other layers", aliases=("replace_with_kernel_inject",)
+    )
+    dtype: str = honoured("torch.float16")
+    """Dtype of the parameters; torch.float16 is float32 on the CPU, and torch.int8 packs linear layers in int8."""
+    tp: InferenceTensorParallel = honoured(InferenceTensorParallel, aliases=("tensor_parallel",))
+    """Tensor-parallel axis; an integer is its size."""
+    enable_cuda_graph: bool = accepted(False, _NO_GRAPH)
+    use_triton: bool = accepted(False, _OWN_ATTENTION)
+    triton_autotune: bool = accepted(False, _OWN_ATTENTION)
+    zero: dict[str, Any] = refused(
+        dict, "weights of an inference engine stay in memory; train or evaluate at stage 3 with windlass.initialize"
+    )
+    tm: bool = accepted(True, "masks are those of the model", aliases=("triangular_masking",))
+    moe: bool | InferenceMoe = honoured(InferenceMoe)
+    """Experts; true or false: sharded or not."""
+    keep_module_on_host: bool = refused(False, "the module is computed where it is; move it before, or delete the key")
+    quant: InferenceQuant = accepted(InferenceQuant, "see its keys")
+    checkpoint: str | dict[str, Any] | None = refused(None, _CHECKPOINT)
+    base_dir: str = refused("", _CHECKPOINT)
+    set_empty_params: bool = refused(False, "parameters without values cannot be served; load the model first")
+    save_mp_checkpoint_path: str | None = refused(None, "save the model with save_pretrained instead")
+    ckpt_config: InferenceCheckpoint = accepted(InferenceCheckpoint, "see its keys", aliases=("checkpoint_config",))
+    return_tuple: bool = accepted(True, "layers keep their own outputs")
+    training_mp_size: Positive = refused(1, "whole weights are loaded; merge the parts with windlass export first")
+    replace_method: str = accepted("auto", "DeepSpeed itself ignores it")
+    injection_dict: dict[Any, Any] | None = accepted(
+        None, "layers to sum over ranks are found by the model's plan", aliases=("injection_policy",)
+    )
+    injection_policy_tuple: Any = accepted(None, "layers to sum over ranks are found by the model's plan")
+    args: dict[str, Any] | None = accepted(None, "DeepSpeed itself ignores it", aliases=("config",))
+    max_tokens: Positive = honoured(1024, aliases=("max_out_tokens",))
+    """Tokens of a prompt and its answer together, if it is given; else the model's window."""
+    min_tokens: Count = accepted(1, "the KV cache grows by blocks", aliases=("min_out_tokens",))
+    transposed_mode: bool = accepted(False, "weights keep their layout")
+    mp_size: Positive = honoured(1)
+    """Old name of `tp.tp_size`."""
+    mpu: Any = refused(None, _GROUPS)
+    ep_size: Positive = honoured(1)
+    """Old name of `moe.ep_size`."""
+    expert_group: Any = refused(None, _GROUPS, aliases=("ep_group",))
+    expert_mp_group: Any = refused(None, _GROUPS, aliases=("ep_mp_group",))
+    moe_experts: list[Int] = accepted([1], "read from the model")
+    moe_type: Literal["standard", "residual"] = accepted("standard", "read from the model")
 
 
 class KvMemory(ConfigSection):
@@ -156,7 +178,7 @@ class RaggedTensorParallel(ConfigSection):
 class RaggedInference(ConfigSection):
     """Configuration of an engine with continuous batching."""
 
-    refusal = _NOT_BUILT
+    refusal = "DeepSpeed's ragged engine is driven batch by batch; use windlass.LLM or mii.pipeline"
 
     tp: RaggedTensorParallel = refused(RaggedTensorParallel, "", aliases=("tensor_parallel",))
     manager: StateManager = refused(StateManager, "", aliases=("state_manager",))

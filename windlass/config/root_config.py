@@ -169,7 +169,8 @@ class Config(ConfigSection):
     """Log of collectives."""
     flops_profiler: FlopsProfiler = refused(FlopsProfiler, "")
     compile: CompileConfig = refused(CompileConfig, "")
-    hybrid_engine: HybridEngine = refused(HybridEngine, "")
+    hybrid_engine: HybridEngine = honoured(HybridEngine)
+    """Generation during training."""
     weight_quantization: WeightQuantization = refused(WeightQuantization, "")
     compression_training: CompressionTraining = refused(CompressionTraining, "")
     eigenvalue: Eigenvalue = refused(Eigenvalue, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from windlass.base.dtypes import is_castable, parse_dtype
 from windlass.base.errors import ConfigError, LossError, ModelError, StorageError
 from windlass.base.garbage_collection import suspend_garbage_collection
 from windlass.base.log import logger
+from windlass.base.model_updates import note_update
 from windlass.checkpoint.async_save import AsyncSave
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.config import BatchSizes, Config
@@ -45,6 +46,9 @@ from windlass.zero.core.zero_settings import StepOutcome
 from windlass.zero.engine_callbacks import BuildShardedModel, EngineCallbacks
 from windlass.zero.sharded_model import ShardedModel
 from windlass.zero.update.offload_states import KINDS
+
+if TYPE_CHECKING:
+    from windlass.engine.hybrid_generation import HybridGeneration
 
 
 class Engine(QueryMethods, CheckpointMethods, nn.Module):
@@ -77,6 +81,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._config, self.progress, self._scaler = config, progress, scaler
         self._observers: list[EngineObserver] = []
         self._build_sharded_model = build_sharded_model
+        self._hybrid: HybridGeneration | None = None
         sharded = self._sharded = build_sharded_model(self._make_callbacks())
         self.module = sharded.model
         self.device = sharded.device
@@ -291,6 +296,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             for observer in observers:
                 observer.after_failed_step()
             raise
+        note_update(self.module)
         for observer in observers:
             observer.after_step()
 
@@ -434,6 +440,36 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         """
         self._sharded.finish_update()
 
+    def generate(self, input_ids: Any = None, *, attention_mask: Any = None, **settings: Any) -> Any:
+        """Generate answers with the weights of the last step, by an engine of continuous batching.
+
+        Arguments and result are those of transformers' `generate`; settings that the inference engine lacks go to
+        the module's own method. Nothing is copied; at stage 3 the parameters are unsharded once for the call.
+        Collective at stage 3 and along tp.
+
+        Args:
+            input_ids: int64 `[batch, tokens]`.
+            attention_mask: 0 where `input_ids` is padded.
+
+        Raises:
+            RequestError: a prompt is empty, or longer than the model's window with its answer.
+        """
+        return self.hybrid.generate(input_ids, attention_mask, **settings)
+
+    @property
+    def hybrid(self) -> HybridGeneration:
+        """Inference engine over the live module."""
+        if self._hybrid is None:
+            from windlass.engine.hybrid_generation import HybridGeneration
+            from windlass.inference.engine_options import EngineOptions
+
+            section = self._config.hybrid_engine
+            options = EngineOptions(check_at_load=False, deterministic=False)
+            self._hybrid = HybridGeneration(
+                lambda: self._sharded, options, releases_cache=section.release_inference_cache
+            )
+        return self._hybrid
+
     def eval_batch(self, batch: Any) -> Any:
         """Return the module's output for `batch` without gradients.
 
@@ -524,6 +560,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             observer.before_update(norm, clip)
 
     def _on_weights_edited(self) -> None:
+        note_update(self.module)
         for observer in self._observers:
             observer.on_weights_edited()
 
@@ -654,6 +691,8 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         if not self._destroyed:
             self._destroyed = True
             self._restore_gc()
+            if self._hybrid is not None:
+                self._hybrid.close()
             self._reporter.close()
             try:
                 self._async_save.close()

@@ -193,8 +193,10 @@ class AsyncLLMEngine:
         """End a request and free its blocks before the next step; unknown ids are ignored."""
 
         def cancel() -> None:
+            output = self._engine.cancel(request_id)
+            if output is not None:
+                self._deliver([output])  # for another task that reads the stream
             self._subscribers.pop(request_id, None)
-            self._engine.cancel(request_id)
 
         self._unread.pop(request_id, None)
         self._calls.put(cancel)
@@ -262,6 +264,7 @@ class AsyncLLMEngine:
                 if self._engine.has_requests():
                     self._deliver(self._engine.step())
             self._run_calls(wait=False)
+            self._engine.close()
             stopped: BaseException = EngineStoppedError("it was shut down")
         except BaseException as error:
             logger.exception("the inference engine has stopped by an error")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from windlass.base.errors import RequestError
 from windlass.inference.model_forward import find_device
+from windlass.inference.tensor_parallel_runner import TensorParallelRunner
 
 if TYPE_CHECKING:
     from windlass.inference.llm_engine import LLMEngine
@@ -20,18 +22,32 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
     Raises:
         RequestError: the model has no decoder that returns hidden states, or a prompt is empty or too long.
     """
-    model = engine.runner.model
-    decoder = getattr(model, "get_decoder", lambda: None)() or getattr(
-        model, getattr(model, "base_model_prefix", "") or "_", None
-    )
-    if decoder is None or decoder is model:
-        raise RequestError(f"{type(model).__name__} has no decoder inside, whose hidden states are embeddings")
+    runner = engine.runner
+    if find_decoder(runner.model) is None:
+        raise RequestError(f"{type(runner.model).__name__} has no decoder inside, whose hidden states are embeddings")
     results = []
     for ids in prompts:
         if not 0 < len(ids) <= engine.max_model_len:
             raise RequestError(f"an input has {len(ids)} tokens; give 1 to {engine.max_model_len}", parameter="input")
-        tokens = torch.tensor([list(ids)], device=find_device(model))
-        with torch.inference_mode():
-            hidden = decoder(input_ids=tokens).last_hidden_state[0, -1].float()
+        if isinstance(runner, TensorParallelRunner):
+            hidden = runner.call(compute_hidden, list(ids))
+        else:
+            hidden = compute_hidden(runner.model, list(ids))
         results.append((hidden / hidden.norm().clamp_min(1e-12)).tolist())
     return results
+
+
+def find_decoder(model: Any) -> nn.Module | None:
+    """Return the module inside a causal language model that computes hidden states; None: there is none."""
+    prefix = getattr(model, "base_model_prefix", "") or "_"
+    found: nn.Module | None = getattr(model, "get_decoder", lambda: None)() or getattr(model, prefix, None)
+    return None if found is model else found
+
+
+def compute_hidden(model: nn.Module, ids: list[int]) -> torch.Tensor:
+    """Return the last hidden state of the last token, float32 `[hidden]`."""
+    decoder: Any = find_decoder(model)
+    tokens = torch.tensor([ids], device=find_device(model))
+    with torch.inference_mode():
+        hidden: torch.Tensor = decoder(input_ids=tokens).last_hidden_state[0, -1].float()
+    return hidden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
+from windlass.inference.rank_channel import RankChannel, open_channel
 from windlass.inference.runner_factory import make_runner, measure_step_cost
 from windlass.inference.speculation import DraftProposer, NgramProposer
 from windlass.inference.step_batch import ModelRunner
+from windlass.inference.tensor_parallel_runner import TensorParallelRunner
+from windlass.inference.tensor_parallel_worker import TensorParallelWorker
 
 
 def make_engine(
@@ -31,17 +35,74 @@ def make_engine(
     trust_remote_code: bool = False,
     skip_tokenizer: bool = False,
 ) -> LLMEngine:
-    """Load a model, or take a module as it is, and build its engine.
+    """Build the engine of `make_rank_engine` where this rank is the only one of the model, or its leader.
+
+    Raises:
+        ModelError, ConfigError: as `make_rank_engine`; or this rank is not the leader.
+    """
+    made = make_rank_engine(
+        model,
+        options,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        skip_tokenizer=skip_tokenizer,
+    )
+    if isinstance(made, LLMEngine):
+        return made
+    raise ConfigError(
+        f"this rank holds a part of the model (tp = {options.tp}, ep = {options.ep}), and the first rank of the model "
+        "has the engine; call windlass.inference.worker_loop.run_worker(...) with the same arguments on all others"
+    )
+
+
+def make_rank_engine(
+    model: str | Path | nn.Module,
+    options: EngineOptions,
+    *,
+    tokenizer: Any = None,
+    device: torch.device | str | None = None,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    skip_tokenizer: bool = False,
+    ranks: RankChannel | None = None,
+    owned: bool | None = None,
+) -> LLMEngine | TensorParallelWorker:
+    """Load a model, or take a module as it is, and build its engine, or this rank's part of it. Collective over the
+    ranks of the model.
 
     Args:
         tokenizer: of transformers, or its directory; None: that of the model's directory.
         device: of a model that is loaded; None: this rank's own.
         skip_tokenizer: load none; prompts are token ids then.
+        ranks: of a module that is sharded already; None: those that `options` request.
+        owned: the engine is the only user of the weights, so they may be packed; None: if it loads them.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or served.
-        ConfigError: options contradict each other or the model.
+        ConfigError: options contradict each other or the model, or too few ranks run.
     """
+    if ranks is None and options.tp * options.ep > 1:
+        ranks = open_channel(tp=options.tp, ep=options.ep)
+    if ranks is not None and options.lora:
+        raise ConfigError("adapters apply to whole matrices, and tp or ep shards them; merge the adapter, or set tp 1")
+    with nullcontext() if ranks is None else ranks.guard():
+        return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
+
+
+def _build(
+    model: str | Path | nn.Module,
+    options: EngineOptions,
+    tokenizer: Any,
+    device: torch.device | str | None,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    skip_tokenizer: bool,
+    ranks: RankChannel | None,
+    owned: bool | None,
+) -> LLMEngine | TensorParallelWorker:
+    owns = not isinstance(model, nn.Module) if owned is None else owned
     if isinstance(model, nn.Module):
         module = model
         if module.training:
@@ -58,8 +119,8 @@ def make_engine(
             f"max_model_len is {options.max_model_len}, and the model attends to {window} tokens; write at most that"
         )
     longest = options.max_model_len or window
-    runner = make_runner(module, options, window, owned=not isinstance(model, nn.Module))
-    if options.tp == 1:
+    runner = make_runner(module, options, window, owned=owns, ranks=ranks)
+    if ranks is None:
         runner.lora = _load_adapters(module, runner, options)
     capacity = runner.num_blocks * runner.block_size
     if capacity < longest:
@@ -74,6 +135,10 @@ def make_engine(
     cost = (
         measure_step_cost(runner, find_device(module), options.max_tokens_per_step) if options.check_at_load else None
     )
+    if ranks is not None:
+        if not ranks.is_leader:
+            return TensorParallelWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)
+        runner = TensorParallelRunner(runner, ranks)
     logger.info("%s: %s", type(module).__name__, runner.description)
     return LLMEngine(
         runner,

@@ -89,6 +89,7 @@ class EngineOptions:
         weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, ...; None: as they are.
         check_at_load: compare some greedy tokens with those of the plain model.
         tp: ranks along the tensor-parallel axis.
+        ep: ranks along the expert axis, each of which holds a part of the experts.
         gpu_memory_utilization: part of a CUDA device's memory for weights and KV cache.
     """
 
@@ -112,10 +113,11 @@ class EngineOptions:
     weights: str | None = None
     check_at_load: bool = True
     tp: int = 1
+    ep: int = 1
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens_per_step", "max_sequences", "block_size", "tp"):
+        for name in ("max_tokens_per_step", "max_sequences", "block_size", "tp", "ep"):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_tokens", "max_queued"):
             if getattr(self, name) is not None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from windlass.base.errors import RequestError
 from windlass.inference.beam_search import BeamSearchOutput, search_beams
-from windlass.inference.engine_factory import make_engine
+from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
+from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import EngineStats, RequestOutput
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
+from windlass.inference.tensor_parallel_runner import TensorParallelRunner
+from windlass.inference.tensor_parallel_worker import TensorParallelWorker
+
+T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with `prompt` or `prompt_token_ids`."""
@@ -23,6 +28,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 class LLM:
     """Model with an inference engine.
+
+    With `tp` or `ep` above 1 all ranks of a launcher make the same calls: consecutive ranks hold one model. The prompts
+    of the first of them count, and all of them get its outputs.
 
     Args:
         model: directory of a causal language model, a name on the hub, or a module, which is served as it is.
@@ -49,7 +57,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         **options: Any,
     ) -> None:
-        self._engine = make_engine(
+        self._engine: Any = make_rank_engine(
             model,
             EngineOptions.from_arguments(**options),
             tokenizer=tokenizer,
@@ -59,6 +67,13 @@ class LLM:
             skip_tokenizer=skip_tokenizer_init,
         )
         self._numbers = itertools.count()
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine | TensorParallelWorker) -> LLM:
+        """Wrap an engine."""
+        made = cls.__new__(cls)
+        made._engine, made._numbers = engine, itertools.count()
+        return made
 
     @property
     def tokenizer(self) -> Any:
@@ -72,11 +87,11 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer together."""
-        return self._engine.max_model_len
+        return int(self._engine.max_model_len)
 
     @property
     def engine(self) -> Any:
-        """The engine, for requests one by one."""
+        """The engine, for requests one by one; on ranks that hold another part of the model, their worker."""
         return self._engine
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -107,6 +122,19 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter cannot be served; nothing was generated.
         """
+        return self._on_leader(
+            lambda: self._generate(prompts, sampling_params, lora_request, priority, show_progress=use_tqdm)
+        )
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: str | Sequence[str | None] | None,
+        priority: Sequence[int] | None,
+        *,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
         listed = _as_list(prompts)
         params = _spread("sampling_params", sampling_params, len(listed)) or [SamplingParams()] * len(listed)
         adapters = _spread("lora_request", lora_request, len(listed)) or [None] * len(listed)
@@ -117,7 +145,7 @@ class LLM:
         try:
             for request_id, prompt, one, adapter, rank in zip(ids, listed, params, adapters, priorities, strict=True):
                 self._engine.add_request(request_id, _prompt_of(prompt), one, lora_name=adapter, priority=rank)
-            finished = self._run(len(ids), show_progress=use_tqdm)
+            finished = self._run(len(ids), show_progress=show_progress)
         except BaseException:
             for request_id in ids:
                 self._engine.cancel(request_id)
@@ -155,15 +183,17 @@ class LLM:
         Returns:
             One output for each prompt, whose sequences are sorted from the best one.
         """
-        return [search_beams(self._engine, _prompt_of(prompt), params) for prompt in _as_list(prompts)]
+        return self._on_leader(
+            lambda: [search_beams(self._engine, _prompt_of(prompt), params) for prompt in _as_list(prompts)]
+        )
 
     def stats(self) -> EngineStats:
         """Return counters and gauges of the engine."""
-        return self._engine.stats()
+        return self._on_leader(lambda: cast(EngineStats, self._engine.stats()))
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, after the weights have changed."""
-        self._engine.clear_prefix_cache()
+        self._on_leader(lambda: self._engine.clear_prefix_cache())
 
     def close(self) -> None:
         """Free the KV cache, and leave a live module as it was."""
@@ -174,6 +204,15 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _on_leader(self, function: Callable[[], T]) -> T:
+        """Call a function where the engine is, and return its result on all ranks of the model."""
+        engine = self._engine
+        if isinstance(engine, TensorParallelWorker):
+            return cast(T, engine.take_part())
+        if isinstance(engine.runner, TensorParallelRunner):
+            return engine.runner.share(function)
+        return function()
 
     def _run(self, count: int, *, show_progress: bool) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from windlass.base.errors import EngineOverloadedError, RequestError
+from windlass.base.errors import EngineOverloadedError, ModelError, RequestError
 from windlass.base.log import logger
+from windlass.base.model_updates import count_updates
 from windlass.inference.block_manager import BlockManager
 from windlass.inference.detokenizer import Detokenizer, find_stop, held_back
 from windlass.inference.engine_options import EngineOptions
@@ -91,6 +92,7 @@ class LLMEngine:
         self._preempted = PreemptedBlocks(runner, options, self.cost)
         self._stats = EngineStats(kv_blocks=runner.num_blocks)
         self._finished_counts: dict[str, int] = {}
+        self._updates = count_updates(runner.model)
         self._changed: dict[str, GenerationRequest] = {}
 
     # requests
@@ -153,14 +155,19 @@ class LLMEngine:
         sequence = self._make_sequence(request)
         request.sequences.append(sequence)
         self._requests[request_id] = request
+        self._stats.prompt_tokens += len(ids)
         self._waiting[sequence.sequence_id] = sequence
 
-    def cancel(self, request_id: str) -> None:
-        """End a request with the finish reason `abort` and free its blocks; unknown ids are ignored."""
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        """End a request with the finish reason `abort`, free its blocks and return its last state; None for an id that
+        is not known."""
         request = self._requests.get(request_id)
-        if request is not None:
-            self._end(request, "abort")
-            self._forget(request)
+        if request is None:
+            return None
+        self._end(request, "abort")
+        self._forget(request)
+        self._changed.pop(request_id, None)
+        return request.to_output()
 
     def has_requests(self) -> bool:
         """Return True if a request is unfinished."""
@@ -249,6 +256,7 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one forward; return the requests that have finished, and those that stream and have new tokens."""
         if self.has_requests():
+            self._check_weights()
             began = self._clock()
             batch, sequences, rows = self._prepare(began)
             if sequences:
@@ -264,6 +272,23 @@ class LLMEngine:
                 outputs.append(request.to_output())
         self._changed = {}
         return outputs
+
+    def _check_weights(self) -> None:
+        """Drop keys and values that were computed with other weights: those of a training engine change."""
+        updates = count_updates(self.runner.model)
+        if updates != self._updates:
+            if self.options.deterministic:
+                raise ModelError(
+                    "the weights of the model have changed, and deterministic=True packed a copy of them; build the "
+                    "engine with deterministic=False"
+                )
+            self._updates = updates
+            for sequence in list(self._running.values()):
+                self._preempt(sequence)
+            for sequence in self._waiting.values():
+                self._preempted.drop(sequence)
+                sequence.num_computed = 0
+            self._blocks.clear_cache()
 
     def _prepare(self, now: float) -> tuple[Any, list[tuple[GenerationSequence, int]], list[list[int]]]:
         """Schedule a step and give its sequences blocks; return the batch, the sequences with their numbers of tokens,

@@ -91,6 +91,8 @@ class OwnCacheModelRunner:
                     with applied:
                         logits = self._advance(state, [row + offset for row in wanted])
                     found.update(zip(wanted, logits, strict=True))
+        if not rows:  # parts of prompts alone
+            return torch.empty(0, self.vocab_size, device=self.device)
         return torch.stack([found[row] for row in rows])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

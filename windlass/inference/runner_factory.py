@@ -8,13 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import CommunicationError, ConfigError, ModelError
 from windlass.base.log import logger
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
 from windlass.inference.packed_modules import PackedModules, can_pack
 from windlass.inference.paged_runner import PagedModelRunner
+from windlass.inference.parallel_model import is_sharded, shard_for_inference
+from windlass.inference.rank_channel import RankChannel
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.storage.staging_memory import available_memory
@@ -25,11 +27,19 @@ _OWN_CACHE_TOKENS = 1 << 16
 _CACHE_SHARE = 0.4  # of the free host memory
 
 
-def make_runner(model: nn.Module, options: EngineOptions, max_model_len: int, *, owned: bool = False) -> ModelRunner:
-    """Return the fastest runner that computes what the model computes.
+def make_runner(
+    model: nn.Module,
+    options: EngineOptions,
+    max_model_len: int,
+    *,
+    owned: bool = False,
+    ranks: RankChannel | None = None,
+) -> ModelRunner:
+    """Return the fastest runner that computes what the model computes. Collective over `ranks`.
 
     Args:
         owned: the engine is the only user of the model, so its weights may be packed and freed.
+        ranks: over which the model is sharded, in place.
 
     Raises:
         ModelError: the model is an encoder-decoder, or the KV cache would be too small for one sequence.
@@ -41,24 +51,31 @@ def make_runner(model: nn.Module, options: EngineOptions, max_model_len: int, *,
             "decoder alone"
         )
     longest = options.max_model_len or max_model_len
+    shards = ranks is not None and not is_sharded(model)
+    if ranks is not None and shards:
+        ranks.broadcast_model(model)
     plain = PlainLogits(model, longest) if options.check_at_load else None
+    if ranks is not None and shards:
+        shard_for_inference(model, ranks)
     packed = _pack(model, options, owned=owned)
     try:
         runner: ModelRunner = PagedModelRunner(
             model,
             block_size=options.block_size,
-            num_blocks=_block_counter(options, longest, model),
+            num_blocks=_block_counter(options, longest, model, ranks),
             kv_dtype=options.kv_torch_dtype,
             packed=packed,
         )
-    except ConfigError:
+    except (ConfigError, CommunicationError):
         raise
     except Exception as error:  # code of any model runs here; its own cache is tried next
         reason = str(error).split("\n")[0]
     else:
-        if packed is not None and owned and isinstance(runner, PagedModelRunner):
+        if packed is not None and owned and ranks is None and isinstance(runner, PagedModelRunner):
             _compile(runner, plain, options, longest)
         problem = None if plain is None else plain.find_difference(runner, options)
+        if ranks is not None and not ranks.minimum(problem is None):
+            problem = problem or "another rank found a difference"  # all ranks take the same runner
         if problem is None:
             return runner
         runner.close()
@@ -208,7 +225,9 @@ def _flat_batch(
     )
 
 
-def _block_counter(options: EngineOptions, longest: int, model: nn.Module) -> Callable[[int], int]:
+def _block_counter(
+    options: EngineOptions, longest: int, model: nn.Module, ranks: RankChannel | None
+) -> Callable[[int], int]:
     def count(block_nbytes: int) -> int:
         if options.kv_cache_tokens is not None:
             return -(-options.kv_cache_tokens // options.block_size)
@@ -217,7 +236,7 @@ def _block_counter(options: EngineOptions, longest: int, model: nn.Module) -> Ca
             free, total = torch.cuda.mem_get_info(device)
             memory = free - (1 - options.gpu_memory_utilization) * total
         else:
-            memory = available_memory(ranks=1) * _CACHE_SHARE
+            memory = available_memory(ranks=1 if ranks is None else ranks.size) * _CACHE_SHARE
         enough = -(-longest // options.block_size) * options.max_sequences
         blocks = min(int(memory // max(block_nbytes, 1)), enough)
         if blocks < 1:
@@ -225,6 +244,6 @@ def _block_counter(options: EngineOptions, longest: int, model: nn.Module) -> Ca
                 f"{memory / 1e9:.2f} GB are free for the KV cache, and a block takes {block_nbytes / 1e9:.2f} GB; free "
                 "memory or set kv_cache_tokens"
             )
-        return blocks
+        return blocks if ranks is None else ranks.minimum(blocks)
 
     return count

@@ -89,7 +89,8 @@ class OutputConstraint:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(words, count=min(self._vocab_size, 8 * len(words)), bitorder="little")
         flat = torch.from_numpy(bits).view(torch.bool)
-        return torch.nn.functional.pad(flat, (0, self._vocab_size - len(flat)))
+        missing = self._vocab_size - len(flat)
+        return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
 
     def accept(self, token: int) -> None:
         """Advance by a generated token.

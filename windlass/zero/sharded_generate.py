@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -45,17 +46,10 @@ class ShardedGenerate:
         assert model is not None
         if sharded is None or not sharded.units:
             return self._own(model, *args, **kwargs)
-        units = [unit for unit in sharded.units if unit.reshards]
         sharded.finish_update()
-        sharded.scheduler.sync(SyncPoint.FULL_GATHER)
-        # The ranks agree on one way: with units gathered in each forward, all ranks need the same number of forwards.
-        if _fits(sharded):
-            with sharded.runtime.unsharded(units):
-                sharded.scheduler.paused = True  # ranks run different numbers of forwards without collectives
-                try:
-                    return self._own(model, *args, **kwargs)
-                finally:
-                    sharded.scheduler.paused = False
+        with unsharded_for_generation(sharded) as fits:
+            if fits:
+                return self._own(model, *args, **kwargs)
         logger.info(
             "generate: the unsharded model does not fit in the free memory; parameters are all-gathered for each token"
         )
@@ -76,6 +70,30 @@ class ShardedGenerate:
 
     def __reduce__(self) -> Any:
         return getattr, (self._model(), "generate")
+
+
+@contextmanager
+def unsharded_for_generation(sharded: ShardedModel) -> Iterator[bool]:
+    """Unshard all parameters for forwards without collectives, and reshard them afterwards. Collective.
+
+    Yields:
+        False if they do not fit in the memory of some rank. Then they stay sharded, and all ranks need the same number
+        of forwards.
+    """
+    units = [unit for unit in sharded.units if unit.reshards]
+    if not units:
+        yield True
+        return
+    sharded.scheduler.sync(SyncPoint.FULL_GATHER)
+    if not _fits(sharded):
+        yield False
+        return
+    with sharded.runtime.unsharded(units):
+        before, sharded.scheduler.paused = sharded.scheduler.paused, True  # ranks run different numbers of forwards
+        try:
+            yield True
+        finally:
+            sharded.scheduler.paused = before
 
 
 def attach_generation(model: nn.Module, sharded: ShardedModel) -> list[ShardedGenerate]:

@@ -124,6 +124,6 @@ def test_a_topology_of_other_ranks_or_another_order_is_refused() -> None:
     with pytest.raises(ConfigError, match="the topology pipe 2 x data 1 x model 2 has 4 ranks, but the job has 8"):
         sizes_of_topology(PipeModelDataParallelTopology(2, 2, 1), 8)
     with pytest.raises(
-        ConfigError, match="the topology counts ranks in another order.*pipe of rank 1 is 1.*would be 0"
+        ConfigError, match="the topology orders ranks differently from the mesh.*pipe of rank 1 is 1.*would be 0"
     ):
         sizes_of_topology(ProcessTopology(["model", "pipe", "data"], [2, 2, 1]), 4)

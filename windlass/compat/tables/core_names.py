@@ -72,6 +72,32 @@ TABLE: dict[str, StandInEntry] = {
     ),
     "deepspeed.__version__": works("windlass.compat.stand_in_version:VERSION"),
     "deepspeed.version": works("windlass.compat.stand_in_version:VERSION"),
+    **{
+        f"deepspeed.{name}": works(f"windlass.compat.inference_engine:{name.rpartition('.')[2]}")
+        for name in (
+            "init_inference",
+            "default_inference_config",
+            "InferenceEngine",
+            "inference.engine.InferenceEngine",
+        )
+    },
+    **{
+        f"deepspeed.{name}": differs(
+            f"windlass.config.inference_section:{target}", "a section of windlass's schema, with the same keys"
+        )
+        for name, target in (
+            ("DeepSpeedInferenceConfig", "InitInference"),
+            ("inference.config.DeepSpeedInferenceConfig", "InitInference"),
+            ("inference.config.DeepSpeedTPConfig", "InferenceTensorParallel"),
+            ("inference.DeepSpeedTPConfig", "InferenceTensorParallel"),
+        )
+    },
+    **{
+        f"deepspeed.{name}": differs(
+            "windlass.compat.deepspeed_engine:DeepSpeedEngine", "every engine generates; see `engine.generate`"
+        )
+        for name in ("DeepSpeedHybridEngine", "runtime.hybrid_engine.DeepSpeedHybridEngine")
+    },
     "deepspeed.initialize": works("windlass.compat.deepspeed_initialize:initialize"),
     "deepspeed.add_config_arguments": works("windlass.launch.config_arguments:add_config_arguments"),
     "deepspeed.DeepSpeedEngine": works("windlass.compat.deepspeed_engine:DeepSpeedEngine"),

@@ -8,10 +8,9 @@ def _refused_names(reason: str, names: str) -> dict[str, StandInEntry]:
     return {f"deepspeed.{name}": refused(reason) for name in names.split()}
 
 
-_SERVING = "serving is not built yet; use model.generate, which works at stage 3 too"
+_RAGGED = "batches are scheduled by the engine, not by the script; use windlass.LLM, mii.pipeline or init_inference"
 _INJECT = "the model's layers are not replaced but sharded in place; set tensor_parallel.autotp_size"
 _LAYER = "windlass has no transformer layers; use torch.nn.TransformerEncoderLayer, or a transformers model"
-_HYBRID = "the hybrid engine is not built yet; use engine.module.generate, which works at stage 3 too"
 _COMPRESSION = "compression is not built yet; prune or quantise after training, with torchao or torch.nn.utils.prune"
 _SPARSE = "block-sparse attention is not built; use torch.nn.attention.flex_attention with a block mask"
 _DATA = "the data pipeline of DeepSpeed is not built yet; use windlass.data, or a torch DataLoader"
@@ -32,14 +31,13 @@ _GONE = "DeepSpeed itself removed this, and it is not built here; remove it from
 
 TABLE: dict[str, StandInEntry] = {
     **_refused_names(
-        _SERVING,
-        "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig "
-        "inference.DeepSpeedTPConfig inference.RaggedInferenceEngineConfig inference.engine.InferenceEngine "
-        "inference.config.DeepSpeedInferenceConfig inference.config.DeepSpeedTPConfig inference.InferenceEngineV2 "
-        "inference.build_hf_engine inference.v2.ragged.DSStateManagerConfig "
-        "inference.v2.config_v2.RaggedInferenceEngineConfig inference.v2.engine_v2.InferenceEngineV2 "
-        "inference.v2.engine_factory.build_hf_engine model_implementations.DeepSpeedTransformerInference "
-        "model_implementations.DeepSpeedInferenceConfig",
+        _RAGGED,
+        "inference.RaggedInferenceEngineConfig inference.InferenceEngineV2 inference.build_hf_engine "
+        "inference.v2.ragged.DSStateManagerConfig inference.v2.config_v2.RaggedInferenceEngineConfig "
+        "inference.v2.engine_v2.InferenceEngineV2 inference.v2.engine_factory.build_hf_engine",
+    ),
+    **_refused_names(
+        _LAYER, "model_implementations.DeepSpeedTransformerInference model_implementations.DeepSpeedInferenceConfig"
     ),
     **_refused_names(
         _INJECT,
@@ -51,7 +49,6 @@ TABLE: dict[str, StandInEntry] = {
         "module_inject.HFGPT2LayerPolicy module_inject.HFBertLayerPolicy module_inject.auto_tp.AutoTP",
     ),
     **_refused_names(_LAYER, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
-    **_refused_names(_HYBRID, "DeepSpeedHybridEngine runtime.hybrid_engine.DeepSpeedHybridEngine"),
     **_refused_names(
         _COMPRESSION,
         "compression.compress.init_compression compression.compress.redundancy_clean "

@@ -19,8 +19,9 @@ using windlass::PanelCode;
 using windlass::RowBlock;
 
 // Steps by which the weight is requested ahead of its use, into the second-level cache: the first has too few misses in
-// flight for a latency of memory.
-constexpr std::int64_t kAhead = 32;
+// flight for a latency of memory. Many rows compute long enough on a step to request it once more, into the first.
+constexpr std::int64_t ahead_for(int rows) { return rows <= 4 ? 32 : 64; }
+constexpr std::int64_t kNear = 6;
 
 // How a step of a panel is multiplied. `Input` is the element of the packed input, of which a step has kInputs a row.
 struct PlainStep {  // float32 weights
@@ -104,6 +105,7 @@ WINDLASS_INLINE void add_steps(const char* const* at, std::int64_t panel_bytes, 
                                typename Step::Sum (&sums)[kRows][kPanels * kVectors]) {
     constexpr int kColumns = kPanels * kVectors;
     // Requests run ahead in each panel, and at its end in the panels that the next call takes: kPanels further.
+    constexpr std::int64_t kAhead = ahead_for(kRows);
     const std::int64_t turn = steps > kAhead ? steps - kAhead : 0;
     for (std::int64_t step = begin; step < end; ++step) {
         const std::int64_t ahead = kAhead * kStepBytes + (step < turn ? 0 : (kPanels - 1) * panel_bytes);
@@ -111,7 +113,10 @@ WINDLASS_INLINE void add_steps(const char* const* at, std::int64_t panel_bytes, 
 #pragma GCC unroll 16
         for (int column = 0; column < kColumns; ++column) {
             const char* from = at[column / kVectors] + step * kStepBytes;
-            if (column % kVectors == 0) __builtin_prefetch(from + ahead, 0, 2);
+            if (column % kVectors == 0) {
+                __builtin_prefetch(from + ahead, 0, 2);
+                if constexpr (kRows > 4) __builtin_prefetch(from + kNear * kStepBytes);
+            }
             bits[column] = load<U>(from + (column % kVectors) * sizeof(U));
         }
 #pragma GCC unroll 16

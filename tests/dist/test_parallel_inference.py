@@ -1,0 +1,213 @@
+"""Law: an engine over several ranks generates what the plain model does, and all ranks get the same outputs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.causal_models import VOCABULARY, build
+from tests.dist.harness import run_ranks
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.base.errors import CommunicationError, ConfigError, PeerError, RequestError
+
+GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "logprobs": 0}
+SMALL = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 112, "max_model_len": 80}
+
+
+def model_of(name: str, seed: int = 0) -> Any:
+    key = "n_positions" if name == "gpt2" else "max_position_embeddings"
+    return build(name, seed, **{key: 96}).eval()
+
+
+def generate_everywhere(names: list[str], axes: dict[str, int], options: dict[str, Any]) -> list[Any]:
+    """Greedy answers of each model. Ranks start from different weights, and the first one alone gives prompts."""
+    from windlass import LLM, SamplingParams
+
+    rank = dist.get_rank()
+    found = []
+    for name in names:
+        with LLM(model_of(name, seed=rank), **axes, **{**SMALL, **options}) as llm:
+            prompts = make_prompts(12, VOCABULARY, 40, shared=18) if rank == 0 else []
+            outputs = llm.generate(prompts, SamplingParams(**GREEDY))
+            stats = llm.stats()
+            assert stats.kv_cache_usage == 0, "blocks leaked"
+            found.append((outputs, stats.num_preemptions, stats.prefix_cache_hits))
+    return found
+
+
+def assert_same(results: list[Any], names: list[str]) -> list[Any]:
+    for other in results[1:]:
+        for (outputs, *_), (others, *_) in zip(results[0], other, strict=True):
+            assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in others]
+    for name, (outputs, *_) in zip(names, results[0], strict=True):
+        assert_greedy(model_of(name), outputs)
+    return results[0]
+
+
+def test_tensor_parallel_ranks_generate_what_the_plain_model_does() -> None:
+    names = ["llama", "gpt2", "mixtral", "gemma2", "bloom"]
+    found = assert_same(run_ranks(generate_everywhere, 2, names, {"tp": 2}, {}, timeout=300), names)
+    paged = found[:-1]
+    assert all(preempted > 0 and hits > 0 for _, preempted, hits in paged)
+
+
+@pytest.mark.parametrize("options", [{"swap_bytes": 1 << 24}, {"speculative": {"method": "ngram"}}])
+def test_options_of_the_engine_on_tensor_parallel_ranks(options: dict[str, Any]) -> None:
+    assert_same(run_ranks(generate_everywhere, 2, ["llama"], {"tp": 2}, options), ["llama"])
+
+
+def test_expert_parallel_ranks_generate_what_the_plain_model_does() -> None:
+    assert_same(run_ranks(generate_everywhere, 2, ["mixtral"], {"ep": 2}, {}), ["mixtral"])
+
+
+def test_experts_and_matrices_over_four_ranks() -> None:
+    assert_same(run_ranks(generate_everywhere, 4, ["mixtral"], {"ep": 2, "tp": 2}, {}), ["mixtral"])
+
+
+def two_models_over_four_ranks() -> list[int]:
+    from windlass import LLM, SamplingParams
+
+    with LLM(model_of("llama"), tp=2, **SMALL) as llm:
+        prompt = [3 + dist.get_rank() // 2, 5, 7]
+        (output,) = llm.generate([prompt], SamplingParams(**GREEDY))
+    return [*output.prompt_token_ids, *output.outputs[0].token_ids]
+
+
+def test_a_larger_world_holds_several_models() -> None:
+    found = run_ranks(two_models_over_four_ranks, 4)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert [one[:3] for one in found[::2]] == [[3, 5, 7], [4, 5, 7]]
+
+
+def refused_then_served() -> tuple[str, int]:
+    from windlass import LLM, SamplingParams
+
+    with LLM(model_of("llama"), tp=2, **SMALL) as llm:
+        try:
+            llm.generate([[VOCABULARY + 1]], SamplingParams(**GREEDY))
+        except RequestError as error:
+            text = str(error)
+        return text, len(llm.generate([[3, 4]], SamplingParams(**GREEDY))[0].outputs[0].token_ids)
+
+
+def test_a_refused_request_raises_on_all_ranks_and_others_go_on() -> None:
+    first, second = run_ranks(refused_then_served, 2)
+    assert first == second
+    assert "not in the vocabulary" in first[0]
+    assert first[1] == 20
+
+
+def failing_rank(rank: int) -> tuple[str, str, float]:
+    """Fail in one layer on one rank, in a step while others wait in a collective."""
+    from windlass import LLM, SamplingParams
+
+    llm = LLM(model_of("llama"), tp=2, **SMALL)
+    if dist.get_rank() == rank:
+
+        def fail(*args: Any) -> None:
+            raise MemoryError("planted")
+
+        llm.engine.runner.model.model.layers[1].register_forward_pre_hook(fail)
+    began = time.monotonic()
+    try:
+        llm.generate([[3, 4, 5]], SamplingParams(**GREEDY))
+    except (PeerError, MemoryError) as error:
+        kind, text = type(error).__name__, str(error)
+    seconds = time.monotonic() - began
+    with pytest.raises(CommunicationError):
+        llm.generate([[3]], SamplingParams(**GREEDY))
+    llm.close()
+    return kind, text, seconds
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_reaches_all(rank: int) -> None:
+    found = run_ranks(failing_rank, 2, rank)
+    assert found[rank][:2] == ("MemoryError", "planted")
+    kind, text, _ = found[1 - rank]
+    assert kind == "PeerError"
+    assert f"rank {rank} of the inference ranks failed: MemoryError: planted" in text
+
+
+def serve_on_first_rank() -> list[list[int]] | str:
+    import asyncio
+
+    from windlass.inference.async_engine import AsyncLLMEngine
+    from windlass.inference.sampling_params import SamplingParams
+    from windlass.inference.worker_loop import run_worker
+
+    if dist.get_rank() > 0:
+        run_worker(model_of("llama"), tp=2, **SMALL)
+        return "ended"
+
+    async def serve() -> list[list[int]]:
+        engine = AsyncLLMEngine.from_model(model_of("llama"), tp=2, **SMALL)
+        await engine.start()
+
+        async def ask(prompt: list[int]) -> list[int]:
+            async for output in engine.stream(prompt, SamplingParams(**GREEDY)):
+                last = output
+            return list(last.outputs[0].token_ids)
+
+        found = await asyncio.gather(*(ask(prompt) for prompt in make_prompts(8, VOCABULARY, 20)))
+        assert len((await engine.embed([[3, 4, 5]]))[0]) == 32
+        await engine.shutdown()
+        return list(found)
+
+    return asyncio.run(serve())
+
+
+def plain_answers() -> list[list[int]]:
+    from windlass import LLM, SamplingParams
+
+    with LLM(model_of("llama"), **SMALL) as llm:
+        outputs = llm.generate(make_prompts(8, VOCABULARY, 20), SamplingParams(**GREEDY))
+    return [list(one.outputs[0].token_ids) for one in outputs]
+
+
+def test_a_server_on_the_first_rank_runs_workers_on_the_others() -> None:
+    answers, ended = run_ranks(serve_on_first_rank, 2)
+    assert ended == "ended"
+    assert answers == plain_answers()
+
+
+def wrong_world() -> str:
+    from windlass import LLM
+
+    with pytest.raises(ConfigError, match=r"needs a multiple of 3 ranks, and 2 run") as error:
+        LLM(model_of("llama"), tp=3)
+    return str(error.value)
+
+
+def test_too_few_ranks_are_an_error() -> None:
+    assert "windlass run --nproc 3" in run_ranks(wrong_world, 2)[0]
+
+
+def test_messages_of_batches_round_trip() -> None:
+    from windlass.inference.step_batch import StepBatch
+    from windlass.inference.step_message import decode_batch, encode_batch
+
+    batch = StepBatch(
+        torch.arange(5),
+        torch.arange(5) + 3,
+        torch.tensor([0, 2, 5], dtype=torch.int32),
+        torch.tensor([5, 8], dtype=torch.int32),
+        torch.arange(6, dtype=torch.int32).view(2, 3),
+        torch.arange(5) * 2,
+        torch.tensor([1, 4]),
+        [7, 9],
+        [None, None],
+    )
+    found = decode_batch(encode_batch(batch))
+    for name, value in vars(batch).items():
+        other = getattr(found, name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other), name
+            assert value.dtype == other.dtype, name
+        else:
+            assert value == other, name

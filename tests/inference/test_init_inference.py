@@ -1,0 +1,173 @@
+"""Law: `init_inference(model).generate` returns what transformers' `generate` returns, in every accepted form."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import windlass
+from tests.causal_models import VOCABULARY, build
+from windlass.base.errors import ConfigError, RequestError
+from windlass.compat.inference_engine import default_inference_config, init_inference
+
+SMALL = {"kv_cache_tokens": 512, "max_tokens_per_step": 64, "max_sequences": 16}
+
+
+def small_model() -> Any:
+    return build("llama", max_position_embeddings=96).eval()
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three prompts, padded on the left."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (3, 7), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 4, 2)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": 9},
+        {"max_length": 15},
+        {"max_new_tokens": 9, "repetition_penalty": 1.7},
+        {"max_new_tokens": 12, "min_new_tokens": 6},
+        {"max_new_tokens": 9, "eos_token_id": [5, 6, 7, 8, 9, 10], "pad_token_id": 1},
+        {"max_new_tokens": 6, "num_beams": 3},
+        {"max_new_tokens": 9, "do_sample": True, "top_k": 1},
+    ],
+)
+def test_tokens_and_padding_are_those_of_transformers(settings: dict[str, Any]) -> None:
+    model = small_model()
+    ids, mask = padded()
+    expected = model.generate(ids, attention_mask=mask, **settings)
+    engine = windlass.init_inference(copy.deepcopy(model), **SMALL)
+    assert torch.equal(engine.generate(ids, attention_mask=mask, **settings), expected)
+    assert torch.equal(engine.generate(input_ids=ids, attention_mask=mask, **settings), expected)
+
+
+def test_forward_and_attributes_are_those_of_the_module() -> None:
+    model = small_model()
+    ids, mask = padded()
+    engine = windlass.init_inference(model, **SMALL)
+    before = model(ids, attention_mask=mask).logits
+    engine.generate(ids, attention_mask=mask, max_new_tokens=3)
+    assert engine.module is model
+    assert engine.config is model.config
+    assert torch.equal(engine(ids, attention_mask=mask).logits, before.detach())
+
+
+def test_samples_follow_the_seed_of_torch_and_the_number_of_sequences() -> None:
+    ids, mask = padded()
+    engine = windlass.init_inference(small_model(), **SMALL)
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append(
+            engine.generate(
+                ids, attention_mask=mask, do_sample=True, max_new_tokens=8, num_return_sequences=2, eos_token_id=None
+            )
+        )
+    assert found[0].shape == (6, 15)
+    assert torch.equal(found[0][:, :7], ids.repeat_interleave(2, 0))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_draws_follow_the_distribution_of_top_k_and_temperature() -> None:
+    model = small_model()
+    ids = torch.tensor([[5, 7, 9]])
+    engine = windlass.init_inference(model, **SMALL)
+    torch.manual_seed(0)
+    count = 600
+    drawn = torch.cat(
+        [
+            engine.generate(ids, do_sample=True, top_k=3, temperature=0.7, max_new_tokens=1, num_return_sequences=15)[
+                :, -1
+            ]
+            for _ in range(count // 15)
+        ]
+    )
+    top = (model(ids).logits[0, -1] / 0.7).topk(3)
+    expected = top.values.softmax(0).double() * count
+    observed = torch.stack([(drawn == token).sum() for token in top.indices]).double()
+    assert observed.sum() == count
+    assert ((observed - expected) ** 2 / expected).sum() < 13.8  # 0.1 % quantile of chi-square, 2 degrees of freedom
+
+
+def test_a_model_that_generates_nothing_is_called() -> None:
+    layer = nn.Linear(4, 3)
+    engine = windlass.init_inference(layer)
+    x = torch.randn(2, 4)
+    assert torch.equal(engine(x), layer(x))
+    with pytest.raises(ConfigError, match="no language model"):
+        engine.generate(torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_prompts_without_tokens_and_without_room_are_errors() -> None:
+    engine = windlass.init_inference(small_model(), **SMALL)
+    ids, mask = padded()
+    with pytest.raises(RequestError, match="no token whose attention_mask is 1"):
+        engine.generate(ids, attention_mask=mask * 0, max_new_tokens=2)
+    with pytest.raises(RequestError, match="max_length leaves no room"):
+        engine.generate(ids, attention_mask=mask, max_length=7)
+
+
+# DeepSpeed's keys
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"replace_with_kernel_inject": True, "dtype": torch.float32, "mp_size": 1},
+        {"config": {"tensor_parallel": {"tp_size": 1}, "dtype": "fp32", "max_out_tokens": 64}},
+        {"dtype": torch.half, "tensor_parallel": 1, "enable_cuda_graph": True, "injection_policy": {nn.Linear: ("x",)}},
+    ],
+)
+def test_deepspeed_names_generate_alike(given: dict[str, Any]) -> None:
+    model = small_model()
+    ids, mask = padded()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=5)
+    engine = init_inference(copy.deepcopy(model), **given)
+    assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
+    engine.destroy()
+
+
+def test_max_out_tokens_bounds_prompt_and_answer() -> None:
+    ids, mask = padded()
+    engine = init_inference(small_model(), dtype="fp32", max_out_tokens=8)
+    with pytest.raises(RequestError, match="takes 8 together with the answer"):
+        engine.generate(torch.ones(1, 8, dtype=torch.long) * 4, max_new_tokens=5)
+    assert engine.generate(ids, attention_mask=mask, max_new_tokens=1).shape == (3, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"checkpoint": "x.json"}, "model's directory"),
+        ({"mpu": object()}, "neighbouring ranks"),
+        ({"zero": {"stage": 3}}, "windlass.initialize"),
+        ({"quant": {"weight": {"num_bits": 4}}}, "weights='int8'"),
+        ({"training_mp_size": 2}, "windlass export"),
+        ({"dtype": "torch.complex64"}, "write one of .*bfloat16"),
+        ({"tensor_paralel": 1}, "tensor_paralel"),
+        ({"config": {"dtype": "fp32"}, "dtype": "bf16"}, "give each key once"),
+    ],
+)
+def test_refused_keys_say_why(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        init_inference(small_model(), **given)
+
+
+def test_the_default_configuration_is_accepted() -> None:
+    model = small_model()
+    ids, mask = padded()
+    engine = init_inference(copy.deepcopy(model), default_inference_config())
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=4)
+    assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=4), expected)

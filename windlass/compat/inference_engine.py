@@ -1,0 +1,128 @@
+"""`deepspeed.init_inference` and its engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.compute_device import local_device
+from windlass.base.errors import ConfigError
+from windlass.config.config_refusals import find_section_refusals
+from windlass.config.config_source import read_source
+from windlass.config.inference_section import InitInference
+from windlass.config.key_status import key_facts
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.inference_model import InferenceModel
+from windlass.inference.model_loading import find_max_length, parse_dtype
+
+
+def default_inference_config() -> dict[str, Any]:
+    """Return all keys of `init_inference` with their defaults."""
+    return InitInference().model_dump()
+
+
+class InferenceEngine(InferenceModel):
+    """Engine of `deepspeed.init_inference`: the model's forward, and transformers' `generate`."""
+
+    def __init__(self, model: nn.Module, config: InitInference) -> None:
+        self._config = config
+        dtype, weights = _parse_dtype(config.dtype)
+        options: dict[str, Any] = {"weights": weights} if weights else {}
+        if "max_tokens" in config.model_fields_set and hasattr(model, "config"):
+            options["max_model_len"] = min(config.max_tokens, find_max_length(model))
+        super().__init__(model, EngineOptions(tp=_tp_size(config), ep=_ep_size(config), **options), dtype)
+        self.mp_world_size = _tp_size(config)
+
+    def destroy(self) -> None:
+        """Free the KV cache."""
+        self.close()
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Raise: times are in the outputs of `llm.generate`."""
+        raise ConfigError("profile_model_time: outputs of engine.llm.generate(...) have times in `.metrics`")
+
+
+def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
+    """Prepare a model for inference, with DeepSpeed's keys.
+
+    Args:
+        model: module, changed in place.
+        config: dict, path of a JSON file, or `DeepSpeedInferenceConfig`.
+        kwargs: the same keys; a key may not differ from that of `config`.
+
+    Raises:
+        ConfigError: a key is not known, is given twice, or is refused, with the reason.
+        ModelError: the model cannot be sharded.
+    """
+    given = _read(config)
+    both = sorted(name for name in given.keys() & kwargs.keys() if given[name] != kwargs[name])
+    if both:
+        raise ConfigError(f"config and the arguments of init_inference differ in {', '.join(both)}; give each key once")
+    return InferenceEngine(model, make_inference_config({**given, **kwargs}))
+
+
+def make_inference_config(given: dict[str, Any]) -> InitInference:
+    """Return the checked keys of `init_inference`.
+
+    Raises:
+        ConfigError: a key is not known or refused.
+    """
+    names = {alias: name for name, field in InitInference.model_fields.items() for alias in key_facts(field)["aliases"]}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = names.get(key, key)
+        if name == "tp" and isinstance(value, int):
+            value = {"tp_size": value}
+        if isinstance(value, torch.dtype):
+            value = str(value)
+        if hasattr(value, "model_dump"):
+            value = value.model_dump(exclude_unset=True)
+        values[name] = value
+    try:
+        section = InitInference(**values)
+    except ValueError as error:
+        raise ConfigError(f"init_inference: {error}") from error
+    refusals = find_section_refusals(section)
+    if refusals:
+        raise ConfigError("\n".join(f"init_inference: {one.path} = {one.value!r}: {one.reason}" for one in refusals))
+    return section
+
+
+def _read(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, InitInference):
+        return {name: getattr(config, name) for name in config.model_fields_set}
+    if isinstance(config, (str, Path)):
+        found: Any = json.loads(str(config)) if str(config).lstrip().startswith("{") else read_source(config).data
+    else:
+        found = config
+    if not isinstance(found, dict):
+        raise ConfigError(f"config is a {type(config).__name__}; give init_inference a dict or a JSON file")
+    return dict(found)
+
+
+def _parse_dtype(name: str) -> tuple[torch.dtype, str | None]:
+    """Return the dtype of the parameters, and the format of packed weights."""
+    short = name.removeprefix("torch.")
+    if short == "int8":
+        return torch.float32 if local_device().type == "cpu" else torch.float16, "int8"
+    dtype = parse_dtype(short) or torch.float16
+    if dtype == torch.float16 and local_device().type == "cpu":
+        return torch.float32, None  # the CPU has no fast arithmetic in float16
+    return dtype, None
+
+
+def _tp_size(config: InitInference) -> int:
+    return max(config.tp.tp_size, config.mp_size) if config.tp.enabled else 1
+
+
+def _ep_size(config: InitInference) -> int:
+    section = config.moe
+    if isinstance(section, bool):
+        return config.ep_size if section else 1
+    return max(section.ep_size, config.ep_size) if section.enabled else 1

@@ -1,0 +1,106 @@
+"""Generation with the weights of a training engine, between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from windlass.base.errors import ModelError
+from windlass.inference.engine_factory import make_rank_engine
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.llm import LLM
+from windlass.inference.rank_channel import RankChannel, open_channel
+from windlass.inference.transformers_generate import generate_by_engine
+from windlass.zero.sharded_generate import unsharded_for_generation
+from windlass.zero.sharded_model import ShardedModel
+
+T = TypeVar("T")
+
+
+class HybridGeneration:
+    """Inference engine over the live module of a training engine: no weight is copied.
+
+    At stages 0 to 2 the module computes with the parameters as they are. At stage 3 all parameters are unsharded once
+    for a call and resharded afterwards. Keys and values of earlier weights are dropped after a step. During a call the
+    module is in eval mode.
+
+    Args:
+        sharded: the sharded model of the training engine, which may change.
+        options: of the inference engine.
+        releases_cache: free the KV cache after each call.
+    """
+
+    def __init__(
+        self, sharded: Callable[[], ShardedModel], options: EngineOptions, *, releases_cache: bool = False
+    ) -> None:
+        self._sharded, self._options, self._releases_cache = sharded, options, releases_cache
+        self._llm: LLM | None = None
+        self._ranks: RankChannel | None = None
+
+    def generate(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, **settings: Any) -> Any:
+        """Generate as transformers' `generate` does; see `generate_by_engine`. Collective at stage 3 and along tp.
+
+        What the engine cannot do goes to the module's own `generate`.
+        """
+        module: Any = self._sharded().model
+
+        def generate(llm: LLM) -> torch.Tensor | None:
+            return generate_by_engine(llm, module, input_ids, attention_mask, **dict(settings))
+
+        found = self.run(generate)
+        if found is not None:
+            return found
+        with eval_mode(module):
+            return module.generate(input_ids, attention_mask=attention_mask, **settings)
+
+    def run(self, function: Callable[[LLM], T]) -> T | None:
+        """Call a function with the engine; None if the unsharded parameters do not fit in memory on some rank."""
+        sharded = self._sharded()
+        if sharded.mesh.pp.size > 1:
+            raise ModelError("generate needs all layers on each rank, and parallel.pp splits them; export the model")
+        sharded.finish_update()
+        with unsharded_for_generation(sharded) as fits:
+            if not fits:
+                return None
+            with eval_mode(sharded.model):
+                try:
+                    return function(self._find_llm(sharded))
+                finally:
+                    if self._releases_cache:
+                        self.close()
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        if self._llm is not None:
+            self._llm.close()
+            self._llm, self._ranks = None, None
+
+    def _find_llm(self, sharded: ShardedModel) -> LLM:
+        if self._llm is None:
+            axes = {name: sharded.mesh.axes[name] for name in ("tp", "ep")}
+            tp, ep = axes["tp"].size, axes["ep"].size
+            if ep > 1:
+                raise ModelError("ranks along parallel.ep generate for different prompts; use engine.module.generate")
+            if tp > 1:
+                self._ranks = open_channel(tp=tp, ep=1, axes=axes)
+            options = self._options.replace(tp=tp)
+            self._llm = LLM.from_engine(
+                make_rank_engine(sharded.model, options, skip_tokenizer=True, ranks=self._ranks)
+            )
+        return self._llm
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Set all modules to evaluation mode inside the context."""
+    training = [one for one in module.modules() if one.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True

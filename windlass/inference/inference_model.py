@@ -1,0 +1,138 @@
+"""Model prepared for inference: sharded over ranks, with `generate` by an engine of continuous batching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.base.compute_device import local_device
+from windlass.base.errors import ConfigError
+from windlass.inference.engine_factory import make_rank_engine
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.llm import LLM
+from windlass.inference.model_loading import load_model, parse_dtype
+from windlass.inference.parallel_model import shard_for_inference
+from windlass.inference.rank_channel import open_channel
+from windlass.inference.transformers_generate import generate_by_engine
+
+
+def init_inference(
+    model: nn.Module | str | Path,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    dtype: str | torch.dtype = "auto",
+    **options: Any,
+) -> InferenceModel:
+    """Prepare a model for inference, in place. Collective over the ranks of the model.
+
+    Args:
+        model: a module, or the directory of a causal language model of transformers. Its parameters are moved to this
+            rank's device, converted to `dtype`, and sharded.
+        tp: ranks along the tensor-parallel axis.
+        ep: ranks along the expert axis.
+        dtype: of the parameters; `auto`: as they are.
+        options: see `EngineOptions`; with `weights` the linear layers are packed in that format for good.
+
+    Raises:
+        ConfigError: an option is not known, or too few ranks run.
+        ModelError: the model cannot be loaded or sharded.
+    """
+    return InferenceModel(model, EngineOptions.from_arguments(tp=tp, ep=ep, **options), dtype)
+
+
+class InferenceModel(nn.Module):
+    """Module with the forward of `module`, and transformers' `generate` by an engine.
+
+    With several ranks all of them make the same calls. The engine is built at the first `generate`, so that models
+    without tokens to generate (encoders, classifiers) can be sharded and called too. Other attributes are those of
+    `module`.
+
+    Attributes:
+        module: the model, sharded in place.
+    """
+
+    module: nn.Module
+
+    def __init__(self, model: nn.Module | str | Path, options: EngineOptions, dtype: str | torch.dtype) -> None:
+        super().__init__()
+        wanted, device = parse_dtype(dtype), local_device()
+        if isinstance(model, nn.Module):
+            module = model.to(device=device, dtype=wanted).eval()
+        else:
+            module = load_model(model, dtype=dtype, device=device)
+        self._options = options
+        self._ranks = open_channel(tp=options.tp, ep=options.ep) if options.tp * options.ep > 1 else None
+        self._llm: LLM | None = None
+        self.module = module
+        if self._ranks is not None:
+            with self._ranks.guard():
+                self._ranks.broadcast_model(module)
+                shard_for_inference(module, self._ranks)
+        if options.weights is not None:
+            self._find_llm()
+
+    @property
+    def llm(self) -> LLM:
+        """The engine, with the interface of `windlass.LLM`."""
+        return self._find_llm()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module computes, without gradients."""
+        with torch.inference_mode():
+            return self.module(*args, **kwargs)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Generate answers as transformers' `generate` does; see `generate_by_engine`.
+
+        Settings that the engine lacks, such as beams or a streamer, go to the module's own `generate`.
+
+        Raises:
+            RequestError: a prompt is empty, or longer than the model's window with its answer.
+            ConfigError: the module generates no tokens.
+        """
+        if input_ids is None and isinstance(settings.get("inputs"), torch.Tensor):
+            input_ids = settings.pop("inputs")
+        own: Any = getattr(self.module, "generate", None)
+        if own is None and not hasattr(self.module, "config"):
+            raise ConfigError(f"{type(self.module).__name__} is no language model of transformers; use .llm.generate")
+        found = generate_by_engine(self.llm, self.module, input_ids, attention_mask, **dict(settings))
+        if found is not None:
+            return found
+        with torch.inference_mode():
+            return own(input_ids, attention_mask=attention_mask, **settings)
+
+    def close(self) -> None:
+        """Free the KV cache. The module stays sharded."""
+        if self._llm is not None:
+            self._llm.close()
+            self._llm = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def _find_llm(self) -> LLM:
+        if self._llm is None:
+            engine = make_rank_engine(
+                self.module,
+                self._options,
+                skip_tokenizer=True,
+                ranks=self._ranks,
+                owned=self._options.weights is not None,
+            )
+            self._llm = LLM.from_engine(engine)
+        return self._llm

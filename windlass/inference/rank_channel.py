@@ -1,0 +1,243 @@
+"""Ranks that run one model together: their groups, the leader's commands, and errors that reach every rank.
+
+[Note: inference ranks] The ranks along tp and ep hold parts of one model and compute the same batches. The first of
+them, the leader, schedules and samples: its clock decides, and the others receive each batch. They compute it in
+lockstep, because the layers communicate. An error of one rank is posted in the rendezvous store; then the rank closes
+its process groups, so that the collectives in which the others wait fail at once instead of at their time-out, and the
+others raise the posted error.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from windlass.base.errors import CommunicationError, ConfigError, PeerError, WindlassError
+from windlass.comm.bootstrap import init_distributed
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.rank_group import RankGroup, create_rank_group
+from windlass.comm.store_notes import StoreNotes
+from windlass.inference.step_batch import StepBatch
+from windlass.inference.step_message import decode_batch, encode_batch
+
+_HEADER = 1024  # numbers of a message's first part, which is all of a usual decode step
+_IDLE = timedelta(days=365)  # workers of an idle server wait for the next request
+
+
+class RankCommand(IntEnum):
+    """Kind of a message of the leader."""
+
+    RUN = 0
+    """A batch; the workers run it."""
+    CALL = 1
+    """Name and arguments of a method of the runner."""
+    RESULT = 2
+    """Result, or error, of a call that all ranks make; the workers return it."""
+    CLOSE = 3
+    """End of the engine."""
+
+
+class RankChannel:
+    """Messages between the leader and the other ranks of one model.
+
+    Args:
+        control: all ranks of the model.
+        axes: mesh axes of the model, by name.
+        owns_axes: close the process groups of the axes with the channel.
+    """
+
+    def __init__(self, control: RankGroup, axes: Mapping[str, MeshAxis], *, owns_axes: bool) -> None:
+        self.axes = dict(axes)
+        self._control, self._owns_axes = control, owns_axes
+        self._notes = StoreNotes.numbered(f"inference on {min(control.ranks)}", control.ranks[control.index])
+        self._failed = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._control.size
+
+    @property
+    def index(self) -> int:
+        """Index of this rank; the leader's is 0."""
+        return self._control.index
+
+    @property
+    def is_leader(self) -> bool:
+        """True on the rank that schedules and samples."""
+        return self._control.index == 0
+
+    @property
+    def failed(self) -> bool:
+        """True after an error in a collective call: the ranks are no longer in step."""
+        return self._failed
+
+    # messages
+
+    def send_batch(self, batch: StepBatch) -> None:
+        """Broadcast a batch. On the leader."""
+        self._send(RankCommand.RUN, encode_batch(batch))
+
+    def send(self, command: RankCommand, value: Any = None) -> None:
+        """Broadcast a command with a Python value. On the leader."""
+        self._send(command, torch.empty(0, dtype=torch.long))
+        if command is not RankCommand.CLOSE:
+            self._control.broadcast_object(value)
+
+    def receive(self) -> tuple[RankCommand, Any]:
+        """Wait for the next message, and return its command with the batch or the value. On the workers."""
+        header = torch.empty(_HEADER, dtype=torch.long)
+        self._control.broadcast(header)
+        command, length = RankCommand(int(header[0])), int(header[1])
+        if command is RankCommand.CLOSE:
+            return command, None
+        if command is not RankCommand.RUN:
+            return command, self._control.broadcast_object()
+        body = header[2 : 2 + length]
+        if length > _HEADER - 2:
+            body = torch.empty(length, dtype=torch.long)
+            self._control.broadcast(body)
+        return command, decode_batch(body)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on the leader, and an empty list on the others."""
+        return self._control.gather_object(value)
+
+    def minimum(self, value: int) -> int:
+        """Return the least value of all ranks."""
+        return int(self._control.all_reduce(torch.tensor([value]), dist.ReduceOp.MIN).item())
+
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Copy the leader's parameters and buffers to all ranks."""
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.numel():
+                    values = tensor.detach().contiguous().cpu()
+                    self._control.broadcast(values.view(-1).view(torch.uint8))
+                    tensor.copy_(values)
+
+    def _send(self, command: RankCommand, body: torch.Tensor) -> None:
+        header = torch.empty(_HEADER, dtype=torch.long)
+        header[0], header[1] = int(command), len(body)
+        fits = len(body) <= _HEADER - 2
+        if fits:
+            header[2 : 2 + len(body)] = body
+        self._control.broadcast(header)
+        if not fits:
+            self._control.broadcast(body)
+
+    # errors
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Make an error inside the block fail on all ranks; the ranks cannot be used afterwards.
+
+        Raises:
+            PeerError: another rank failed; the text has its error.
+        """
+        if self._failed:
+            raise CommunicationError(
+                "the ranks of this model have failed before and are no longer in step; load the model anew"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Post an error for the other ranks, close the process groups, and raise it, or the other rank's error that
+        caused it."""
+        self._failed = True
+        own = self._control.index
+        others = [index for index in range(self.size) if index != own]
+        found = next((index for index in others if self._notes.wait_for_keys([str(index)], "", 0) == ""), None)
+        if found is None:
+            text = str(error).strip().split("\n")[0]
+            self._notes.post(str(own), f"{type(error).__name__}: {text}")
+        self.close()
+        if found is not None:
+            text = self._notes.read(str(found))
+            raise PeerError(f"rank {self._control.ranks[found]} of the inference ranks failed: {text}") from error
+        raise error
+
+    def close(self) -> None:
+        """Close the process groups."""
+        closing: list[Any] = [self, *(self.axes.values() if self._owns_axes else ())]
+        for holder in closing:
+            name = "_control" if holder is self else "group"
+            group = getattr(holder, name)
+            if isinstance(group, RankGroup):
+                # sockets close with the last reference to the process group, which the layers hold by their axis
+                setattr(holder, name, ClosedRankGroup(group))
+                group.destroy()
+                del group
+
+
+class ClosedRankGroup:
+    """Placeholder for a group whose process groups are closed. A collective raises."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.ranks, self.index, self.size = group.ranks, group.index, group.size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CommunicationError(
+            f"the inference engine of the ranks {list(self.ranks)} is closed, and with it the groups of its layers; "
+            "load the model anew"
+        )
+
+
+def open_channel(*, tp: int, ep: int, axes: Mapping[str, MeshAxis] | None = None) -> RankChannel:
+    """Create the groups of the ranks of one model. Collective over all ranks.
+
+    Consecutive ranks hold one model; a world of more ranks holds several models, which answer for themselves.
+
+    Args:
+        tp, ep: ranks along each axis.
+        axes: axes of a model that is sharded already.
+
+    Raises:
+        ConfigError: the world is no multiple of the ranks of a model.
+    """
+    init_distributed()
+    world, count = dist.get_world_size(), tp * ep
+    if world % count:
+        text = f"tp = {tp}" if ep == 1 else f"tp x ep = {tp} x {ep}"
+        raise ConfigError(
+            f"{text} needs a multiple of {count} ranks, and {world} run; start the script by "
+            f"`windlass run --nproc {count} script.py`"
+        )
+    starts = range(0, world, count)
+    owns = axes is None
+    if axes is None:
+        axes = {
+            "tp": _axis("tp", [tuple(range(first, first + tp)) for first in range(0, world, tp)]),
+            "ep": _axis("ep", [tuple(range(s + t, s + count, tp)) for s in starts for t in range(tp)]),
+        }
+    control = create_rank_group([tuple(range(start, start + count)) for start in starts], backend="gloo", timeout=_IDLE)
+    return RankChannel(control, axes, owns_axes=owns)
+
+
+def _axis(name: str, partition: list[tuple[int, ...]]) -> MeshAxis:
+    if len(partition[0]) == 1:
+        rank = dist.get_rank()
+        return MeshAxis(name, RankGroup(None, (rank,), 0))  # type: ignore[arg-type]  # it never communicates
+    return MeshAxis(name, create_rank_group(partition))
+
+
+def portable_error(error: BaseException) -> BaseException:
+    """Return an error that can be sent to another rank."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # any class may define its own pickling
+        return WindlassError(f"{type(error).__name__}: {error}")
+    return error

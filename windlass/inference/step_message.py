@@ -1,0 +1,42 @@
+"""Batches of a step as one tensor of integers, as the leader sends them to the other ranks of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.inference.step_batch import StepBatch
+
+
+def encode_batch(batch: StepBatch) -> torch.Tensor:
+    """Return a batch as int64 `[numbers]`: four sizes, then its tensors one after the other. Adapters are left out."""
+    sequences, width = batch.block_table.shape
+    sizes = torch.tensor([batch.num_tokens, sequences, width, len(batch.logit_rows)])
+    parts = (
+        batch.token_ids,
+        batch.positions,
+        batch.slots,
+        batch.query_start,
+        batch.context_lengths,
+        batch.block_table.reshape(-1),
+        batch.logit_rows,
+        torch.tensor(batch.sequence_ids),
+    )
+    return torch.cat([sizes, *(part.cpu().long() for part in parts)])
+
+
+def decode_batch(message: torch.Tensor) -> StepBatch:
+    """Return the batch of `encode_batch`."""
+    tokens, sequences, width, rows = message[:4].tolist()
+    lengths = (tokens, tokens, tokens, sequences + 1, sequences, sequences * width, rows, sequences)
+    token_ids, positions, slots, starts, contexts, table, logit_rows, ids = message[4:].split(lengths)
+    return StepBatch(
+        token_ids,
+        positions,
+        starts.int(),
+        contexts.int(),
+        table.int().view(sequences, width),
+        slots,
+        logit_rows,
+        ids.tolist(),
+        [None] * sequences,
+    )

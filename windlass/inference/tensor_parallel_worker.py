@@ -1,0 +1,82 @@
+"""Ranks of a sharded model other than its leader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.base.errors import CommunicationError
+from windlass.inference.rank_channel import RankChannel, RankCommand
+from windlass.inference.step_batch import ModelRunner
+
+
+class TensorParallelWorker:
+    """Runs the leader's commands on this rank's part of a model; see [Note: inference ranks].
+
+    Args:
+        runner: of this rank's part.
+        channel: to the leader.
+        tokenizer: of transformers, or None.
+        max_model_len: tokens of a sequence.
+    """
+
+    def __init__(self, runner: ModelRunner, channel: RankChannel, *, tokenizer: Any, max_model_len: int) -> None:
+        self._runner, self._channel = runner, channel
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.closed = False
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Runner of this rank's part."""
+        return self._runner
+
+    def serve(self) -> None:
+        """Run commands until the leader closes its engine.
+
+        Raises:
+            PeerError: another rank failed.
+        """
+        while not self.closed:
+            self.take_part()
+
+    def take_part(self) -> Any:
+        """Run commands until the leader has the result of one call, and return that; None if the engine is closed.
+
+        Raises:
+            PeerError: another rank failed. Other errors are those of the leader's call.
+        """
+        if self.closed:
+            raise CommunicationError("the inference engine of these ranks is closed; load the model anew")
+        while True:
+            with self._channel.guard():
+                command, value = self._channel.receive()
+                if command is RankCommand.RUN:
+                    self._runner.run(value)
+                elif command is RankCommand.CALL:
+                    self._call(*value)
+            if command is RankCommand.CLOSE:
+                self.closed = True
+                self._runner.close()
+                return None
+            if command is RankCommand.RESULT:
+                result, error = value
+                if error is not None:
+                    raise error
+                return result
+
+    def close(self) -> None:
+        """Wait until the leader closes the engine."""
+        if not self.closed and not self._channel.failed:
+            self.serve()
+
+    def _call(self, method: Any, arguments: tuple[Any, ...]) -> None:
+        if callable(method):
+            method(self._runner.model, *arguments)
+        elif method == "save_blocks":
+            self._channel.gather(self._runner.save_blocks(*arguments))
+        elif method == "restore_blocks":
+            blocks, saved = arguments
+            count = len(saved) // self._channel.size
+            first = self._channel.index * count
+            self._runner.restore_blocks(blocks, saved[first : first + count])
+        else:
+            getattr(self._runner, method)(*arguments)

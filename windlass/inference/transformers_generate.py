@@ -1,0 +1,128 @@
+"""Method `generate` of transformers, computed by an inference engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from windlass.base.errors import RequestError
+from windlass.base.log import logger
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
+
+_TRANSLATED = frozenset(
+    {
+        "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_return_sequences",
+        "max_length", "max_new_tokens", "min_length", "min_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id",
+        "use_cache", "cache_implementation", "transformers_version", "_from_model_config", "output_attentions",
+        "output_hidden_states",
+    }
+)  # fmt: skip
+"""Generation settings that an engine follows, or that do not change its tokens."""
+
+_DEFAULT_LENGTH = 20  # of transformers, prompt included
+
+
+def generate_by_engine(
+    llm: LLM, module: Any, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, **settings: Any
+) -> torch.Tensor | None:
+    """Generate as `module.generate(input_ids, ...)` of transformers does, with continuous batching.
+
+    Args:
+        input_ids: int64 `[batch, tokens]`, padded on any side where `attention_mask` is 0.
+        settings: arguments of transformers' `generate`: fields of its GenerationConfig, or `generation_config`. A draw
+            is seeded by torch's global generator.
+
+    Returns:
+        int64 `[batch * num_return_sequences, tokens + generated]`: the input as given, then the answers, padded on the
+        right. None: a setting has no equal in the engine, e.g. beams, a streamer or a logits processor.
+
+    Raises:
+        RequestError: a prompt is empty, or there is no room for an answer.
+    """
+    config = _generation_config(module, settings)
+    if config is None or input_ids is None or input_ids.dim() != 2:
+        return None
+    params = _make_params(config, input_ids.shape[1])
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    prompts = [ids[row.bool()].tolist() for ids, row in zip(input_ids.cpu(), mask.cpu(), strict=True)]
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if any(not prompt for prompt in prompts):
+        raise RequestError("a row of input_ids has no token whose attention_mask is 1; give at least one")
+    logger.debug("generate %d answers to %d prompts of up to %d tokens", params.n, len(prompts), longest)
+    seeds = torch.randint(1 << 62, (len(prompts),)).tolist()
+    each = [params if params.is_greedy else params.replace(seed=seed) for seed in seeds]
+    outputs = llm.generate(prompts, each)
+    answers = [answer.token_ids for output in outputs for answer in output.outputs]
+    return _pad(input_ids, answers, params.n, _pad_token(config))
+
+
+def _generation_config(module: Any, settings: dict[str, Any]) -> Any:
+    """Return the merged generation settings; None if one of them is not translated."""
+    given = settings.pop("generation_config", None)
+    base = given if given is not None else getattr(module, "generation_config", None)
+    if base is None:
+        from transformers import GenerationConfig
+
+        base = GenerationConfig()
+    config = copy.deepcopy(base)
+    unused = config.update(**settings)
+    if any(value is not None for name, value in unused.items() if name != "synced_gpus"):
+        return None
+    changed = {name for name, value in config.to_diff_dict().items() if value not in (None, False)}
+    harmless = {"num_beams"} if config.num_beams in (None, 1) else set()
+    return None if changed - _TRANSLATED - harmless else config
+
+
+def _make_params(config: Any, width: int) -> SamplingParams:
+    """Return the sampling parameters of generation settings; `width` tokens are given."""
+    new = config.max_new_tokens
+    if new is None:
+        new = (config.max_length if config.max_length is not None else _DEFAULT_LENGTH) - width
+        if new < 1:
+            raise RequestError(f"max_length leaves no room behind {width} tokens of input_ids; give max_new_tokens")
+    least = config.min_new_tokens
+    if least is None:
+        least = max((config.min_length or 0) - width, 0)
+    draws = bool(config.do_sample)
+    return SamplingParams(
+        n=config.num_return_sequences or 1,
+        temperature=_or(config.temperature, 1.0) if draws else 0.0,
+        top_k=_or(config.top_k, 50) if draws else 0,
+        top_p=_or(config.top_p, 1.0) if draws else 1.0,
+        min_p=_or(config.min_p, 0.0) if draws else 0.0,
+        repetition_penalty=_or(config.repetition_penalty, 1.0),
+        max_tokens=new,
+        min_tokens=min(least, new),
+        ignore_eos=True,
+        stop_token_ids=_as_list(config.eos_token_id),
+        detokenize=False,
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _as_list(tokens: Any) -> list[int]:
+    if tokens is None:
+        return []
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.tolist()
+    return [int(token) for token in tokens] if isinstance(tokens, Sequence) else [int(tokens)]
+
+
+def _pad_token(config: Any) -> int:
+    ends = _as_list(config.eos_token_id)
+    return int(config.pad_token_id) if config.pad_token_id is not None else (ends[0] if ends else 0)
+
+
+def _pad(input_ids: torch.Tensor, answers: Sequence[Sequence[int]], each: int, pad: int) -> torch.Tensor:
+    longest = max(len(answer) for answer in answers)
+    padded = torch.full((len(answers), longest), pad, dtype=input_ids.dtype)
+    for row, answer in enumerate(answers):
+        padded[row, : len(answer)] = torch.tensor(answer, dtype=input_ids.dtype)
+    return torch.cat([input_ids.repeat_interleave(each, dim=0), padded.to(input_ids.device)], dim=1)

@@ -1,0 +1,41 @@
+"""Entry of the ranks other than the first one of a model that a server runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from windlass.base.errors import ConfigError
+from windlass.inference.engine_factory import make_rank_engine
+from windlass.inference.engine_options import EngineOptions
+from windlass.inference.tensor_parallel_worker import TensorParallelWorker
+
+
+def run_worker(
+    model: str | Path | nn.Module,
+    *,
+    dtype: Any = "auto",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> None:
+    """Load this rank's part of a model and run the steps of the first rank's engine until that is closed.
+
+    The first rank builds an `AsyncLLMEngine` with the same arguments.
+
+    Raises:
+        ConfigError: this rank is the first one of its model.
+        PeerError: another rank failed.
+    """
+    made = make_rank_engine(
+        model,
+        EngineOptions.from_arguments(**options),
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        skip_tokenizer=True,
+    )
+    if not isinstance(made, TensorParallelWorker):
+        made.close()
+        raise ConfigError("this rank is the first one of its model; build an AsyncLLMEngine here")
+    made.serve()
