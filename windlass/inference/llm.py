@@ -87,7 +87,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer together."""
-        return self._engine.max_model_len
+        return int(self._engine.max_model_len)
 
     @property
     def engine(self) -> Any:
