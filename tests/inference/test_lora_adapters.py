@@ -25,8 +25,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0
 # peft 0.21 asks transformers for a name that it deprecates
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
-    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
 ]
 
 ATTENTION = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "mixtral": ["q_proj", "o_proj"], "bloom": ["dense"]}
@@ -50,7 +48,7 @@ def write_adapter(model: Any, directory: Path, seed: int = 0, **config: Any) -> 
         for name, parameter in tuned.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.5)
-    tuned.save_pretrained(directory)
+    tuned.save_pretrained(directory, save_embedding_layers=False)
     return directory
 
 
@@ -202,7 +200,6 @@ def test_drafts_change_no_token_of_an_adapter(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora is True"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is .'lm_head'."),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"lora_bias": True}, "lora_bias is True"),
         ({"target_modules": ["embed_tokens"]}, "a change of an embedding"),
     ],
 )
@@ -242,6 +239,9 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
     change_config(damaged("alpha"), lora_alpha="much")
     change_config(damaged("pattern"), rank_pattern={"(": 3})
     change_config(damaged("pissa"), init_lora_weights="pissa_niter_4")
+    change_config(damaged("bias"), lora_bias=True)
+    change_config(damaged("new"), sets_later=[1])
+    with_weights("base", {**weights, "base_model.model.lm_head.base_layer.weight": torch.zeros(41, 32)})
     with_weights("half", {key: tensor for key, tensor in weights.items() if key != some})
     with_weights("wide", {key: torch.zeros(99, 4) if key == some else tensor for key, tensor in weights.items()})
     with_weights("elsewhere", {key.replace("layers.0", "layers.7"): tensor for key, tensor in weights.items()})
@@ -257,6 +257,9 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
         "alpha": "lora_alpha is 'much'; write a positive number",
         "pattern": "no regular expression",
         "pissa": "belongs to other base weights",
+        "bias": "lora_bias is True, which is not served; merge",
+        "new": "sets_later is .1., which is not served; merge",
+        "base": "lm_head.base_layer.weight'; this is a copy of a base weight, .* save_embedding_layers=False",
         "half": "lacks lora_B of model.layers",
         "wide": "from 32 to 99 features, and the layer of LlamaForCausalLM has 32 and 32",
         "elsewhere": "model.layers.7.self_attn.q_proj, and LlamaForCausalLM has no such module",
@@ -274,3 +277,27 @@ def test_damaged_adapters_are_refused_by_name(tmp_path: Path) -> None:
 def test_adapters_and_tensor_parallel_ranks_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="tp is 2; merge the adapter or set tp to 1"):
         LLM("nowhere", lora={"a": "b"}, tp=2)
+
+
+def test_steps_are_recorded_while_no_adapter_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served("llama").save_pretrained(tmp_path / "model")
+    directory = write_adapter(served("llama"), tmp_path / "a", r=4, target_modules=["k_proj"])
+    with LLM(tmp_path / "model", skip_tokenizer_init=True) as llm:
+        runner: Any = llm.engine.runner
+        assert runner.program is not None
+        replays, run = 0, runner.program.run
+
+        def counted(batch: Any) -> torch.Tensor:
+            nonlocal replays
+            replays += 1
+            return run(batch)
+
+        monkeypatch.setattr(runner.program, "run", counted)
+        for loaded in (False, True, False):
+            if loaded:
+                llm.engine.add_lora("a", directory)
+            before = replays
+            llm.generate([[3, 4]], GREEDY)
+            assert (replays > before) != loaded
+            if loaded:
+                llm.engine.remove_lora("a")

@@ -49,6 +49,7 @@ def test_drafts_change_no_token(name: str, cache: int) -> None:
     for speculative in (None, proposers()[name]):
         with LLM(model, check_at_load=False, speculative=speculative, **options) as llm:
             greedy = llm.generate(prompts, GREEDY)
+            after_greedy = llm.stats()
             found.append((tokens_of(greedy), tokens_of(llm.generate(prompts, sampled))))
             greedy += llm.generate(prompts[:2], longest)
             stats = llm.stats()
@@ -58,9 +59,7 @@ def test_drafts_change_no_token(name: str, cache: int) -> None:
     assert found[0] == found[1]
     assert stats.draft_tokens > 0
     if name == "same":
-        assert stats.accepted_draft_tokens > 0.3 * stats.draft_tokens
-        # steps that compute several tokens of a sequence are fewer
-        assert stats.steps < stats.generation_tokens
+        assert after_greedy.accepted_draft_tokens > 0.9 * after_greedy.draft_tokens
 
 
 def test_the_draft_model_computes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,8 @@ class LLMEngine:
         for request_id in list(self._requests):
             self.cancel(request_id)
         self._preempted.close()
+        if self._proposer is not None:
+            self._proposer.close()
         self.runner.close()
 
     # steps
@@ -652,6 +654,7 @@ class LLMEngine:
             found = self._proposer.propose([(s.sequence_id, s.token_ids) for s in ready], options.num_tokens)
         except Exception:  # drafts change no token, so requests go on without
             logger.exception("speculative decoding has stopped by an error; requests go on without drafts")
+            self._proposer.close()
             self._proposer = None
             return
         for sequence, drafts in zip(ready, found, strict=True):

@@ -83,7 +83,8 @@ class PagedModelRunner:
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
         # the recorded forward has no adapters; with some, all steps run the modules, so that results keep their bits
-        if self.program is not None and self.lora is None and self.program.takes(batch):
+        adapted = self.lora is not None and self.lora.names
+        if self.program is not None and not adapted and self.program.takes(batch):
             return self.program.run(batch)
         return self._run_modules(batch)
 

@@ -24,6 +24,10 @@ class DraftProposer(Protocol):
         """Free what is held for a sequence."""
         ...
 
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
 
 class NgramProposer:
     """Proposes what followed the last tokens at their latest earlier place (prompt lookup, Saxena 2023).
@@ -45,6 +49,11 @@ class NgramProposer:
         """Free the index of a sequence."""
         self._indexes.pop(sequence_id, None)
         self._indexed.pop(sequence_id, None)
+
+    def close(self) -> None:
+        """Free all indexes."""
+        self._indexes.clear()
+        self._indexed.clear()
 
     def _propose(self, sequence_id: int, tokens: list[int], count: int) -> list[int]:
         index = self._indexes.setdefault(sequence_id, {})
