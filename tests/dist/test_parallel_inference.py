@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,22 @@ def test_tensor_parallel_ranks_generate_what_the_plain_model_does() -> None:
 @pytest.mark.parametrize("options", [{"swap_bytes": 1 << 24}, {"speculative": {"method": "ngram"}}])
 def test_options_of_the_engine_on_tensor_parallel_ranks(options: dict[str, Any]) -> None:
     assert_same(run_ranks(generate_everywhere, 2, ["llama"], {"tp": 2}, options), ["llama"])
+
+
+def generate_from_directory(directory: str, weights: str | None) -> list[Any]:
+    from windlass import LLM, SamplingParams
+
+    with LLM(directory, tp=2, weights=weights, skip_tokenizer_init=True, **SMALL) as llm:
+        return llm.generate(make_prompts(6, VOCABULARY, 40), SamplingParams(**GREEDY))
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [(None, 1e-4), ("int8", 0.3)])
+def test_loaded_models_pack_their_shards(tmp_path: Path, weights: str | None, tolerance: float) -> None:
+    model = model_of("llama")
+    model.save_pretrained(tmp_path)
+    first, second = run_ranks(generate_from_directory, 2, str(tmp_path), weights, timeout=240)
+    assert [one.outputs[0].token_ids for one in first] == [one.outputs[0].token_ids for one in second]
+    assert_greedy(model, first, tolerance)
 
 
 def test_expert_parallel_ranks_generate_what_the_plain_model_does() -> None:

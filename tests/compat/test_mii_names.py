@@ -1,0 +1,102 @@
+"""Law: MII's functions answer as the engine does, with MII's settings and defaults."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.causal_models import build
+from windlass import LLM, SamplingParams
+from windlass.base.errors import ConfigError
+from windlass.compat.mii_deployment import client, serve
+from windlass.compat.mii_pipeline import make_sampling_params, pipeline
+
+PROMPTS = ["ab cd", "cd"]
+SMALL = {"kv_cache_tokens": 512, "max_tokens_per_step": 64, "max_sequences": 8}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a tiny model with a tokenizer of letters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("mii") / "tiny"
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, **{c: i + 4 for i, c in enumerate(letters)}}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(path)
+    build("llama", max_position_embeddings=96, vocab_size=30).save_pretrained(path)
+    return path
+
+
+def plain_texts(directory: Path) -> list[str]:
+    with LLM(directory, **SMALL) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        return [output.outputs[0].text for output in outputs]
+
+
+def test_a_pipeline_answers_with_text_and_lengths(directory: Path) -> None:
+    expected = plain_texts(directory)
+    pipe = pipeline(str(directory), **SMALL)
+    found = pipe(PROMPTS, max_new_tokens=6, do_sample=False, ignore_eos=True)
+    assert [str(one) for one in found] == expected
+    assert [(one.prompt_length, one.generated_length, one.finish_reason) for one in found] == [
+        (4, 6, "length"),
+        (2, 6, "length"),
+    ]
+    (full,) = pipe(PROMPTS[0], max_new_tokens=6, do_sample=False, ignore_eos=True, return_full_text=True)
+    assert full.generated_text == PROMPTS[0] + expected[0]
+    pipe.destroy()
+
+
+def test_a_deployment_answers_threads_and_streams(directory: Path) -> None:
+    expected = plain_texts(directory)
+    deployment = serve(str(directory), deployment_name="tiny", **SMALL)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "ignore_eos": True}
+    answers: dict[int, list[Any]] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = client("tiny").generate(PROMPTS, **settings)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[one.generated_text for one in answers[number]] for number in range(4)] == [expected] * 4
+    parts: list[str] = []
+    assert deployment.generate(PROMPTS[0], lambda new: parts.append(new[0].generated_text), **settings) is None
+    assert "".join(parts) == expected[0]
+    with pytest.raises(ConfigError, match="runs already"):
+        serve(str(directory), deployment_name="tiny")
+    deployment.terminate_server()
+    with pytest.raises(ConfigError, match="no deployment 'tiny'"):
+        client("tiny")
+
+
+def test_defaults_are_those_of_mii(directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (params,) = make_sampling_params(AutoTokenizer.from_pretrained(directory), ["abc"])
+    assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.9, 1021)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tensor_parallel": 2}, "windlass serve"),
+        ({"enable_restful_api": True}, "OpenAI's API"),
+        ({"no_such_option": 1}, "no_such_option"),
+    ],
+)
+def test_deployments_that_one_process_cannot_be_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        serve("missing", **settings)
