@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,13 @@ def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     other = model_of(vocab_size=43)
     with pytest.raises(ModelError, match="vocabulary of 43 tokens and the model one of 41"):
         LLM(model_of(), check_at_load=False, speculative={"method": "draft", "model": other})
+
+
+def test_a_draft_model_from_a_directory_runs_recorded_steps(tmp_path: Path) -> None:
+    model_of().save_pretrained(tmp_path)
+    with LLM(tmp_path, skip_tokenizer_init=True, speculative={"method": "draft", "model": tmp_path}) as llm:
+        assert llm.engine._proposer._runner.program is not None
+        outputs = llm.generate(make_prompts(8, VOCABULARY, 30, shared=18), GREEDY)
+        stats = llm.stats()
+    assert_greedy(model_of(), outputs)
+    assert stats.accepted_draft_tokens > 0.9 * stats.draft_tokens > 0
