@@ -92,7 +92,9 @@ def habits() -> dict[str, bool]:
         "a name is one object": deepspeed.ops.adam.FusedAdam
         is importlib.import_module("deepspeed.ops.adam.fused_adam").FusedAdam,
         "hasattr says no to what is refused": not hasattr(deepspeed.DeepSpeedTransformerLayer, "generate"),
-        "a refused class can be derived from": isinstance(type("Mine", (deepspeed.DeepSpeedTransformerLayer,), {}), type),
+        "a refused class can be derived from": isinstance(
+            type("Mine", (deepspeed.DeepSpeedTransformerLayer,), {}), type
+        ),
         "everything can be taken at once": "RepeatingLoader" in star and "safe_get_full_grad" in star,
         "a class is one, whatever module it is asked of": deepspeed.PipelineModule
         is importlib.import_module("deepspeed.runtime.pipe.module").PipelineModule,
