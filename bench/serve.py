@@ -30,6 +30,7 @@ from windlass.cli.benches.bench_results import write_result
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.inference_path import get_inference_path
+from windlass.kernels.kernel_dispatch import prefer_huge_pages
 
 _RESULTS = Path(__file__).parent / "results"
 _PROMPT, _ANSWER = 128, 24
@@ -260,7 +261,9 @@ def _llama(folder: Path, files: str, counts: list[int]) -> dict[str, float]:
 def _roofs() -> tuple[float, float]:
     """Return bytes a second of a read loop and floating-point operations a second of a product."""
     path = get_inference_path()
-    memory = torch.ones(_ROOF_BYTES, dtype=torch.uint8)
+    memory = torch.empty(_ROOF_BYTES, dtype=torch.uint8)
+    prefer_huge_pages(memory)  # as the packed weights
+    memory.fill_(1)
     square = torch.randn(_ROOF_SIDE, _ROOF_SIDE)
     reads, products = [], []
     for _ in range(3):
