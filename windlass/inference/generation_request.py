@@ -116,7 +116,7 @@ class GenerationRequest:
     def to_output(self) -> RequestOutput:
         """Return a copy of the present state; of `best_of` candidates the best `n` once all have finished."""
         finished = self.finished
-        outputs = [_copy_output(sequence.output, self.params) for sequence in self.sequences]
+        outputs = [_copy_output(sequence.output) for sequence in self.sequences]
         if finished and len(outputs) > self.params.n:
             outputs = _best(outputs, self.params.n)
         if self.params.best_of is not None and self.params.logprobs is None:
@@ -135,7 +135,7 @@ class GenerationRequest:
         )
 
 
-def _copy_output(output: CompletionOutput, params: SamplingParams) -> CompletionOutput:
+def _copy_output(output: CompletionOutput) -> CompletionOutput:
     return CompletionOutput(
         output.index,
         output.text,

@@ -97,8 +97,3 @@ class ModelRunner(Protocol):
     def close(self) -> None:
         """Free the KV cache, and leave the model as it was."""
         ...
-
-
-def last_rows(batch: StepBatch) -> torch.Tensor:
-    """Return the index of the last token of each sequence, int64 `[sequences]`."""
-    return batch.query_start[1:].long() - 1
