@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
+from tests.ports import free_port
 from tests.serving.fake_engine import FakeEngine
 from windlass.serving.engine_loading import EngineSource
 from windlass.serving.http_app import build_http_app
@@ -165,13 +165,6 @@ def run_server_process(text: str) -> int:
     except WindlassError as error:
         print(f"windlass: {error}", file=sys.stderr)
         return 1
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -101,7 +101,7 @@ def test_ray_serves_openais_client_on_two_replicas() -> None:
     import ray
     from ray import serve
 
-    from tests.serving.harness import free_port
+    from tests.ports import free_port
     from windlass.serving.ray_app import build_app
 
     port = free_port()

@@ -17,7 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serving.harness import WAIT_SECONDS, free_port, wait_until
+from tests.ports import free_port
+from tests.serving.harness import WAIT_SECONDS, wait_until
 from tests.serving.tiny_model import write_tiny_model
 
 PROMPTS = ["hello", "a longer prompt with several words", "ünïcödé", "x" * 100]
@@ -99,7 +100,9 @@ def test_a_stream_has_the_text_of_the_whole_answer(served: ServedModel) -> None:
         arguments: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "seed": 5}
         whole = served.client.completions.create(**arguments).choices[0].text
         parts = [chunk.choices[0].text for chunk in served.client.completions.create(**arguments, stream=True)]
-        assert "".join(parts) == whole and len(parts) > 1
+        # On a busy machine one event may hold many tokens; tests/serving/test_server_process.py
+        # checks that events come before the answer is complete.
+        assert "".join(parts) == whole
 
 
 def test_a_schema_constrains_the_answer_and_forces_a_call(served: ServedModel) -> None:
