@@ -72,7 +72,7 @@ def main(
     chosen = [one.strip() for one in only.split(";") if one.strip()] or list(SAVE_METHODS)
     for one in chosen:
         if one not in SAVE_METHODS:
-            raise typer.BadParameter(f"{one!r} is unknown; separate by semicolons: {'; '.join(SAVE_METHODS)}")
+            raise typer.BadParameter(f"{one!r} is unknown; separate methods by semicolons: {'; '.join(SAVE_METHODS)}")
     console = bench_console()
     if "DeepSpeed" in chosen and importlib.util.find_spec("deepspeed") is None:
         chosen.remove("DeepSpeed")

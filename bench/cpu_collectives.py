@@ -79,8 +79,7 @@ def _run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, init_method:
 
 
 def _time_interleaved(works: Works, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each operation in each round, from the moment all ranks are ready until the last is
-    done."""
+    """Return the milliseconds of each operation in each round, from all ranks being ready to the last rank's end."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -108,7 +107,7 @@ def _gloo_works(elements: int, ranks: int) -> Works:
 
 
 def _windlass_works(transport: str, elements: int, rank: int, ranks: int) -> Works:
-    """Return a reduction of a private buffer, and gathers into a private one and (shm) into shared pages."""
+    """Return a reduction of a private buffer, a gather into a private one, and (shm) a gather into shared pages."""
     import torch
     import torch.distributed as dist
 

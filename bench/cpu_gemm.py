@@ -180,14 +180,14 @@ def _time_interleaved(runs: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def _cpu_seconds() -> float:
-    """Seconds that all processes together, without this one, have computed since the start of the machine."""
+    """Return the CPU seconds of all processes except this one since the machine started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = fields[3] + fields[4]
     return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 
 
 def _other_cores(seconds: float, since: float) -> float:
-    """Cores that other processes have used since a measurement of `_cpu_seconds` at the time `since`."""
+    """Return the mean number of cores that other processes have used since `since`, an earlier `_cpu_seconds`."""
     return max(0.0, (_cpu_seconds() - seconds) / (time.perf_counter() - since))
 
 
@@ -211,7 +211,7 @@ def _table(contenders: dict[str, Contender], seconds: dict[str, list[float]], re
 
 
 def _goals(contenders: dict[str, Contender], seconds: dict[str, list[float]]) -> list[Goal]:
-    """Compare by the median over rounds of the ratio within a round."""
+    """Return the goals. Ratios are medians over rounds of the ratio within a round."""
 
     def ratio(name: str, other: str, factor: float = 1.0) -> float:
         return factor * statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))

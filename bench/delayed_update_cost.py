@@ -1,5 +1,4 @@
-"""Loss that delayed updates cost and time that they hide: `offload_optimizer.delayed_update` compared with undelayed
-updates.
+"""Loss increase and time savings of delayed updates: `offload_optimizer.delayed_update` compared with undelayed ones.
 
 python bench/delayed_update_cost.py                                # the demo's model, 900 steps, 2 seeds: half an hour
 python bench/delayed_update_cost.py --steps 40 --seeds 1 --rounds 1 --hidden 128
@@ -67,7 +66,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "delayed_update",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Train the demo's model on text in each mode, then time one rank with a spare core; table, JSON and picture."""
+    """Train the demo's model on text in each mode, then time one rank with a spare core. Write table, JSON and picture."""
     ways: dict[str, dict[str, Any]] = {
         IMMEDIATE: {},
         "delayed": {"delayed_update": True},
@@ -138,7 +137,7 @@ def _time_steps(ways: dict[str, dict[str, Any]], sizes: BenchSizes) -> dict[str,
     return {
         way: {
             "seconds": rank["seconds"][way],
-            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # of the last one
+            "update_seconds": (rank["delayed_update"][way] or {}).get("seconds"),  # of the last update
             "parameters": rank["parameters"],
         }
         for way in ways

@@ -95,7 +95,7 @@ def interval(values: Sequence[float]) -> tuple[tuple[float, float], float]:
     """Return two of the values, between which the median of their distribution lies with at least 95 % confidence, for
     any distribution, and that confidence. With fewer than six values it is lower."""
     count, ordered = len(values), sorted(values)
-    outside, number = 0.0, 0  # of `count` draws, `number` or fewer lie below the median
+    outside, number = 0.0, 0  # probability that at most `number` of `count` draws lie below the median
     while True:
         more = outside + 2 * math.comb(count, number) / 2**count
         if more > 0.05 or number >= (count - 1) // 2:

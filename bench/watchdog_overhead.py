@@ -1,10 +1,10 @@
-"""Cost of the watchdog: CPU seconds of its thread relative to training, and of wait marks relative to a step.
+"""Cost of the watchdog: CPU seconds of its thread relative to training, and of its wait records relative to a step.
 
-python bench/watchdog_overhead.py
+    python bench/watchdog_overhead.py
 
-Computed as a sum, because the total is smaller than the noise between two runs of a step: the CPU seconds of the thread
-while ranks train (each of which may delay the main thread), and the cost of a mark times their number per step. With
---in-turns also steps with and without the watchdog, which is meaningful on a quiet machine only.
+The cost is computed as a sum, because it is smaller than the noise between two runs of a step: the CPU seconds of the
+thread while ranks train (each of which may delay the main thread), and the cost of a wait record times their number per
+step. With --in-turns it also times steps with and without the watchdog, which is meaningful on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def main(
     path = write_result(results / f"{name}.json", {"bench": "watchdog", **asked, **found})
     console = bench_console()
     console.print(
-        f"a step takes {1000 * found['step_s']:.1f} ms; the thread {1e6 * found['thread_s_per_s']:.0f} us of CPU a "
-        f"second; {found['marks_per_step']:.0f} marks of {1e9 * found['mark_s']:.0f} ns a step: "
-        f"{found['per_cent']:.3f} per cent of a step"
+        f"a step takes {1000 * found['step_s']:.1f} ms; the thread uses {1e6 * found['thread_s_per_s']:.0f} us of CPU "
+        f"per second; {found['marks_per_step']:.0f} wait records per step take {1e9 * found['mark_s']:.0f} ns each; "
+        f"together {found['per_cent']:.3f} per cent of a step"
     )
     if in_turns:
         console.print(f"in turns, with / without: {found['with_over_without']:.4f} (median of {rounds} rounds)")

@@ -1,4 +1,4 @@
-"""Writes the directories that DeepSpeed 0.19 writes, without DeepSpeed: the layout written out, for tests."""
+"""Writer of the directories that DeepSpeed 0.19 writes, without DeepSpeed, for tests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch import Tensor
 
 @dataclass
 class Trained:
-    """A training state, whole.
+    """Full training state.
 
     Attributes:
-        module: what `module.state_dict()` would be, tied names included, as the model computes.
-        buffers: which names of it are buffers.
-        masters: the trained parameters in float32, in the order of the optimizer's groups.
+        module: `module.state_dict()` with tied names, in the dtype of the forward.
+        buffers: the names in `module` that are buffers.
+        masters: trained parameters in float32, in the order of the optimizer's groups.
         groups: names of parameters by optimizer group.
-        moments: by parameter and key, tensors of its shape.
-        step: of the optimizer, which has one for all.
+        moments: optimizer states by parameter and key, of the parameter's shape.
+        step: step count of the optimizer, one for all parameters.
         hyper: hyper-parameters by group.
     """
 
@@ -47,7 +47,7 @@ class Trained:
 
 @contextmanager
 def deepspeed_classes() -> Iterator[dict[str, type]]:
-    """Classes that are pickled under DeepSpeed's names."""
+    """Return the classes that are pickled under DeepSpeed's names."""
     names = {
         "LossScaler": "deepspeed.runtime.fp16.loss_scaler",
         "DynamicLossScaler": "deepspeed.runtime.fp16.loss_scaler",
@@ -72,10 +72,10 @@ def deepspeed_classes() -> Iterator[dict[str, type]]:
 
 
 def write(directory: Path, tag: str, state: Trained, *, stage: int, ranks: int, sub_group: int = 1 << 30) -> Path:
-    """Write `state` as DeepSpeed would at this stage on so many ranks; `latest` names it.
+    """Write `state` as DeepSpeed would at this stage on `ranks` ranks, with `latest`.
 
     Args:
-        sub_group: at stage 3, most elements of what is flat together.
+        sub_group: largest number of elements of a flat buffer at stage 3.
     """
     path = directory / tag
     path.mkdir(parents=True)
@@ -148,7 +148,7 @@ def _write_in_a_row(
         for number, names in enumerate(state.groups):
             keys = list(state.moments[names[0]]) if names else []
             flat = torch.cat([state.masters[name].reshape(-1) for name in names])
-            part = 2 * math.ceil(flat.numel() / (2 * ranks))  # they align parts to even numbers
+            part = 2 * math.ceil(flat.numel() / (2 * ranks))  # DeepSpeed aligns shards to even sizes
             mine = slice(rank * part, (rank + 1) * part)
             padding = min(part, max(0, (rank + 1) * part - flat.numel()))
             masters.append(flat[mine].clone())

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/guides/parallel.md and writes its generated table, from the formulas alone.
+"""Draw the pictures of docs/guides/parallel.md and write its generated table, from the formulas alone.
 
 `python tools/draw_parallel_guide.py` writes them; with `--check` it only says whether the table is out of date.
 """
@@ -35,13 +35,13 @@ Colours = Sequence[Sequence[str]]
 
 
 def fill_layout_table(text: str) -> str:
-    """The guide with its generated table renewed."""
+    """Return the guide with a new generated table."""
     marks = r"(<!-- generated: layouts -->\n\n).*?(\n\n<!-- end generated -->)"
     return re.sub(marks, lambda match: match[1] + layout_table() + match[2], text, flags=re.DOTALL)
 
 
 def make_figures() -> Iterator[tuple[str, Any]]:
-    """The figures, by the names of their files."""
+    """Return the figures by file name."""
     yield "parallel-cuts.png", _draw_shards()
     yield "parallel-bytes.png", _draw_axis_bytes()
     yield "parallel-length.png", _draw_sequence_lengths()
@@ -49,7 +49,7 @@ def make_figures() -> Iterator[tuple[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or check; returns the exit code."""
+    """Write or check the files. Return the exit code."""
     text = GUIDE.read_text("utf-8")
     if "--check" in arguments:
         if stale := fill_layout_table(text) != text:
@@ -71,7 +71,7 @@ def _new_figure(width: float, height: float, rows: int, columns: int, **more: An
 
 
 def _draw_shards() -> Any:
-    """Draw the parts of batch and model on four ranks, axis by axis."""
+    """Draw the shards of batch and model on four ranks, axis by axis."""
     figure, panels = _new_figure(11, 4.6, 2, 5)
     cells = range(4)
     by_row = [[RANK_COLOURS[row] for _ in cells] for row in cells]
@@ -109,7 +109,7 @@ def _draw_blocks(panel: Any, colours: Colours, below: str, beside: str) -> None:
 
 
 def _draw_axis_bytes() -> Any:
-    """Bars of received bytes: a row a model, a column a number of GPUs."""
+    """Draw bars of received bytes, one row per model and one column per number of GPUs."""
     figure, panels = _new_figure(13, 7.5, len(MODEL_TITLES), len(LAYOUTS))
     for row, (model, name) in enumerate(MODEL_TITLES.items()):
         for column, gpus in enumerate(LAYOUTS):
@@ -146,7 +146,7 @@ def _draw_stacked_bars(panel: Any, found: Sequence[LayoutBytes], labels: Sequenc
 
 
 def _draw_sequence_lengths() -> Any:
-    """Bytes over the length of one sequence on eight ranks."""
+    """Draw bytes over the length of one sequence on eight ranks."""
     figure, panels = _new_figure(11, 4, 1, len(MODEL_TITLES), sharey=True)
     tokens = [2**power for power in range(12, 21)]
     colours = {

@@ -26,7 +26,7 @@ _PYTHON_PATTERNS = {"*.py", "**/*.py", "*"}
 
 @dataclass
 class FileFacts:
-    """Mentions of other files in one file, before they are resolved against the files that exist.
+    """Names and paths in one file's text, before they are resolved against the files that exist.
 
     Docstrings and `if TYPE_CHECKING:` run nothing and are left out.
 
@@ -149,7 +149,7 @@ def _add_string(found: FileFacts, text: str, in_package: bool) -> None:
     elif _IMPORT_LINE.search(text) or (not in_package and "import " in text):
         _add_text(found, text)
     if in_package:
-        return  # messages name documents and commands that they do not read
+        return  # files and commands in messages are not read
     command = text.strip().partition(" ")
     if command[1] and command[0] in _CONSOLE_SCRIPTS:
         found.names.add(_CONSOLE_SCRIPTS[command[0]])

@@ -1,4 +1,4 @@
-"""Graph of what each file of the repository reads: imports, names of modules in strings, scripts, programs and data."""
+"""Graph of the files that each file of the repository reads: imports, module names in strings, scripts, programs, data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ImportGraph:
         found = self._implied_edges(file) if file.endswith(".py") else set()
         for name in facts.names:
             found |= self._resolve(file, name)
-        for name in facts.whole:  # a lazy module passed on whole: any of its names may be asked for
+        for name in facts.whole:  # a lazy module passed as a value: any of its names may be used
             module = name.replace(".", "/") + "/__init__.py"
             for target in self._lazy.get(module, {}).values():
                 found |= self._resolve(file, target)
@@ -102,7 +102,9 @@ class ImportGraph:
         return found
 
     def _implied_edges(self, file: str) -> set[str]:
-        """Return what pytest and Python load beside a file: packages above it, conftest files, the stand-in package."""
+        """Return the files that pytest and Python load with a file: packages above it, conftest files, the stand-in
+        package.
+        """
         found = set()
         for parent in PurePosixPath(file).parents:
             above = {f"{parent}/__init__.py"}

@@ -16,8 +16,10 @@ Told = tuple[int, int, Moved]  # case, pipeline stage, and bytes moved
 
 
 def count(cases: Sequence[Case], say: Say) -> list[Line]:
-    """Return formulas and measured bytes of every rank of every case; equal values of all ranks of a stage are one
-    line."""
+    """Return the formulas and the measured bytes of every rank of every case.
+
+    Ranks of a stage with equal values are one line.
+    """
     from torch.multiprocessing.spawn import spawn
 
     lines: list[Line] = []
@@ -70,7 +72,8 @@ def moved_by(case: Case) -> tuple[int, Moved]:
     moved = {name: dict(axis.traffic.bytes_moved) for name, axis in engine.mesh.axes.items() if axis.size > 1}
     report = engine.report()
     moved["data"] = dict(report["bytes_moved"])
-    if case.grid.dp_replicate == 1:  # sums over tp of partial gradients, and norms: no formula includes them
+    # with replicas the axis also sums partial gradients and norms, which no formula includes
+    if case.grid.dp_replicate == 1:
         moved["data"].pop("replicate", None)
     pipe = engine.mesh.pp.index
     engine.destroy()

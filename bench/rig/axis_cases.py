@@ -16,8 +16,9 @@ EXPERTS = Sizes(hidden=64, layers=4, heads=8, kv_heads=4, intermediate=96, vocab
 """Each token chooses every expert, so that routing is even, as the formula assumes."""
 
 SAMPLES, LENGTH, MICRO_BATCHES, FLOAT, COUNT = 2, 32, 2, 4, 8
-_DATA = ("data", "experts")  # which one transport counts as one operation
-_PASSED = {"activations": "activations", "gradients of activations": "gradients"}  # names in formulas and in axes
+_DATA = ("data", "experts")  # the transport counts these groups as one operation
+# names of the formulas -> names of the counters
+_PASSED = {"activations": "activations", "gradients of activations": "gradients"}
 
 Moved = dict[str, dict[str, int]]
 """Bytes by axis and operation; of ZeRO's collectives the axis is `data`."""
@@ -25,7 +26,7 @@ Moved = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Mesh and settings of one case. The remaining ranks are data ranks.
+    """Mesh and settings of one case. The remaining ranks are data-parallel.
 
     Attributes:
         axes: the section `parallel`.
@@ -122,9 +123,11 @@ def formulas(case: Case, pipe: int = 0) -> Moved:
 
 
 def scalars(case: Case, pipe: int = 0) -> Moved:
-    """Return the bytes that the formulas do not count: along sp the sum of losses and the count of tokens, forward and
-    backward; along ep the number of rows for each expert, sent again if a layer is recomputed; along pp the loss,
-    which the last stage broadcasts."""
+    """Return the bytes that the formulas do not count, by axis.
+
+    Along sp: the sum of losses and the count of tokens, forward and backward. Along ep: the number of rows for each
+    expert, sent again if a layer is recomputed. Along pp: the loss, which the last stage broadcasts.
+    """
     grid, micros = case.grid, case.work.micro_batches
     found: Moved = {}
     if pipe < grid.pp - 1:

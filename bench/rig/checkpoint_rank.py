@@ -20,7 +20,7 @@ import windlass
 from windlass.cli.benches.bench_engines import import_deepspeed
 
 Wait = Callable[[], None]
-Save = Callable[[Path], Wait]  # returns once training may go on; the result waits until all is durable
+Save = Callable[[Path], Wait]  # returns once training may continue; its result waits until all data is durable
 
 
 def ways(engine: Any, tensors: dict[str, torch.Tensor], rival: Any | None) -> dict[str, Save]:
@@ -85,7 +85,7 @@ def _sync(file: Path) -> None:
 
 
 class Trial:
-    """Saves and steps of one run, timed.
+    """Timed saves and steps of one run.
 
     Args:
         step: trains one step.

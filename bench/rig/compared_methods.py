@@ -52,8 +52,7 @@ class TrainingMethod:
 
 
 _DP = TrainingMethod("dp", "windlass")
-# The part of the experts' model that a token passes, without routers: one network as wide as its chosen experts
-# together.
+# The part of the mixture that a token passes, without routers: one network as wide as its chosen experts together.
 _ACTIVE = replace(EXPERTS, intermediate=EXPERTS.intermediate * EXPERTS.chosen, experts=0, chosen=0)
 _FIELDS = {
     "tp": (

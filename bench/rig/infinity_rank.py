@@ -13,12 +13,12 @@ from typing import Any
 
 from windlass.observe.memory_usage import proportional_bytes
 
-_EVERY_SECONDS = 0.4  # the kernel walks all pages for it
+_EVERY_SECONDS = 0.4  # each sample makes the kernel walk all pages
 _VOCABULARY = 256  # bytes
 
 
 class Watch:
-    """Proportional bytes of this process over time.
+    """Recorder of this process's proportional set size over time.
 
     Attributes:
         samples: pairs of seconds since the start and bytes. marks: pairs of seconds since the start and the phase that

@@ -21,7 +21,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Peak:
-    """Peak of resident bytes, and of those that are not offloaded to host memory, while sampling."""
+    """Peak of resident bytes, and of resident bytes without those offloaded to host memory, while sampling."""
 
     def __init__(self, away: Any) -> None:
         self._away, self._ended = away, threading.Event()

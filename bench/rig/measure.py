@@ -31,8 +31,8 @@ class Result:
     memory_kind: str = ""
     memory: list[int] = field(default_factory=list)  # the peak of each rank, above the baseline
     footprint: int = 0  # of all ranks, baseline included
-    first_losses: list[float] = field(default_factory=list)  # of the fresh processes, mean over ranks
-    losses: list[float] = field(default_factory=list)  # while timed, the untimed first step of a round included
+    first_losses: list[float] = field(default_factory=list)  # in fresh processes, mean over ranks
+    losses: list[float] = field(default_factory=list)  # in the timed rounds, including the untimed first step of each
     loss_apart: float | None = None  # largest difference from the reference, over all steps
     rounds: list[list[float]] = field(default_factory=list)  # timed steps
     base_rounds: list[list[float]] = field(default_factory=list)  # those of `BASE` in the same rounds

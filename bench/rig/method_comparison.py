@@ -31,12 +31,13 @@ class Outcome:
     """Measurements of one method.
 
     Attributes:
-        rounds: seconds of the timed steps of each round; those of the slowest rank. busy: CPU seconds of a rank in each
-        timed step, as the mean over ranks. losses: loss of the whole batch, for each step. failure: reason why it has
-        no time.
-        apart: largest difference of its losses from the reference's; None if there is nothing to compare.
+        rounds: seconds of the timed steps of each round, on the slowest rank.
+        busy: CPU seconds of a rank in each timed step, as the mean over ranks.
+        losses: loss of the whole batch, for each step.
+        failure: reason for a missing time.
+        apart: largest difference of its losses from the reference's; None if there is no other to compare.
         floor: lower bound of a step in seconds.
-        memory: bytes of the rank that takes most, between steps; None if it cannot be measured.
+        memory: bytes of the rank with the largest memory, between steps; None if it cannot be measured.
     """
 
     name: str
@@ -229,8 +230,7 @@ def table(found: Comparison) -> Table:
 
 
 def links(races: Sequence[Comparison]) -> Table:
-    """Return a table of data parallelism and a pipeline on links of decreasing speed: measured times and physical
-    limits."""
+    """Return a table of data parallelism and a pipeline on slower and slower links: measured times and lower bounds."""
     made = Table(title="data parallelism over a pipeline, time of a step", title_justify="left")
     for column in ("MiB/s", "windlass", "torch's", "by the limits"):
         made.add_column(column, justify="right", no_wrap=True)

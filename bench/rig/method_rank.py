@@ -39,8 +39,12 @@ class MethodRank(Worker):
         return {}
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Train. Return for each step its seconds, from a barrier until this rank has the loss as a number, the CPU
-        seconds of this process, and its loss; None if this rank has no loss."""
+        """Train on command.
+
+        Returns:
+            For each step its seconds from a barrier until this rank has the loss as a number, the CPU seconds of this
+            process, and its loss; None if this rank has no loss.
+        """
         told: dict[str, Any] = {"seconds": [], "busy": [], "losses": []}
         for _ in range(count):
             tokens = self._batch()

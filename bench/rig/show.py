@@ -14,7 +14,7 @@ from rig.targets import memory_target, missed, speed_target
 
 
 def equality_line(measured: Measured) -> str:
-    """Describe in one sentence if all engines that train one model had the same losses."""
+    """Return a sentence that states whether all engines that train one model had the same losses."""
     compared = {name: r for name, r in measured.results.items() if r.loss_apart is not None}
     if measured.reference is None or len(compared) < 2:
         return "losses: nothing to compare (fewer than two engines that train one model)"

@@ -47,5 +47,5 @@ def missed(measured: Measured) -> list[str]:
 
 
 def _promised(measured: Measured) -> bool:
-    """Return True if targets apply to this size and number of ranks; constant costs dominate small ones."""
+    """Return True if targets apply to this size and number of ranks. At small sizes constant costs dominate."""
     return measured.size == Size() and measured.ranks == 2

@@ -1,4 +1,7 @@
-"""Techniques for long sequences: each alone, all, all but one; and the search for the longest sequence that fits."""
+"""Techniques for long sequences: combinations to measure, and the search for the longest sequence that fits.
+
+Measured are each technique alone, all together, and all but one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from rig.models import Sizes
 
 SIZES = Sizes(hidden=128, layers=8, heads=2, intermediate=512, vocabulary=8192)
 TILE = 256  # tokens in a tile of MLPs and losses
-_PROBES = 3  # relative distance of one that fits and one that does not
+_PROBES = 3  # largest number of lengths tried between one that fits and one that does not
 _NEAR = 0.02  # relative precision of the search
 
 
@@ -76,11 +79,13 @@ class Point:
 
 
 def search(measure: Callable[[int], Point], cap: int, *, first: int, most: int, grain: int) -> list[Point]:
-    """Measure sequences of growing length until one does not fit, then lengths between the last that fits and that one.
+    """Measure sequences of growing length until one does not fit, then lengths between the last two.
 
     Args:
-        measure: runs one step on a sequence of this length. cap: maximum peak bytes. first: initial length; each is
-        twice the one before, up to `most`. grain: searched lengths are multiples of it.
+        measure: runs one step on a sequence of this length.
+        cap: maximum peak bytes.
+        first: initial length, which is doubled up to `most`.
+        grain: searched lengths are multiples of it.
 
     Returns:
         All measurements, by length.

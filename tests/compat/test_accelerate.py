@@ -74,7 +74,7 @@ def _plain(scheduled: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """Results of all cases, by number of ranks."""
+    """Return the results of all cases, by number of ranks."""
     out = tmp_path_factory.mktemp("accelerate")
     found: dict[int, Told] = {}
 

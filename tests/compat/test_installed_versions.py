@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # test_transformers_trainer.py checks more on the
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of a few steps from saved weights, by run: `plain`, and each stage over two ranks."""
+    """Return the losses of a few steps from saved weights, by run: `plain`, and each stage over two ranks."""
     folder = tmp_path_factory.mktemp("versions")
     launch("short_training.py", folder, "plain", ranks=0, stands_in=False, seconds=900)
     launch("short_training.py", folder, "sharded", ranks=2, seconds=900)

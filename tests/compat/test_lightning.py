@@ -57,7 +57,7 @@ Told = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """Results of all cases: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
+    """Return the results of all cases: on 0 ranks plain lightning, on 1 and 2 its DeepSpeed strategy."""
     out = tmp_path_factory.mktemp("lightning")
     found: dict[int, Told] = {}
 

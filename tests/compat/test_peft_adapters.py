@@ -50,7 +50,7 @@ Ask = Callable[[int, bool], Told]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """Results of the cases, all or the quick ones: on 0 ranks without DeepSpeed, on 1 and 2 with it."""
+    """Return the results of the cases, all or the quick ones: on 0 ranks without DeepSpeed, on 1 and 2 with it."""
     from transformers import LlamaForCausalLM
 
     from tests.compat.scripts import transformers_training

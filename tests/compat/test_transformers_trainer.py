@@ -53,7 +53,7 @@ _AXES: dict[str, dict[str, Any]] = {
             "save": True,
             "resume": True,
         }
-        for stage in (0, 2)  # above these, transformers itself refuses to load a model
+        for stage in (0, 2)  # at other stages transformers itself refuses to load a model
     },
     **{f"sequence-{stage}": {"config": _config(stage), "readers": 1, "sequences": 2, "save": True} for stage in (1, 3)},
 }
@@ -62,7 +62,7 @@ Told = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Told]:
-    """Results of all cases: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed configurations."""
+    """Return the results of all cases: on 0 ranks the plain Trainer, on 1 and 2 under DeepSpeed configurations."""
     from transformers import LlamaForCausalLM
 
     from tests.compat.scripts import transformers_training

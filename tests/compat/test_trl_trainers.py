@@ -45,7 +45,7 @@ Ask = Callable[[int, bool, bool], Told]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """Results of the cases, all or the quick ones, by number of ranks, with or without DeepSpeed.
+    """Return the results of the cases, all or the quick ones, by number of ranks, with or without DeepSpeed.
 
     Without DeepSpeed two ranks use DDP. The text that GRPO generates depends on the rank, so it is compared with a run
     on the same number of ranks.

@@ -196,7 +196,7 @@ def over_ranks(
 
 
 def complaints(row: Row, wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return the differences between the resumed run and the uninterrupted one."""
+    """Return the differences between the resumed run and the uninterrupted one, as texts."""
     said = [f"{key}: {found['saved'][key]}, not {value}" for key, value in wanted["saved"].items()
             if found["saved"][key] != value]  # fmt: skip
     for step, (have, want) in enumerate(zip(found["losses"], wanted["losses"], strict=True)):

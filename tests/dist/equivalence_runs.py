@@ -198,7 +198,7 @@ def expected(name: str, recipe: Recipe) -> Trace:
 
 
 def complaints(found: list[RankTrace], wanted: Trace, recipe: Recipe, *, exact: bool = True) -> list[str]:
-    """Return all differences from the oracle in order of appearance, or an empty list.
+    """Return all differences from the oracle as texts, in order of appearance.
 
     Losses, gradients and norms have one bound, parameters another. `exact=False` selects the 16-bit bounds.
     """

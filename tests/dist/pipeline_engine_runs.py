@@ -257,7 +257,7 @@ def survive(case: Case, faults: tuple[str, ...], faulty: int) -> tuple[list[list
 
 
 def manners(kind: str) -> dict[str, Any]:
-    """Check the methods and errors of a pipeline engine; `kind`: "windlass", or "deepspeed" for the compat engine."""
+    """Check the methods and errors of a pipeline engine. `kind` is "windlass", or "deepspeed" for the compat engine."""
     import windlass
     from windlass.compat.deepspeed_initialize import initialize as of_deepspeed
     from windlass.parallel.pipeline import PipelineSequential  # noqa: F401  (scripts import it)

@@ -193,7 +193,7 @@ def first_losses(losses: list[list[float]]) -> Tensor:
     return torch.tensor(losses, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------------------------------------- the promise
+# --------------------------------------------------------------------------------------------------- the law
 
 
 @pytest.mark.parametrize("row", ROWS, ids=words)

@@ -113,7 +113,7 @@ def test_disabled_delay_updates_immediately(tmp_path: Any) -> None:
     assert not bitwise_difference(first, other)
 
 
-# ---------------------------------------------------------------------------------------------------- what overlaps
+# ------------------------------------------------------------------------------------------------- overlap
 
 
 def train(engine: Any, step: int, recipe: Recipe = DELAYED, factor: float = 1.0) -> None:
@@ -198,7 +198,7 @@ def test_device_memory_is_unchanged_and_the_report_counts_host_memory(
     assert more == {("grad in update", "host"): master, ("next param", "host"): master // 2}
 
 
-# ---------------------------------------------------------------------------------------------------- who looks
+# --------------------------------------------------------------------------------------- reads during an update
 
 
 def seen(setting: Setting, way: str, folder: str) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def test_a_resumed_run_is_one_that_finished_its_update(
         assert all(torch.equal(one["found"][name], value) for name, value in one["wanted"].items())
 
 
-# ---------------------------------------------------------------------------------------------------- what goes wrong
+# ------------------------------------------------------------------------------------------------- failures
 
 
 def overflowing(setting: Setting, overflows: bool) -> tuple[dict[str, Tensor], int]:
@@ -485,7 +485,7 @@ def test_disk_failure_during_the_update_raises(
 
 
 def left_alone(setting: Setting) -> int:
-    """Drop an engine during an update. Its thread ends by itself."""
+    """Drop an engine during an update. The thread of the update ends by itself."""
     import gc
 
     engine = engine_of(setting)

@@ -33,7 +33,7 @@ HOLDERS = {"parameters": "parameters of ", "gradient": "gradient of "}
 
 
 class Spoiler:
-    """Tool that changes the files of one rank without the tier's knowledge.
+    """Tool that changes the files of one rank behind the tier.
 
     Attributes:
         names: parameters with changed bytes.

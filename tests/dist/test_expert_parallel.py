@@ -87,7 +87,7 @@ def build(family: str, change: str) -> nn.Module:
     return model
 
 
-# -------------------------------------------------------------------------------------------------- what a rank does
+# ------------------------------------------------------------------------------------------------- runs on a rank
 
 
 def see(model: nn.Module, axis: MeshAxis, rank: int) -> Seen:
@@ -107,7 +107,7 @@ def see_all(grid: MeshShape, cases: list[tuple[str, str]]) -> list[Seen]:
     return [see(build(*case), mesh.ep, rank) for case in cases]
 
 
-# ------------------------------------------------------------------------------------------------ what is held against
+# ---------------------------------------------------------------------------------------------- the reference
 
 
 @cache

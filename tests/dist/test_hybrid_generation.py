@@ -83,8 +83,11 @@ def test_generation_has_the_newest_weights_and_leaves_training_as_it_is(
 
 
 def compare_logprobs(stage: int) -> tuple[float, int, bool]:
-    """Return the largest difference of log-probabilities to the training forward, the bytes that parameters moved to,
-    and whether a parameter is sharded again."""
+    """Compare log-probabilities with those of the training forward.
+
+    Returns:
+        The largest difference, the bytes that parameters moved, and whether a parameter is sharded again.
+    """
     from windlass import SamplingParams
 
     engine = training_engine(stage)
@@ -115,7 +118,7 @@ def test_logprobs_are_those_of_the_training_forward(world: int, stage: int) -> N
 
 
 def serve_live_module() -> None:
-    """`windlass.LLM(engine.module)` sees each step without being told."""
+    """Generate with `windlass.LLM(engine.module)` between steps, without notifying it of a step."""
     from windlass import LLM, SamplingParams
 
     engine = training_engine(0)

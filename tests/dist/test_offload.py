@@ -231,7 +231,10 @@ def test_states_are_offloaded_and_reloaded(stage: int) -> None:
 
 
 def disk_bytes(folder: str, gradients: str) -> tuple[float, float]:
-    """Return the bytes of disk traffic per local element in one step in bf16.
+    """Return the bytes of disk traffic per local element in one step in bf16, with and without memory for new
+    parameters.
+
+    New parameters that stay in memory are not read again in the next forward.
 
     The first value is with memory that keeps new parameters until the next forward, the second one without.
     """

@@ -319,7 +319,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def used_where_it_is_sharded() -> list[str]:
-    """Return the errors of reading a packed weight outside of a forward at stage 3."""
+    """Return the errors of reading a packed weight outside of a forward at stage 3, where it is sharded."""
     engine, said = engine_of(3, "bf16"), []
     layer = engine.module.blocks[0].rise.base
     with torch._C.DisableTorchFunctionSubclass():

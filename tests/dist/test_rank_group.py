@@ -19,7 +19,7 @@ def value_of(rank: int) -> torch.Tensor:
 
 
 def results(group: RankGroup) -> dict[str, Any]:
-    """The result of every method on this rank. Collective."""
+    """Return the results of every method on this rank. Collective."""
     rank, last = group.ranks[group.index], group.size - 1
     found: dict[str, Any] = {
         "ranks": group.ranks,
@@ -72,7 +72,7 @@ def expected(ranks: tuple[int, ...], rank: int) -> dict[str, Any]:
 
 
 def on_world_and_parts(parts: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    """The results in the group of all ranks, and in this rank's group of a partition."""
+    """Return the results in the group of all ranks, and in this rank's group of a partition."""
     group = create_rank_group(parts)
     found = [(one.ranks, results(one)) for one in (world_group(), group, RankGroup.of(group.process_group))]
     group.destroy()

@@ -1,4 +1,4 @@
-"""An update that reduces local gradients itself equals a plain simulation of its rule on the data of all ranks."""
+"""Law: an update that reduces local gradients itself equals a plain simulation of its rule on the data of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOUND = 1e-6
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Compute as the ranks do: another order of a sum can change the sign of an element near zero, and so the step."""
+    """Use one thread, as the ranks do: another order of a sum can flip the sign of an element near zero."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +68,7 @@ class Case:
 
 
 def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
-    """Train steps `[first, last)` on this rank; return the gradient norms."""
+    """Train steps `[first, last)` on this rank. Return the gradient norms."""
     subject, rank, norms = specimen(case.model), dist.get_rank(), []
     for step in range(first, last):
         for micro in range(case.accumulation):
@@ -85,7 +85,7 @@ def steps(engine: Any, case: Case, first: int, last: int) -> list[float]:
 
 
 def errors_of(engine: Any) -> dict[str, torch.Tensor]:
-    """This rank's error feedback by parameter."""
+    """Return this rank's error feedback by parameter."""
     return {state.name: state.values.clone() for state in engine._sharded.update.rank_states()}
 
 
@@ -111,7 +111,7 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 class Simulation:
-    """The plain run of a case."""
+    """Simulated run of a case in one process."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.subject = case, specimen(case.model)
@@ -136,7 +136,7 @@ class Simulation:
                     parameter.copy_(self.masters[name])
 
     def _local(self, step: int, rank: int) -> list[torch.Tensor | None]:
-        """The gradient of one rank: the mean over its micro-batches."""
+        """Return the gradient of one rank: the mean over its micro-batches."""
         sums: list[torch.Tensor | None] = [None] * len(self.named)
 
         def backward(loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -174,7 +174,7 @@ def require_law(case: Case, found: list[dict[str, Any]], bound: float = BOUND) -
 MODELS = ["mlp", "tied", "frozen", "unused_by_rank", "unused_by_step"]
 
 
-# two ranks train every model, one and three ranks every second one
+# every model on two ranks, every second one on one and three
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [
@@ -211,7 +211,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_local_gradient_that_is_not_finite_is_named(stage: int) -> None:
-    # of the last rank, in the last parameters as in the first: each rank looks at whole gradients
+    # overflows in the first and in the last parameters: each rank checks full gradients
     with pytest.raises(
         RankError, match=r"(?s)LossError.*step 1: the gradient norm is nan, first in 'blocks.0.norm.weight'"
     ):
@@ -267,7 +267,7 @@ def test_errors_are_converted_for_another_number_of_ranks(stage: int, before: in
 
 
 def refreshed_run(case: Case) -> list[dict[str, Any]]:
-    """Train without and with a new layout of the model in the middle."""
+    """Train without and with a refresh of the model's layout in the middle."""
     found = []
     for refreshes in (False, True):
         engine = start(specimen(case.model), case.config)
@@ -286,7 +286,7 @@ def test_refresh_keeps_the_states_of_each_rank(stage: int) -> None:
 
 
 def changed_fingerprints(case: Case) -> list[str]:
-    """Fingerprints before and after the error of the last rank alone changes in one element."""
+    """Return the fingerprints before and after one element of the last rank's error feedback changes."""
     engine = start(specimen(case.model), case.config)
     steps(engine, case, 0, 1)
     found = [str(engine.fingerprint())]
@@ -338,7 +338,7 @@ def test_full_gradient_is_the_mean_of_local_gradients(stage: int) -> None:
 
 
 def unfrozen_run(case: Case) -> dict[str, Any]:
-    """Train with a frozen parameter for two steps, then with it."""
+    """Train two steps with a frozen parameter, then unfreeze it."""
     model = oracle.build(specimen(case.model), dist.get_rank())
     late = dict(model.named_parameters())[LATE]
     late.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The update that docs/updates.md shows trains as its rule does in plain PyTorch."""
+"""Law: the update shown in docs/updates.md trains as its rule does in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.dist.test_self_reducing_update import Case, Simulation, steps
 from tests.oracle import relative_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "updates.md"
-BOUND = 1e-2  # of what training changed: sums in another order change the sign of an element near zero now and then
+BOUND = 1e-2  # relative to the change by training: sums in another order can flip the sign of an element near zero
 
 
 @cache
 def register_page() -> None:
-    """Run the page's code, once in a process: it registers its optimizer."""
+    """Run the code of the page, which registers its optimizer, once per process."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     exec(compile(code, str(PAGE), "exec"), {"__name__": "updates_page"})
 

@@ -41,7 +41,7 @@ def assert_equal(found: dict[str, Any], steps: int = 3) -> None:
         assert not row["applied"] or {"reduce", "clip"} <= row["worst_ratios"].keys()
 
 
-# fault: stage, and the expected step, phase, tensor, module, words of the hint
+# fault: its stage, and the expected step, phase, tensor, module and words of the hint
 FOUND: dict[str, tuple[int, int, str, str, str, str]] = {
     "missing_reduce": (2, 1, "reduce", "embed.weight", "embed (Embedding)", "only rank 0's part"),
     "doubled_scale": (3, 1, "reduce", "embed.weight", "embed (Embedding)", "2 times"),

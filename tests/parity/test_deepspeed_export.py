@@ -1,4 +1,4 @@
-"""A save in DeepSpeed's format: DeepSpeed itself resumes from it, and its own scripts read it."""
+"""Law: DeepSpeed resumes from a checkpoint that windlass saved in DeepSpeed's format, and its scripts read it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def saved(folder: str, stage: int, precision: str) -> dict[str, object]:
-    """Train, save in DeepSpeed's format, and train on."""
+    """Train, save in DeepSpeed's format, and continue training."""
     import windlass
 
     sub_group = {"sub_group_size": 60} if stage == 3 else {}
@@ -52,7 +52,7 @@ def test_exported_run_resumes_in_deepspeed(stage: int, precision: str, ranks: in
         assert (found["steps"], found["samples"], found["epoch"]) == (STEPS, STEPS * 2 * ranks, CLIENT["epoch"])
         assert found["rates"] == pytest.approx(ours["rates"], rel=1e-12)
     if stage:
-        # the loss scaler is an object of theirs
+        # the loss scaler is an object of DeepSpeed
         optim = next((tmp_path / f"global_step{SAVED_AT}").glob("*optim_states.pt"))
         inner = torch.load(optim, weights_only=False)["optimizer_state_dict"]
         assert inner["loss_scaler"].loss_scale == 1.0 and not inner["loss_scaler"].has_overflow([])

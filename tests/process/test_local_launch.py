@@ -81,7 +81,7 @@ def test_module_is_run(tmp_path: Path, script: Callable[[str], str], monkeypatch
 
 def test_worst_exit_code_is_returned(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     outcome = start_ranks([script("import os, sys; sys.exit([4, 9, 2][int(os.environ['RANK'])])")], 3)
-    # It is random which failures the launcher sees before it stops the others; those it saw count.
+    # Timing decides which failures the launcher sees before it stops the other ranks; only those count.
     assert outcome.exit_code == max(failure.status for failure in outcome.failures)
     assert outcome.exit_code in (2, 4, 9)
     assert "Traceback" not in capfd.readouterr().err, "torch told its own version of the failure"
@@ -120,7 +120,7 @@ def test_busy_default_port_is_replaced(script: Callable[[str], str], tmp_path: P
             squatter.bind(("127.0.0.1", 29500))
             squatter.listen()
         except OSError:
-            pass  # another process uses the port already, which is as good
+            pass  # another process uses the port, so it is busy anyway
         with pytest.raises(LaunchError, match="port 29500 is in use"):
             start_ranks([script(source)], 2, master_port=29500)
         assert start_ranks([script(source)], 2) == LaunchExitStatus(0)

@@ -206,7 +206,7 @@ def test_unsupported_layer_arguments_are_refused_by_name(monkeypatch: pytest.Mon
 
 @torch.no_grad()
 def test_sinks_are_kept_with_and_without_a_backend() -> None:
-    """transformers' sdpa function would ignore `s_aux` without a word."""
+    """transformers' sdpa function would silently ignore `s_aux`."""
     model = build("gpt_oss", "eager").eval()
     for layer in model.model.layers:
         layer.self_attn.sinks.copy_(torch.randn_like(layer.self_attn.sinks) * 3)

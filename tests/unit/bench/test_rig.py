@@ -47,7 +47,7 @@ def test_engines_alternate_between_rounds() -> None:
 def test_floor_counts_the_required_traffic_of_each_stage() -> None:
     from rig.floor import Roofs, floor
 
-    roofs = Roofs(memory=4.0, adam=28.0)  # one element a second each
+    roofs = Roofs(memory=4.0, adam=28.0)  # each allows one element a second
 
     def at(engine: str, ranks: int = 2) -> float | None:
         return floor(engine, 100, ranks, 1000.0, roofs)

@@ -74,7 +74,7 @@ def test_rows_have_the_same_bits_in_every_batch(
     rows: int, first: int, count: int, outputs: int, features: int, threads: int, path: str, format: str,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    if path == "reference":  # makes no such promise
+    if path == "reference":  # the reference does not guarantee equal bits
         return
     packed = pack(random(outputs, features), format, path)
     x = random(rows, features, seed=1).to(dtype)

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 @dataclass
 class Sequences:
-    """A cache with the tokens of some sequences in scattered blocks; all other memory is NaN."""
+    """Cache with the tokens of some sequences in scattered blocks. All other memory is NaN."""
 
     path: str
     contexts: list[int]
@@ -43,7 +43,7 @@ class Sequences:
         self.cache = make_kv_cache(*size, path=self.path)
         for tensor in self.cache.tensors:
             tensor.view(torch.uint8).fill_(255)  # NaN in every float format
-        if self.path == "reference":  # which multiplies masked values by 0
+        if self.path == "reference":  # the reference multiplies masked values by 0
             for tensor in self.cache.tensors:
                 tensor.zero_()
         blocks = iter(torch.randperm(sum(counts) + 2, generator=generator).tolist())
@@ -76,7 +76,7 @@ def exact(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one sequence in float64, key by key: `[queries, heads, value_dim]`."""
+    """Return the attention of one sequence in float64, key by key: `[queries, heads, value_dim]`."""
     queries, heads, dim = query.shape
     group = heads // key.shape[1]
     out = torch.zeros(queries, heads, value.shape[-1], dtype=torch.float64)
@@ -173,7 +173,7 @@ def test_queries_have_the_same_bits_in_every_batch_and_chunk(
     shape: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    if path == "reference":  # makes no such promise
+    if path == "reference":  # the reference does not guarantee equal bits
         return
     queries = min(queries, context)
     contexts = [50 + other for other in range(others)] + [context]

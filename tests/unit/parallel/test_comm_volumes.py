@@ -192,7 +192,7 @@ def test_sequence_parallel_norms_add_nothing_and_recomputation_half() -> None:
 
 @contextmanager
 def world(rank: int, grid: MeshShape) -> Iterator[dict[str, MeshAxis]]:
-    """Yield the axes of one rank among 1,024, whose collectives are counted, end at once and move no data."""
+    """Yield the axes of one rank among 1,024. Collectives are counted, complete at once and move no data."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=fake.FakeStore())
 

@@ -164,8 +164,8 @@ def test_suspended_peer_monitor_reports_no_rank_silent(monkeypatch: pytest.Monke
 def test_lost_host_ends_the_run_in_time() -> None:
     """A lost host ends the run within 30 s.
 
-    The sum: wait until the first check, silence of the host, one beat to the diagnosis, its table, one beat until all
-    ranks have read it.
+    The time is the sum of: the wait until the first check, the host's silence, one heartbeat until the diagnosis,
+    printing its table, and one heartbeat until all ranks have read it.
     """
     assert LIMITS.check_peers_after + LIMITS.host_lost_after + (1 + 2.5 + 1) * LIMITS.beat_interval <= 30
 

@@ -29,7 +29,7 @@ def packed(ends: list[set[int]], length: int) -> torch.Tensor:
 
 @st.composite
 def sights(draw: st.DrawFn, length: int) -> tuple[BatchMask, torch.Tensor]:
-    """Draw the mask of a batch of two samples, and the same as a dense mask [samples, queries, keys]."""
+    """Draw the mask description of a batch of two samples, and the dense mask `[samples, queries, keys]`."""
     kind = draw(st.sampled_from(["all", "packed", "padded"]))
     if kind == "all":
         return make_full_mask(2, length), torch.ones(2, length, length, dtype=torch.bool)

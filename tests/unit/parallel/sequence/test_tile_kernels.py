@@ -34,7 +34,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: 
 
 
 def sight_and_mask(kind: str) -> tuple[BatchMask, Tensor]:
-    """Return the batch mask of that kind without the band, and the same as a dense mask."""
+    """Return the batch's mask description of that kind without the band, and the dense mask."""
     if kind == "packed":
         number = (POSITIONS == 0).cumsum(1).expand(SAMPLES, -1)
         return make_document_mask(POSITIONS, SAMPLES), number[:, :, None] == number[:, None, :]
