@@ -1,4 +1,4 @@
-"""Tests that the rules for states of single ranks keep their invariant in another layout: the mean, the sum, or none."""
+"""Tests that the rules for states of single ranks keep their invariant in another layout: mean, sum, or none."""
 
 from __future__ import annotations
 
