@@ -67,7 +67,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the files in --results.")] = "delayed_update",
     results: Annotated[Path, typer.Option(help="Folder of the JSON and the picture.")] = _RESULTS,
 ) -> None:
-    """Train the demo's model on text in each mode, then time one rank with a spare core; table, JSON and picture."""
+    """Train the demo's model on text in each mode, then time one rank with a spare core. Write all results."""
     ways: dict[str, dict[str, Any]] = {
         IMMEDIATE: {},
         "delayed": {"delayed_update": True},

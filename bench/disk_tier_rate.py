@@ -185,8 +185,7 @@ def main(
 
 
 def _time_interleaved(works: Works, rounds: int) -> Times:
-    """Return the seconds of each in each round, every other round in reverse order; the first round, untimed, fills the
-    files."""
+    """Return the seconds of each in each round. Every other round is reversed; round 0 only fills the files."""
     times: Times = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items() if number % 2 == 0 else reversed(works.items()):

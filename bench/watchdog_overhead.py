@@ -54,7 +54,7 @@ def main(
     path = write_result(results / f"{name}.json", {"bench": "watchdog", **asked, **found})
     console = bench_console()
     console.print(
-        f"a step takes {1000 * found['step_s']:.1f} ms; the thread {1e6 * found['thread_s_per_s']:.0f} us of CPU a "
+        f"a step takes {1000 * found['step_s']:.1f} ms; the thread uses {1e6 * found['thread_s_per_s']:.0f} us of CPU per "
         f"second; {found['marks_per_step']:.0f} marks of {1e9 * found['mark_s']:.0f} ns a step: "
         f"{found['per_cent']:.3f} per cent of a step"
     )

@@ -1,4 +1,4 @@
-"""Graph of what each file of the repository reads: imports, names of modules in strings, scripts, programs and data."""
+"""Graph of the files that each file of the repository reads: imports, names in strings, scripts, programs and data."""
 
 from __future__ import annotations
 

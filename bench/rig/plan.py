@@ -30,5 +30,5 @@ def groups(engines: Sequence[str], needs: Mapping[str, int], budget: int) -> lis
 
 
 def turn(group: Sequence[str], number: int) -> list[str]:
-    """Return the order within a round: every other round in reverse, so that drift of the machine affects all alike."""
+    """Return the order within a round. Every other round is reversed, so that drift of the machine affects all."""
     return list(group) if number % 2 == 0 else list(reversed(group))

@@ -25,7 +25,7 @@ def model_of(name: str, seed: int = 0) -> Any:
 
 
 def generate_everywhere(names: list[str], axes: dict[str, int], options: dict[str, Any]) -> list[Any]:
-    """Greedy answers of each model. Ranks start from different weights, and the first one alone gives prompts."""
+    """Return the greedy answers of each model. Ranks start from different weights; only the first has prompts."""
     from windlass import LLM, SamplingParams
 
     rank = dist.get_rank()
