@@ -199,10 +199,10 @@ def _time_interleaved(works: Works, rounds: int) -> Times:
 def _ratios_to_raw(times: Times) -> dict[str, float]:
     """Return the median over rounds of the rate relative to the faster raw one of the same round."""
     ratios = {}
-    for name, found in times.items():
+    for name, result in times.items():
         word = name.rpartition(" ")[2]
         raw = zip(*(times[other] for other in times if other.startswith("raw ") and other.endswith(word)), strict=True)
-        ratios[name] = statistics.median(min(best) / ours for best, ours in zip(raw, found, strict=True))
+        ratios[name] = statistics.median(min(best) / ours for best, ours in zip(raw, result, strict=True))
     return ratios
 
 
@@ -211,8 +211,8 @@ def _result_table(times: Times, ratios: dict[str, float], nbytes: int) -> Table:
     table.add_column("what")
     for column in ("median GB/s", "min", "max", "of the best raw"):
         table.add_column(column, justify="right")
-    for name, found in times.items():
-        rates = [nbytes / seconds / 1e9 for seconds in found]
+    for name, result in times.items():
+        rates = [nbytes / seconds / 1e9 for seconds in result]
         middle = f"{statistics.median(rates):.2f}"
         table.add_row(name, middle, f"{min(rates):.2f}", f"{max(rates):.2f}", f"{ratios[name]:.0%}")
     return table

@@ -108,7 +108,7 @@ def write(directory: Path, tag: str, state: Trained, *, stage: int, ranks: int, 
 def _write_whole(path: Path, state: Trained, common: dict[str, Any]) -> None:
     numbers = {name: number for number, name in enumerate(name for names in state.groups for name in names)}
     moments = {
-        numbers[name]: {"step": torch.tensor(state.step), **found} for name, found in state.moments.items() if found
+        numbers[name]: {"step": torch.tensor(state.step), **result} for name, result in state.moments.items() if result
     }
     groups = [
         {**hyper, "params": [numbers[name] for name in names]}
@@ -149,12 +149,12 @@ def _write_in_a_row(
             keys = list(state.moments[names[0]]) if names else []
             flat = torch.cat([state.masters[name].reshape(-1) for name in names])
             part = 2 * math.ceil(flat.numel() / (2 * ranks))  # DeepSpeed aligns shards to even sizes
-            mine = slice(rank * part, (rank + 1) * part)
+            local = slice(rank * part, (rank + 1) * part)
             padding = min(part, max(0, (rank + 1) * part - flat.numel()))
-            masters.append(flat[mine].clone())
+            masters.append(flat[local].clone())
             paddings.append(padding)
             states[number] = {"step": torch.tensor(state.step)} | {
-                key: _padded(torch.cat([state.moments[name][key].reshape(-1) for name in names])[mine], part)
+                key: _padded(torch.cat([state.moments[name][key].reshape(-1) for name in names])[local], part)
                 for key in keys
             }
         groups = [{**hyper, "params": [number]} for number, hyper in enumerate(state.hyper)]
@@ -201,7 +201,7 @@ def _write_in_parts(
                 for key in state.moments[names[0]]
             }
         numbers = [[n for n, part in enumerate(parts) if part[0] in names] for names in state.groups]
-        groups = [{**hyper, "params": mine} for mine, hyper in zip(numbers, state.hyper, strict=True)]
+        groups = [{**hyper, "params": local} for local, hyper in zip(numbers, state.hyper, strict=True)]
         optimizer = {
             "zero_stage": classes["ZeroStageEnum"](3),
             "loss_scaler": _object(classes["LossScaler"], state.scaler),

@@ -32,14 +32,14 @@ def main(out: Path, stage: int, precision: str) -> None:
         losses.append(float(loss.detach()))
         engine.backward(loss)
         engine.step()
-    found = {
+    results = {
         "losses": losses,
         "steps": engine.global_steps,
         "samples": engine.global_samples,
         "epoch": client["epoch"],
         "rates": engine.get_lr(),
     }
-    (out / f"resumed_{engine.global_rank}.json").write_text(json.dumps(found))
+    (out / f"resumed_{engine.global_rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

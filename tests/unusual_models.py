@@ -205,8 +205,8 @@ class InnerLoop(nn.Module):
         x = self.blocks[0](x)
         slow = dict(self.net.named_parameters())
         inner = mse(torch.func.functional_call(self.net, slow, (x,)), y)
-        found = torch.autograd.grad(inner, list(slow.values()), create_graph=True)
-        fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), found, strict=True)}
+        result = torch.autograd.grad(inner, list(slow.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), result, strict=True)}
         return mse(torch.func.functional_call(self.net, fast, (x,)), y)
 
 

@@ -76,13 +76,13 @@ def _draw_shards() -> Any:
     cells = range(4)
     by_row = [[RANK_COLOURS[row] for _ in cells] for row in cells]
     by_column = [[RANK_COLOURS[column] for column in cells] for _ in cells]
-    whole = [[REPLICATED_COLOUR] * 4 for _ in cells]
+    full = [[REPLICATED_COLOUR] * 4 for _ in cells]
     experts = [[REPLICATED_COLOUR] * 4, RANK_COLOURS, [REPLICATED_COLOUR] * 4, RANK_COLOURS]
     axes: dict[str, tuple[Colours, Colours, str]] = {
-        "data (dp)": (by_row, whole, "ZeRO cuts what rests"),
-        "tensor (tp)": (whole, by_column, ""),
-        "pipeline (pp)": (whole, by_row, ""),
-        "sequence (sp)": (by_column, whole, "ZeRO cuts what rests"),
+        "data (dp)": (by_row, full, "ZeRO cuts what rests"),
+        "tensor (tp)": (full, by_column, ""),
+        "pipeline (pp)": (full, by_row, ""),
+        "sequence (sp)": (by_column, full, "ZeRO cuts what rests"),
         "experts (ep)": (by_row, experts, "ZeRO cuts what rests"),
     }
     for column, (title, (batch, model, note)) in enumerate(axes.items()):
@@ -113,8 +113,8 @@ def _draw_axis_bytes() -> Any:
     figure, panels = _new_figure(13, 7.5, len(MODEL_TITLES), len(LAYOUTS))
     for row, (model, name) in enumerate(MODEL_TITLES.items()):
         for column, gpus in enumerate(LAYOUTS):
-            panel, found = panels[row][column], layout_bytes(PRESETS[model], gpus)
-            _draw_stacked_bars(panel, found, [_bar_label(bar) for bar in found])
+            panel, result = panels[row][column], layout_bytes(PRESETS[model], gpus)
+            _draw_stacked_bars(panel, result, [_bar_label(bar) for bar in result])
             panel.set_title(f"{name}, {gpus} GPUs on {gpus // GPUS_PER_NODE} node{'s' * (gpus > GPUS_PER_NODE)}")
             panel.set_xlabel("GB received by a rank in a step")
     marks = {axis: AXIS_COLOURS[axis] for axis in ("data", "tp", "pp", "sp")}
@@ -156,10 +156,10 @@ def _draw_sequence_lengths() -> Any:
         "ZeRO-3": AXIS_COLOURS["data"],
     }
     for panel, (model, name) in zip(panels[0], MODEL_TITLES.items(), strict=True):
-        found = [bytes_by_sequence_method(PRESETS[model], count) for count in tokens]
+        results = [bytes_by_sequence_method(PRESETS[model], count) for count in tokens]
         for way, colour in colours.items():
             line = "--" if way == "ring" else "-"
-            gb = [one[way] / 1e9 for one in found]
+            gb = [item[way] / 1e9 for item in results]
             panel.loglog(tokens, gb, color=colour, label=way, base=2, marker=".", linestyle=line)
         panel.set_yscale("log", base=10)
         panel.set(title=f"{name}, one sequence on 8 ranks", xlabel="tokens", ylabel="GB received by a rank")
@@ -198,8 +198,8 @@ def _draw_schedules() -> Any:
         panel.invert_yaxis()
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1][0].set_xlabel("time, in forwards of a stage")
-    whole = "backward (zero-bubble: of inputs)"
-    _add_legend(figure, {"forward": "#a9c4de", whole: "#588157", "backward of weights": "#a3b18a"})
+    full = "backward (zero-bubble: of inputs)"
+    _add_legend(figure, {"forward": "#a9c4de", full: "#588157", "backward of weights": "#a3b18a"})
     return figure
 
 

@@ -101,9 +101,9 @@ def _optimizer_defaults_table() -> str:
             body.append((f"`{name}`", f"refused: {UNSUPPORTED_OPTIMIZERS[name]}"))
             continue
         known = [
-            f"`{key}` {format_value(one.default)}"
-            for key, one in parameters.items()
-            if one.status is KeyStatus.HONOURED
+            f"`{key}` {format_value(item.default)}"
+            for key, item in parameters.items()
+            if item.status is KeyStatus.HONOURED
         ]
         body.append((f"`{name}`", ", ".join(known)))
     return _markdown_table(("optimizer", "honoured parameters and their defaults"), body)

@@ -128,8 +128,8 @@ def layout_table() -> str:
     ]
     lines = [f"{lines[0]} |", "|---|---|" + "---|" * len(MODEL_TITLES)]
     for gpus in LAYOUTS:
-        found = [layout_bytes(PRESETS[model], gpus) for model in MODEL_TITLES]
-        for row in zip(*found, strict=True):
+        results = [layout_bytes(PRESETS[model], gpus) for model in MODEL_TITLES]
+        for row in zip(*results, strict=True):
             cells = (
                 ", ".join(map(format_gb, (bar.state_bytes, sum(bar.received_bytes.values()), bar.cross_node_bytes)))
                 for bar in row
@@ -147,12 +147,12 @@ def bytes_by_sequence_method(model: ModelShape, tokens: int, ranks: int = 8) -> 
     """Return the received bytes per rank for one sequence, forward and backward, by method."""
     shared = tokens * model.hidden * 2
     ways = {"Ulysses": 0, "ring": 1}
-    found = {"tp": compute_tensor_parallel_volumes(model.layers, shared, tokens, ranks, StepWorkload(tokens))}
-    found |= {
+    results = {"tp": compute_tensor_parallel_volumes(model.layers, shared, tokens, ranks, StepWorkload(tokens))}
+    results |= {
         name: compute_sequence_parallel_volumes(
             model, model.layers, ranks, 1, StepWorkload(tokens, ulysses_degree=ways[name])
         )
         for name in ways
     }
-    found["ZeRO-3"] = compute_data_parallel_volumes("data", model.numel, ranks, 1, StepWorkload(tokens, zero_stage=3))
-    return {name: sum(volume.nbytes for volume in volumes_of) for name, volumes_of in found.items()}
+    results["ZeRO-3"] = compute_data_parallel_volumes("data", model.numel, ranks, 1, StepWorkload(tokens, zero_stage=3))
+    return {name: sum(volume.nbytes for volume in volumes_of) for name, volumes_of in results.items()}

@@ -189,14 +189,14 @@ class TestSide:
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Read the recorded outcomes: the worst of each test; `begun` for a test that has not ended."""
-        found: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         if self.file.exists():
             for line in self.file.read_text().splitlines():
                 entry = json.loads(line)
-                old = found.get(entry.get("test", ""))
+                old = results.get(entry.get("test", ""))
                 if "test" in entry and (old is None or "begun" in old or entry.get("outcome") == "failed"):
-                    found[entry["test"]] = entry
-        return found
+                    results[entry["test"]] = entry
+        return results
 
     def drop_failures(self) -> None:
         """Keep the recorded passes alone, so that the next run repeats the rest."""
@@ -236,9 +236,9 @@ class TestSide:
             if time.monotonic() - seen > (patience if size != first else 5 * patience):
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        found = self.outcomes()
-        left = [test for test in tests if "outcome" not in found.get(test, {})]
-        begun = [test for test in left if test in found]
+        result = self.outcomes()
+        left = [test for test in tests if "outcome" not in result.get(test, {})]
+        begun = [test for test in left if test in result]
         if left:
             blamed = begun or left  # no test has begun: their files cannot be imported
             with open(self.file, "a") as file:
@@ -319,11 +319,11 @@ def main() -> int:
     standin = TestSide("standin", sys.executable, tests, out, [standin_path])
     collected = out / "collected.jsonl"
     if collected.exists():
-        found = [json.loads(line) for line in collected.read_text().splitlines()]
+        result = [json.loads(line) for line in collected.read_text().splitlines()]
     else:
-        found = reference.collect(collected)
-    selected = select_tests(found, options.cases, options.files)
-    ranks = {entry["test"]: entry["ranks"] for entry in found}
+        result = reference.collect(collected)
+    selected = select_tests(result, options.cases, options.files)
+    ranks = {entry["test"]: entry["ranks"] for entry in result}
     if not options.report:
         if options.only != "standin":
             reference.run(selected, ranks, options.patience)

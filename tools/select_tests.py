@@ -41,7 +41,7 @@ def select_tests(root: Path, files: list[str], changed: set[str], cache: Path | 
         if file in REACHES_ALL:
             return tests, f"{file} reaches every test"
         if file.startswith(NATIVE) and path.suffix != ".py":
-            seeds |= {one for one in files if one.startswith("windlass/kernels/") and one.endswith(".py")}
+            seeds |= {item for item in files if item.startswith("windlass/kernels/") and item.endswith(".py")}
         elif file not in graph.files:
             if not is_test(file) and path.suffix not in PROSE:
                 return tests, f"{file} was deleted: what read it is not known"
@@ -73,8 +73,8 @@ def changed_files(root: Path, base: str) -> set[str]:
 
 def default_base(root: Path) -> str:
     """Return the commit where this branch left `main`, or `HEAD` if there is no `main`."""
-    found = subprocess.run(["git", "merge-base", "main", "HEAD"], cwd=root, capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else "HEAD"
+    result = subprocess.run(["git", "merge-base", "main", "HEAD"], cwd=root, capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else "HEAD"
 
 
 def _git(root: Path, *arguments: str) -> str:

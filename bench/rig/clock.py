@@ -51,9 +51,9 @@ def free(device: torch.device) -> None:
 
 def roofs(device: torch.device) -> dict[str, float]:
     """Measure the device's peak rates: bf16 matrix products (FLOP/s) and copies (bytes/s, read and written)."""
-    found = {"matmul": _matmul(device), "copy": _copy(device)}
+    results = {"matmul": _matmul(device), "copy": _copy(device)}
     free(device)
-    return found
+    return results
 
 
 def _matmul(device: torch.device) -> float:

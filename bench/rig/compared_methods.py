@@ -87,7 +87,7 @@ _FIELDS = {
         TrainingMethod("torch pp", "pipeline", {"pp": 2, "schedule": "1f1b"}, whole=True),
     ),
 }
-FIELDS = {axis: {one.name: one for one in (TrainingMethod(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
+FIELDS = {axis: {item.name: item for item in (TrainingMethod(BASE, "alone"), *of)} for axis, of in _FIELDS.items()}
 """Methods by axis, including the compute alone."""
 
 SIZES = {axis: EXPERTS if axis == "ep" else DENSE for axis in FIELDS}

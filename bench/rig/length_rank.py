@@ -90,9 +90,9 @@ class LengthRank(Worker):
         loss = self._engine(input_ids=tokens, labels=tokens).loss
         self._engine.backward(loss)
         self._engine.step()
-        told = {"loss": loss.item(), "seconds": time.perf_counter() - start}
+        results = {"loss": loss.item(), "seconds": time.perf_counter() - start}
         peak.stop()
-        return {**told, "peak": peak.here - self._base, "resident": peak.resident - self._base}
+        return {**results, "peak": peak.here - self._base, "resident": peak.resident - self._base}
 
     def _waiting(self) -> int:
         """Return the bytes in host memory, if that is separate from the device's."""

@@ -36,14 +36,14 @@ def memory_target(measured: Measured, engine: str) -> float | None:
 
 def missed(measured: Measured) -> list[str]:
     """Return one sentence for each missed target."""
-    found = []
+    results = []
     for engine, result in measured.results.items():
         target, limit = speed_target(measured, engine), memory_target(measured, engine)
         if target is not None and result.rounds and result.ratio > target:
-            found.append(f"{engine}: {result.ratio:.3f} x none, target {target:.3f}")
+            results.append(f"{engine}: {result.ratio:.3f} x none, target {target:.3f}")
         if limit is not None and result.memory and result.bytes_per_parameter > limit:
-            found.append(f"{engine}: {result.bytes_per_parameter:.1f} bytes a parameter, target {limit:.1f}")
-    return found
+            results.append(f"{engine}: {result.bytes_per_parameter:.1f} bytes a parameter, target {limit:.1f}")
+    return results
 
 
 def _promised(measured: Measured) -> bool:

@@ -90,28 +90,28 @@ def search(measure: Callable[[int], Point], cap: int, *, first: int, most: int, 
     Returns:
         All measurements, by length.
     """
-    found = [measure(first)]
-    while found[-1].peak <= cap and found[-1].length < most:
-        found.append(measure(min(2 * found[-1].length, most)))
-    for _ in range(_PROBES if len(found) > 1 and found[-1].peak > cap else 0):
-        low, high = max(fitting(found, cap), key=_length), min(exceeding(found, cap), key=_length)
+    results = [measure(first)]
+    while results[-1].peak <= cap and results[-1].length < most:
+        results.append(measure(min(2 * results[-1].length, most)))
+    for _ in range(_PROBES if len(results) > 1 and results[-1].peak > cap else 0):
+        low, high = max(fitting(results, cap), key=_length), min(exceeding(results, cap), key=_length)
         guess = low.length + (high.length - low.length) * (cap - low.peak) / max(high.peak - low.peak, 1)
         length = min(max(int(guess) // grain * grain, low.length + grain), high.length - grain)
         if high.length - low.length <= max(grain, _NEAR * low.length) or not low.length < length < high.length:
             break
-        found.append(measure(length))
-    return sorted(found, key=_length)
+        results.append(measure(length))
+    return sorted(results, key=_length)
 
 
 def fitting(points: Sequence[Point], cap: int) -> list[Point]:
     """Return the points within the cap, up to the first that is not."""
-    least = min((one.length for one in points if one.peak > cap), default=None)
-    return [one for one in points if least is None or one.length < least]
+    least = min((item.length for item in points if item.peak > cap), default=None)
+    return [item for item in points if least is None or item.length < least]
 
 
 def exceeding(points: Sequence[Point], cap: int) -> list[Point]:
     """Return the points over the cap."""
-    return [one for one in points if one.peak > cap]
+    return [item for item in points if item.peak > cap]
 
 
 def longest(points: Sequence[Point], cap: int) -> Point | None:

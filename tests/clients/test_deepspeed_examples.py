@@ -83,8 +83,8 @@ def run(examples: Client, tmp_path: Path) -> Run:
 
 def numbers(printed: str, line: str) -> list[float]:
     """Return the numbers in a pattern's groups, in order."""
-    found = re.findall(line, printed)
-    return [float(number) for one in found for number in (one if isinstance(one, tuple) else (one,))]
+    result = re.findall(line, printed)
+    return [float(number) for item in result for number in (item if isinstance(item, tuple) else (item,))]
 
 
 def check(found: list[float], wanted: list[float], count: int, tolerance: float = 1.01e-4) -> None:
@@ -105,8 +105,8 @@ def test_cifar_trains_as_in_plain_pytorch(examples: Client, tmp_path: Path, stag
     printed = examples.run(script, "--deepspeed", *options, ranks=ranks, path=(LOCAL,), **pictures)
     (tmp_path / "plain.py").write_text(CIFAR.format(batch=BATCH))
     standing_in = examples.run(tmp_path / "plain.py", script, ranks, path=(LOCAL,), stands_in=True, **pictures)
-    wanted = json.loads(standing_in.partition("PLAIN ")[2].splitlines()[0])
-    check(numbers(printed, r"\[ 1, +\d+\] loss: +(\S+)"), wanted, STEPS, 6e-4)
+    expected = json.loads(standing_in.partition("PLAIN ")[2].splitlines()[0])
+    check(numbers(printed, r"\[ 1, +\d+\] loss: +(\S+)"), expected, STEPS, 6e-4)
 
 
 GAN = rf"Loss_D: {NUMBER} Loss_G: {NUMBER} D\(x\): {NUMBER} D\(G\(z\)\): {NUMBER} / {NUMBER}"
@@ -224,14 +224,14 @@ def test_chat_is_fine_tuned_as_in_plain_pytorch(
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
     options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-2, "--print_loss")
     script = f"{CHAT}/step1_supervised_finetuning/main.py"
-    found = []
+    results = []
     for plain in (False, True):
         common = chat_options(chat, tmp_path / f"out-{plain}")
         zero = ("--zero_stage", stage, *(() if plain else away))
         printed = run(script, *options, *common, *zero, ranks=ranks, plain=plain)
         losses = [numbers(printed, rf"Rank: {rank}, loss = {NUMBER}") for rank in range(ranks)]
-        found.append([*numbers(printed, rf"ppl: \S+, loss: {NUMBER}"), *sum(losses, [])])
-    check(*found, 2 + 2 * ranks, 1e-3)
+        results.append([*numbers(printed, rf"ppl: \S+, loss: {NUMBER}"), *sum(losses, [])])
+    check(*results, 2 + 2 * ranks, 1e-3)
 
 
 SCORES = rf"chosen_last_scores \(higher is better\) : {NUMBER}, rejected_last_scores \(lower is better\) : {NUMBER}"
@@ -248,13 +248,13 @@ def test_chat_reward_model_trains_as_in_plain_pytorch(
     batches = ("--per_device_train_batch_size", 4 // ranks, "--per_device_eval_batch_size", 4 // ranks)
     options = (*batches, *model, "--max_seq_len", 48, "--learning_rate", 1e-3, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step2_reward_model_finetuning/main.py"
-    found = []
+    results = []
     for plain in (False, True):
         common = chat_options(chat, tmp_path / f"out-{plain}")
         more = ("--num_train_epochs", 3, "--zero_stage", stage)
         printed = run(script, *options, *common, *more, ranks=ranks, plain=plain)
-        found.append([*numbers(printed, rf"with loss {NUMBER}"), *numbers(printed, SCORES)])
-    check(*found, 3 + 4 * 2, 2e-3)
+        results.append([*numbers(printed, rf"with loss {NUMBER}"), *numbers(printed, SCORES)])
+    check(*results, 3 + 4 * 2, 2e-3)
 
 
 @pytest.mark.slow
@@ -268,14 +268,14 @@ def test_chat_rlhf_trains_as_in_plain_pytorch(run: Run, chat: Path, tmp_path: Pa
     rates = ("--actor_learning_rate", 1e-3, "--critic_learning_rate", 1e-3)
     options = (*batches, *lengths, *rates, "--num_padding_at_beginning", 0)
     script = f"{CHAT}/step3_rlhf_finetuning/main.py"
-    found = []
+    results = []
     for plain in (False, True):
         stages = ("--actor_zero_stage", stage, "--critic_zero_stage", stage)
         common = chat_options(chat, tmp_path / f"out-{plain}")
         printed = run(script, *models, *options, *common, *stages, ranks=ranks, plain=plain)
         losses = rf"Actor Loss: {NUMBER} \| Critic Loss: {NUMBER}"
-        found.append([*numbers(printed, losses), *numbers(printed, rf"Average reward score: {NUMBER}")])
-    check(*found, 4 * 3, 2e-3)
+        results.append([*numbers(printed, losses), *numbers(printed, rf"Average reward score: {NUMBER}")])
+    check(*results, 4 * 3, 2e-3)
 
 
 def critic(chat: Path) -> Path:

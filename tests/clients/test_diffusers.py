@@ -145,7 +145,7 @@ def plain(diffusers: Client, folder: Path) -> Callable[[int], list[float]]:
 def test_losses_equal_plain_training(
     diffusers: Client, folder: Path, plain: Callable[[int], list[float]], config: str, ranks: int
 ) -> None:
-    wanted, found = plain(ranks), losses(diffusers, folder, config, ranks)
-    print(f"{config} on {ranks}: {found}, plainly {wanted}")
-    assert len(wanted) == STEPS and len(set(wanted)) == STEPS
-    assert found == pytest.approx(wanted, abs=1.01e-4)
+    expected, actual = plain(ranks), losses(diffusers, folder, config, ranks)
+    print(f"{config} on {ranks}: {actual}, plainly {expected}")
+    assert len(expected) == STEPS and len(set(expected)) == STEPS
+    assert actual == pytest.approx(expected, abs=1.01e-4)

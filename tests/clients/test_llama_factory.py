@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.mkdir()
 
     rows = conversations()
-    chat = [{"instruction": asked, "input": "", "output": answer} for asked, answer, _ in rows]
+    chat = [{"instruction": requested, "input": "", "output": answer} for requested, answer, _ in rows]
     pairs = [{**row, "chosen": row["output"], "rejected": worse} for row, (_, _, worse) in zip(chat, rows, strict=True)]
     tagged = [{**row, "label": n % 2 == 0} for n, row in enumerate(chat)]
     columns = {"prompt": "instruction", "query": "input"}

@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("swift")
     tiny_llama(made / "model")
     rows = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
-        for asked, answer, _ in conversations()
+        {"messages": [{"role": "user", "content": requested}, {"role": "assistant", "content": answer}]}
+        for requested, answer, _ in conversations()
     ]
     (made / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return made

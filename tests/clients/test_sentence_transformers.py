@@ -132,7 +132,7 @@ def plain(sentences: Client, folder: Path) -> Callable[[str, int], list[float]]:
 def test_losses_equal_plain_training(
     sentences: Client, folder: Path, plain: Callable[[str, int], list[float]], loss: str, config: str, ranks: int
 ) -> None:
-    wanted, found = plain(loss, ranks), losses(sentences, folder, loss, config, ranks)
-    print(f"{loss} {config} on {ranks}: {found}, plainly {wanted}")
-    assert len(wanted) == STEPS and len(set(wanted)) == STEPS
-    assert found == pytest.approx(wanted, abs=1.01e-4)
+    expected, actual = plain(loss, ranks), losses(sentences, folder, loss, config, ranks)
+    print(f"{loss} {config} on {ranks}: {actual}, plainly {expected}")
+    assert len(expected) == STEPS and len(set(expected)) == STEPS
+    assert actual == pytest.approx(expected, abs=1.01e-4)

@@ -323,7 +323,7 @@ def test_losses_equal_plain_training(
     config: str,
     ranks: int,
 ) -> None:
-    wanted, found = plain(name, ranks), losses(examples, folder(name), name, config, ranks)
-    print(f"{name} {config} on {ranks}: {found}, plainly {wanted}")
-    assert len(wanted) == STEPS and len(set(wanted)) == STEPS
-    assert found == pytest.approx(wanted, abs=1.01e-4)
+    expected, actual = plain(name, ranks), losses(examples, folder(name), name, config, ranks)
+    print(f"{name} {config} on {ranks}: {actual}, plainly {expected}")
+    assert len(expected) == STEPS and len(set(expected)) == STEPS
+    assert actual == pytest.approx(expected, abs=1.01e-4)

@@ -55,8 +55,8 @@ class Comparison:
         Raises:
             AssertionError: the losses differ, or the plain losses are constant.
         """
-        wanted, found = self.plain(name), self.run(name, config, ranks)
-        print(f"{name} {config} on {ranks}: {found}, plainly {wanted}")
-        assert len(wanted) == STEPS
-        assert all(abs(one - other) > 1e-3 for one, other in zip(wanted, wanted[1:], strict=False)), wanted
-        assert found == pytest.approx(wanted, abs=1.01e-4)
+        expected, actual = self.plain(name), self.run(name, config, ranks)
+        print(f"{name} {config} on {ranks}: {actual}, plainly {expected}")
+        assert len(expected) == STEPS
+        assert all(abs(item - other) > 1e-3 for item, other in zip(expected, expected[1:], strict=False)), expected
+        assert actual == pytest.approx(expected, abs=1.01e-4)

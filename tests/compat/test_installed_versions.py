@@ -31,7 +31,7 @@ def test_loaded_model_trains_to_the_plain_losses(losses: dict[str, list[float]])
     This holds in bf16 and fp32, with a layer that is missing in the file.
     """
     assert {"plain-fp32", "plain-bf16", "zero3-fp32", "zero3-bf16", "zero2-fp32"} <= losses.keys()
-    for name, found in losses.items():
+    for name, result in losses.items():
         plain = losses[f"plain-{name.partition('-')[2]}"]
-        assert len(found) == len(plain) == 3 and found[0] != found[-1]
-        assert found == pytest.approx(plain, rel=2e-4 if name.endswith("fp32") else 1e-2), (name, losses)
+        assert len(result) == len(plain) == 3 and result[0] != result[-1]
+        assert result == pytest.approx(plain, rel=2e-4 if name.endswith("fp32") else 1e-2), (name, losses)

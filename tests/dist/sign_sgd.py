@@ -42,14 +42,14 @@ class SignSGDUpdate(SelfReducingUpdate):
         self._collectives = CompressedCollectives(ProcessGroupChannel(self.group, "compressed gradients"), self._sign)
 
     def step_parameters(self, parameters: list[LocalParameter]) -> None:
-        for one in parameters:
-            corrected = one.gradient + one.rank_states["error"]
+        for item in parameters:
+            corrected = item.gradient + item.rank_states["error"]
             if self.group.size > 1:
                 messages = self._collectives.all_gather(corrected).view(self.group.size, -1)
             else:
                 messages = compressed(corrected)[None]
-            one.rank_states["error"].copy_(corrected - messages[self.group.index])
-            sign_step(one, messages.mean(0)[one.start : one.stop])
+            item.rank_states["error"].copy_(corrected - messages[self.group.index])
+            sign_step(item, messages.mean(0)[item.start : item.stop])
 
 
 def sign_step(one: LocalParameter, mean: torch.Tensor) -> None:
@@ -87,11 +87,11 @@ class SimulatedSignSGD:
     def step(self, gradients: list[list[torch.Tensor | None]]) -> float:
         """Update with the local gradients `[rank][parameter]`. Return their norm."""
         ranks = len(gradients)
-        squares = sum(float(g.double().square().sum()) for one in gradients for g in one if g is not None)
+        squares = sum(float(g.double().square().sum()) for item in gradients for g in item if g is not None)
         norm = (squares / ranks) ** 0.5
         factor = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
         for index, master in enumerate(self.masters):
-            local = [one[index] for one in gradients]
+            local = [item[index] for item in gradients]
             if all(g is None for g in local):
                 continue
             messages = []
@@ -106,7 +106,7 @@ class SimulatedSignSGD:
 
     def relay(self, ranks: int) -> None:
         """Continue with another number of ranks, each with the mean of the errors."""
-        means = [torch.stack([one[index] for one in self.errors]).mean(0) for index in range(len(self.masters))]
+        means = [torch.stack([item[index] for item in self.errors]).mean(0) for index in range(len(self.masters))]
         self.errors = [[mean.clone() for mean in means] for _ in range(ranks)]
 
 

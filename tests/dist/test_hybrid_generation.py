@@ -54,10 +54,10 @@ def alternate(stage: int, generates: bool, sections: dict[str, Any]) -> list[flo
     for step in range(3):
         if generates:
             count = 4 + 3 * rank
-            found = engine.generate(prompt, max_new_tokens=count, eos_token_id=None)
+            actual = engine.generate(prompt, max_new_tokens=count, eos_token_id=None)
             plain = full_copy(engine)
             expected = plain.generate(prompt, max_new_tokens=count, eos_token_id=None)
-            assert torch.equal(found, expected), f"step {step}: values of old weights"
+            assert torch.equal(actual, expected), f"step {step}: values of old weights"
             assert all(module.training for module in engine.module.modules())
         losses.append(train_step(engine, rank, step))
     engine.destroy()
@@ -104,9 +104,9 @@ def compare_logprobs(stage: int) -> tuple[float, int, bool]:
     engine.train()
     logprobs = engine(input_ids=ids).logits[0, len(PROMPT) - 1 : -1].float().log_softmax(-1).detach()
     taken = logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
-    found = torch.tensor([e[t].logprob for e, t in zip(answer.logprobs, answer.token_ids, strict=True)])
+    result = torch.tensor([e[t].logprob for e, t in zip(answer.logprobs, answer.token_ids, strict=True)])
     engine.destroy()
-    return float((found - taken).abs().max()), copied, not any(sharded)
+    return float((result - taken).abs().max()), copied, not any(sharded)
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])

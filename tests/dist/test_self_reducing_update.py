@@ -90,7 +90,7 @@ def errors_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def result(engine: Any, norms: list[float]) -> dict[str, Any]:
-    found = {
+    results = {
         "params": whole_params(engine.module),
         "norms": norms,
         "errors": errors_of(engine),
@@ -98,7 +98,7 @@ def result(engine: Any, norms: list[float]) -> dict[str, Any]:
         "scale": engine.optimizer.loss_scale,
     }
     engine.destroy()
-    return found
+    return results
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -158,13 +158,13 @@ def require_law(case: Case, found: list[dict[str, Any]], bound: float = BOUND) -
     """Check parameters, norms and errors of all ranks against the simulation."""
     plain = Simulation(case)
     plain.run(0, case.steps)
-    for rank, one in enumerate(found):
-        error, where = relative_error(one["params"], plain.masters)
+    for rank, item in enumerate(found):
+        error, where = relative_error(item["params"], plain.masters)
         assert error <= bound, f"{case} rank {rank}: {where} is off by {error:.2e}"
-        norms = [norm for step, norm in enumerate(one["norms"]) if step not in case.overflows]
+        norms = [norm for step, norm in enumerate(item["norms"]) if step not in case.overflows]
         assert norms == pytest.approx(plain.norms, rel=max(bound, 1e-6)), f"{case} rank {rank}"
-        wanted = dict(zip(plain.masters, plain.rule.errors[rank], strict=True))
-        error, where = relative_error(one["errors"], wanted)
+        expected = dict(zip(plain.masters, plain.rule.errors[rank], strict=True))
+        error, where = relative_error(item["errors"], expected)
         assert error <= 100 * bound, f"{case} rank {rank}: the error of {where} is off by {error:.2e}"
     if case.ranks > 1:
         distinct = {name: (value - found[1]["errors"][name]).norm() for name, value in found[0]["errors"].items()}
@@ -192,7 +192,7 @@ def test_training_equals_the_simulation(model: str, ranks: int) -> None:
     ]
     by_rank = run_ranks(train_all, ranks, cases, timeout=120.0)
     for number, case in enumerate(cases):
-        require_law(case, [found[number] for found in by_rank])
+        require_law(case, [result[number] for result in by_rank])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -204,9 +204,9 @@ def test_16_bit_models_have_master_weights_and_errors_in_float32(stage: int) -> 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int) -> None:
     case = Case("mlp", stage, precision="fp16", accumulation=2, overflows=(1, 3), steps=5)
-    found = run_ranks(train, 2, case)
-    require_law(case, found, bound=1e-6)
-    assert [one["scale"] for one in found] == [16.0, 16.0]
+    result = run_ranks(train, 2, case)
+    require_law(case, result, bound=1e-6)
+    assert [item["scale"] for item in result] == [16.0, 16.0]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -253,29 +253,29 @@ def test_a_resumed_run_on_the_same_ranks_is_exact(first: int, second: int, tmp_p
 def test_errors_are_converted_for_another_number_of_ranks(stage: int, before: int, after: int, tmp_path: Path) -> None:
     case = Case("mlp", stage, before)
     run_ranks(save, before, case, str(tmp_path), 0)
-    found = run_ranks(resume, after, replace(case, ranks=after), str(tmp_path), 3)
+    result = run_ranks(resume, after, replace(case, ranks=after), str(tmp_path), 3)
     plain = Simulation(case)
     plain.run(0, case.steps)
     plain.rule.relay(after)
     relaid = [dict(zip(plain.masters, errors, strict=True)) for errors in plain.rule.errors]
     plain.run(case.steps, case.steps + 3)
-    for rank, one in enumerate(found):
-        error, where = relative_error(one["loaded"], relaid[rank])
+    for rank, item in enumerate(result):
+        error, where = relative_error(item["loaded"], relaid[rank])
         assert error <= BOUND, f"rank {rank}: the error of {where} is off by {error:.2e}"
-        error, where = relative_error(one["params"], plain.masters)
+        error, where = relative_error(item["params"], plain.masters)
         assert error <= BOUND, f"rank {rank}: {where} is off by {error:.2e}"
 
 
 def refreshed_run(case: Case) -> list[dict[str, Any]]:
     """Train without and with a refresh of the model's layout in the middle."""
-    found = []
+    results = []
     for refreshes in (False, True):
         engine = start(specimen(case.model), case.config)
         norms = steps(engine, case, 0, 2)
         if refreshes:
             engine.refresh()
-        found.append(result(engine, norms + steps(engine, case, 2, case.steps)))
-    return found
+        results.append(result(engine, norms + steps(engine, case, 2, case.steps)))
+    return results
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -289,18 +289,18 @@ def changed_fingerprints(case: Case) -> list[str]:
     """Return the fingerprints before and after one element of the last rank's error feedback changes."""
     engine = start(specimen(case.model), case.config)
     steps(engine, case, 0, 1)
-    found = [str(engine.fingerprint())]
+    results = [str(engine.fingerprint())]
     if dist.get_rank() == dist.get_world_size() - 1:
         next(engine._sharded.update.rank_states()).values[0] += 1.0
-    found.append(str(engine.fingerprint()))
+    results.append(str(engine.fingerprint()))
     engine.destroy()
-    return found
+    return results
 
 
 def test_the_fingerprint_covers_every_rank_and_no_stage() -> None:
     by_stage = [run_ranks(changed_fingerprints, 2, Case(stage=stage))[0] for stage in (0, 1)]
     assert by_stage[0] == by_stage[1]
-    (parameters, states), (same, other) = (one.split("-") for one in by_stage[0])
+    (parameters, states), (same, other) = (item.split("-") for item in by_stage[0])
     assert parameters == same and states != other
 
 
@@ -314,15 +314,15 @@ def gradients_and_traffic(stage: int) -> dict[str, Any]:
     moved = dict(traffic.bytes_moved)
     name, parameter = next(iter(engine.module.named_parameters()))
     mean = windlass.zero.full_grad(parameter)
-    said = ""
+    text = ""
     try:
         windlass.zero.local_grad(parameter)
     except windlass.WindlassError as error:
-        said = str(error)
+        text = str(error)
     windlass.zero.set_full_grad(parameter, torch.ones_like(mean))
     ones = windlass.zero.full_grad(parameter)
     engine.destroy()
-    return {"name": name, "mean": mean, "said": said, "ones": ones, "moved": moved}
+    return {"name": name, "mean": mean, "said": text, "ones": ones, "moved": moved}
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -330,11 +330,13 @@ def test_full_gradient_is_the_mean_of_local_gradients(stage: int) -> None:
     plain = Simulation(Case("mlp"))
     local = [plain._local(0, rank)[0] for rank in range(2)]
     assert local[0] is not None and local[1] is not None
-    for found in run_ranks(gradients_and_traffic, 2, stage):
-        torch.testing.assert_close(found["mean"], (local[0] + local[1]) / 2)
-        assert torch.equal(found["ones"], torch.ones_like(found["ones"]))
-        assert f"{found['name']!r} has no shard of a reduced gradient" in found["said"] and "full_grad" in found["said"]
-        assert not any(found["moved"].values()), "a gradient was communicated in the backward"
+    for result in run_ranks(gradients_and_traffic, 2, stage):
+        torch.testing.assert_close(result["mean"], (local[0] + local[1]) / 2)
+        assert torch.equal(result["ones"], torch.ones_like(result["ones"]))
+        assert (
+            f"{result['name']!r} has no shard of a reduced gradient" in result["said"] and "full_grad" in result["said"]
+        )
+        assert not any(result["moved"].values()), "a gradient was communicated in the backward"
 
 
 def unfrozen_run(case: Case) -> dict[str, Any]:
@@ -365,11 +367,11 @@ def test_unfrozen_parameters_start_with_zero_error(stage: int) -> None:
 
     plain._local = without  # type: ignore[method-assign]
     plain.run(0, case.steps)
-    for rank, found in enumerate(run_ranks(unfrozen_run, 2, case)):
-        error, where = relative_error(found["params"], plain.masters)
+    for rank, actual in enumerate(run_ranks(unfrozen_run, 2, case)):
+        error, where = relative_error(actual["params"], plain.masters)
         assert error <= BOUND, f"rank {rank}: {where} is off by {error:.2e}"
-        wanted = dict(zip(plain.masters, plain.rule.errors[rank], strict=True))
-        assert relative_error(found["errors"], wanted)[0] <= 100 * BOUND
+        expected = dict(zip(plain.masters, plain.rule.errors[rank], strict=True))
+        assert relative_error(actual["errors"], expected)[0] <= 100 * BOUND
 
 
 def initialize(config: dict[str, Any]) -> None:

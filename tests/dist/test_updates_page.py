@@ -27,14 +27,14 @@ def register_page() -> None:
 
 def train_page(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
     register_page()
-    found = []
+    results = []
     for case in cases:
         optimizer: dict[str, Any] = {"type": "SignSGD", "params": {"lr": 0.02}}
         engine = start(specimen(case.model), {**case.config, "optimizer": optimizer})
         steps(engine, case, 0, case.steps)
-        found.append(whole_params(engine.module))
+        results.append(whole_params(engine.module))
         engine.destroy()
-    return found
+    return results
 
 
 def test_update_of_the_page_trains_as_its_rule() -> None:
@@ -42,9 +42,9 @@ def test_update_of_the_page_trains_as_its_rule() -> None:
     plain = Simulation(cases[0])
     before = {name: value.clone() for name, value in plain.masters.items()}
     plain.run(0, cases[0].steps)
-    wanted = {name: value - before[name] for name, value in plain.masters.items()}
+    expected = {name: value - before[name] for name, value in plain.masters.items()}
     for ranks in run_ranks(train_page, 2, cases):
-        for found in ranks:
-            moved = {name: value - before[name] for name, value in found.items()}
-            error, where = relative_error(moved, wanted)
+        for actual in ranks:
+            moved = {name: value - before[name] for name, value in actual.items()}
+            error, where = relative_error(moved, expected)
             assert error <= BOUND, f"{where} is off by {error:.2e}"

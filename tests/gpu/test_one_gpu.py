@@ -113,14 +113,14 @@ def test_one_gpu_equals_plain_torch(stage: int, name: str, plain: bool, precisio
         optimizer_params=(("lr", 1e-3), ("eps", 1e-6)),
     )
     losses, grads, params = trained(subject, recipe, Setting(stage=stage, plain_backward=plain))
-    wanted = on_gpu(subject, recipe)
+    expected = on_gpu(subject, recipe)
     # GPU kernels sum in another order, and atomics (embedding gradients) in none
     loss_bound, bound = (1e-5, 1e-5) if precision == "fp32" else (2e-2, 2e-2)
-    flat = [loss for step in wanted.losses for loss in step[0]]
+    flat = [loss for step in expected.losses for loss in step[0]]
     assert losses == pytest.approx(flat, rel=loss_bound)
-    error, where = relative_error(grads, _cpu(wanted.grads[-1]))
+    error, where = relative_error(grads, _cpu(expected.grads[-1]))
     assert error < bound, where
-    error, where = relative_error(params, _cpu(wanted.params))
+    error, where = relative_error(params, _cpu(expected.params))
     assert error < (1e-5 if precision == "fp32" else 1e-3), where
 
 

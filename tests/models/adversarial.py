@@ -69,7 +69,7 @@ class Side:
 
 def train(generator: Side, discriminator: Side, ranks: Sequence[int], steps: int) -> list[list[float]]:
     """Train, and return the losses of the generator by step and rank, for the ranks that this process computes."""
-    told = []
+    results = []
     for step in range(steps):
         discriminator.zero_grad()
         fakes = []
@@ -86,8 +86,8 @@ def train(generator: Side, discriminator: Side, ranks: Sequence[int], steps: int
         for loss in losses:
             generator.backward(loss)
         generator.step()
-        told.append([float(loss.detach()) for loss in losses])
-    return told
+        results.append([float(loss.detach()) for loss in losses])
+    return results
 
 
 def train_plain(ranks: int, steps: int) -> tuple[list[list[float]], dict[str, Tensor]]:

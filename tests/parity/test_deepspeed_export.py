@@ -43,14 +43,14 @@ LAYOUTS = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("stage", "precision"), LAYOUTS)
 def test_exported_run_resumes_in_deepspeed(stage: int, precision: str, ranks: int, tmp_path: Path) -> None:
-    wanted = run_ranks(saved, ranks, str(tmp_path), stage, precision)
+    expected = run_ranks(saved, ranks, str(tmp_path), stage, precision)
     run_deepspeed("tests.deepspeed_resume_run", tmp_path, stage, precision, ranks)
     bound = 1e-5 if precision == "fp32" else 2e-2
-    for rank, ours in enumerate(wanted):
-        found = json.loads((tmp_path / f"resumed_{rank}.json").read_text())
-        assert found["losses"] == pytest.approx(ours["losses"], rel=bound)
-        assert (found["steps"], found["samples"], found["epoch"]) == (STEPS, STEPS * 2 * ranks, CLIENT["epoch"])
-        assert found["rates"] == pytest.approx(ours["rates"], rel=1e-12)
+    for rank, ours in enumerate(expected):
+        actual = json.loads((tmp_path / f"resumed_{rank}.json").read_text())
+        assert actual["losses"] == pytest.approx(ours["losses"], rel=bound)
+        assert (actual["steps"], actual["samples"], actual["epoch"]) == (STEPS, STEPS * 2 * ranks, CLIENT["epoch"])
+        assert actual["rates"] == pytest.approx(ours["rates"], rel=1e-12)
     if stage:
         # the loss scaler is an object of DeepSpeed
         optim = next((tmp_path / f"global_step{SAVED_AT}").glob("*optim_states.pt"))
@@ -59,7 +59,7 @@ def test_exported_run_resumes_in_deepspeed(stage: int, precision: str, ranks: in
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-        masters = wanted[0]["masters"]
+        masters = expected[0]["masters"]
         assert set(weights) == {*masters, "count", "head.weight"}
         for name, value in masters.items():
             assert torch.equal(weights[name].float(), value), name

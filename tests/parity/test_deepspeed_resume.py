@@ -87,8 +87,8 @@ def test_run_of_deepspeed_resumes_in_windlass(
 ) -> None:
     make(tmp_path, stage, precision, ranks)
     bound = 1e-5 if precision == "fp32" else 2e-2
-    for rank, found in enumerate(run_ranks(gone_on, ranks, str(tmp_path), here, precision)):
-        wanted = json.loads((tmp_path / f"losses_{rank}.json").read_text())
-        assert found["counts"] == (SAVED_AT, SAVED_AT * 2 * ranks)
-        assert found["client"]["words"] == CLIENT["words"] and torch.equal(found["client"]["t"], CLIENT["t"])
-        assert found["losses"] == pytest.approx(wanted, rel=bound), (found["losses"], wanted)
+    for rank, actual in enumerate(run_ranks(gone_on, ranks, str(tmp_path), here, precision)):
+        expected = json.loads((tmp_path / f"losses_{rank}.json").read_text())
+        assert actual["counts"] == (SAVED_AT, SAVED_AT * 2 * ranks)
+        assert actual["client"]["words"] == CLIENT["words"] and torch.equal(actual["client"]["t"], CLIENT["t"])
+        assert actual["losses"] == pytest.approx(expected, rel=bound), (actual["losses"], expected)

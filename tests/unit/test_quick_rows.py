@@ -32,8 +32,8 @@ def test_every_value_of_every_parameter_stays(sizes: dict[str, int], data: st.Da
 @given(st.integers(1, 12), st.integers(1, 4), st.booleans())
 def test_neighbouring_shares_are_the_whole_list(length: int, shares: int, shifted: bool) -> None:
     cases = list(range(length))
-    found = [one for number in range(shares) for one in share(cases, number + shifted, shares, False)]
-    assert sorted(found) == cases == share(cases, 0, shares, True)
+    results = [item for number in range(shares) for item in share(cases, number + shifted, shares, False)]
+    assert sorted(results) == cases == share(cases, 0, shares, True)
 
 
 def test_one_row_of_the_other_parameters_keeps_both_transports_at_the_highest_stage() -> None:

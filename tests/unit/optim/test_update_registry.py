@@ -58,8 +58,8 @@ def test_a_registered_name_constructs_the_class_with_its_params() -> None:
 
 def test_params_of_a_registered_class_are_checked_by_its_signature() -> None:
     windlass.optim.register_update("Halving", Halving)
-    assert any("momentum" in said for said in check_optimizer("Halving", {"momentum": 0.9}))
-    assert any("heavy" in said for said in check_optimizer("Halving", {"heavy": "much"}))
+    assert any("momentum" in text for text in check_optimizer("Halving", {"momentum": 0.9}))
+    assert any("heavy" in text for text in check_optimizer("Halving", {"heavy": "much"}))
     assert not check_optimizer("Halving", {"heavy": True})
 
 
