@@ -68,7 +68,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         if found is not None:
             group, parameter = found
             own = self.state.pop(parameter, None)
-            self.state[parameter] = self.state[subgroup_id]
+            self.state[parameter] = self.state[subgroup_id]  # type: ignore[index]
             try:
                 self._step_group({**group, "params": [parameter]}, 1.0)
             finally:

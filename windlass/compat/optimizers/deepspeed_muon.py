@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -74,4 +75,4 @@ def muon_update(
     momentum.lerp_(grad, 1 - beta)
     matrix = (grad.lerp(momentum, beta) if nesterov else momentum).flatten(1)
     update = muon.orthogonalize(matrix, muon.NS_COEFFICIENTS, ns_steps)
-    return (update * max(1.0, matrix.size(0) / matrix.size(1)) ** 0.5).view_as(grad)
+    return (update * math.sqrt(max(1.0, matrix.size(0) / matrix.size(1)))).view_as(grad)
