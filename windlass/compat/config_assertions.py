@@ -50,6 +50,7 @@ def assert_supported_by_deepspeed(given: dict[str, Any], model: nn.Module, optim
     section = given.get("zero_optimization")
     section = section if isinstance(section, dict) else {}
     stage = section.get("stage", 0)
+    stage = stage if isinstance(stage, int) else 0  # a stage of another type is reported with the other invalid values
     if stage == 3 and get_gradient_allreduce_op(given) == "sum":
         raise ValueConfigError(
             "gradient_allreduce_op 'sum' is not supported with ZeRO stage 3 by deepspeed.initialize; remove it, or use "
