@@ -338,3 +338,28 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
             assert piece, answer
             answer += piece
         assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_huge_head_is_refused_and_the_server_goes_on() -> None:
+    with server_on_thread(FakeEngine(answer="ab")) as address:
+        place = ("127.0.0.1", int(address.rpartition(":")[2]))
+        with socket.create_connection(place, timeout=240) as connection:
+            answer = b""
+            with contextlib.suppress(OSError):
+                connection.sendall(b"GET /health HTTP/1.1\r\n")
+                for _ in range(1000):
+                    connection.sendall(b"X: " + b"a" * 8000 + b"\r\n")
+                raise AssertionError("eight megabytes of headers were read")
+            with contextlib.suppress(OSError):
+                while piece := connection.recv(65536):
+                    answer += piece
+        assert not answer or answer.startswith(b"HTTP/1.1 431 ")  # a reset may overtake the answer
+        body = json.dumps({"prompt": "a" * 300}).encode()
+        with socket.create_connection(place, timeout=240) as connection:
+            for number in range(3):  # heads are counted one by one
+                head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nX: {'a' * 60_000}\r\nContent-Type: application/json\r\n"
+                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                answer = b""
+                while b'"finish_reason"' not in answer:
+                    answer += connection.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 200 "), number

@@ -85,7 +85,7 @@ class Generation:
 
         Raises:
             ApiError: the engine ended a request with an error.
-            RequestError, EngineOverloadedError: the engine refuses a prompt, or cannot go on with its parameters.
+            RequestError, EngineOverloadedError: the engine refuses a prompt, or its parameters exclude all tokens.
         """
         async with contextlib.aclosing(merge([self._start(index) for index in range(len(self.prompts))])) as states:
             try:
