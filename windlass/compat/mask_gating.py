@@ -230,7 +230,7 @@ def _route_slots(experts: Tensor, places: Tensor, num_experts: int, capacity: in
         experts: expert of each choice, `[k, s]`, -1 for a dropped one.
         places: slot of each choice at its expert, `[k, s]`.
     """
-    return torch.where(experts < 0, num_experts * capacity, experts * capacity + places)
+    return torch.where(experts < 0, num_experts * capacity, experts.long() * capacity + places)
 
 
 def _sparse_encode(tokens: Tensor, rows: Tensor, num_experts: int, capacity: int) -> Tensor:
