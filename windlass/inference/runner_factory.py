@@ -56,6 +56,10 @@ def make_runner(
     longest = options.max_model_len or max_model_len
     shards = ranks is not None and not is_sharded(model)
     if ranks is not None and shards:
+        if (held := _packed_format(model)) is not None:
+            raise ConfigError(
+                f"the model is packed as {held!r}, which tp and ep do not shard; give the wide model, and weights"
+            )
         ranks.broadcast_model(model)
     # Few bits change the logits by more than any error of a runner: it is compared with the model of packed weights.
     coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
@@ -167,12 +171,17 @@ class PlainLogits:
         return 2e-3
 
 
+def _packed_format(model: nn.Module) -> str | None:
+    """Return the format of the first packed layer, if there is one."""
+    return next((module.format.name for module in model.modules() if isinstance(module, PackedLinear)), None)
+
+
 def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedModules | None:
     """Return packed weights of the model if they are asked for, or are free of cost."""
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
-    held = next((module.format.name for module in model.modules() if isinstance(module, PackedLinear)), None)
+    held = _packed_format(model)
     if options.weights is not None and held is not None:
         raise ConfigError(
             f"weights is {options.weights!r}, but the model is packed as {held!r} already; leave weights out"
