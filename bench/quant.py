@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,8 @@ from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import get_inference_path
-from windlass.kernels.packed_gemm import pack_weight, packed_linear
+from windlass.kernels.packed_gemm import pack_panels, packed_linear
+from windlass.kernels.weight_format import get_weight_format
 
 _FORMATS = "int8,int8_g128,int4_g128,int4_g128_zp,int3_g128,int2_g128,ternary,binary_g128,fp8"
 _PEERS = "bf16,fbgemm,onednn,onnxruntime,torchao"
@@ -87,39 +89,39 @@ def main(
         for shape in shapes.split(","):
             inputs, outputs = (int(size) for size in shape.split("x"))
             weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)) / inputs**0.5
+            contenders = {}
+            for label, nbytes, make in _kinds(weight, formats, peers, floats, chosen.name):
+                try:
+                    contenders[label] = Contender([make() for _ in range(math.ceil(cold * 1e6 / nbytes))], nbytes)
+                except Exception as problem:  # rivals raise what they like
+                    console.print(f"left out: {label} at {shape}: {problem!r:.120}")
             for count in (int(one) for one in rows.split(",")):
-                contenders, errors = {}, {}
                 x = torch.randn(count, inputs, generator=torch.Generator().manual_seed(1))
-                for label, nbytes, make in _kinds(weight, count, formats, peers, floats, chosen.name):
-                    copies = math.ceil(cold * 1e6 / nbytes) if count <= _COLD_ROWS else 1
-                    try:
-                        made = Contender([make() for _ in range(copies)], nbytes)
-                        exact = F.linear(x, weight)
-                        errors[label] = float((made.layers[-1](x).float() - exact).norm() / exact.norm())
-                    except Exception as problem:  # rivals raise what they like
-                        console.print(f"left out: {label} at {shape} x {count}: {problem!r:.120}")
-                        continue
-                    contenders[label] = made
+                exact, errors = F.linear(x, weight), {}
+                for label, contender in contenders.items():
+                    errors[label] = float((contender.layers[-1](x).float() - exact).norm() / exact.norm())
                 _measure(contenders, x, rounds, memory if count <= _COLD_ROWS else None)
-                found = _rows(contenders, errors, inputs, outputs, count, read)
-                console.print(_table(f"{inputs} -> {outputs}, {count} rows", found))
-                measured += found
+                results_here = _rows(contenders, errors, inputs, outputs, count, read)
+                console.print(_table(f"{inputs} -> {outputs}, {count} rows", results_here))
+                measured += results_here
     facts = {"path": chosen.name, "torch": capability, "read_gb_per_s": read, "rows": measured}
     write_result(results / f"{name}.json", facts)
 
 
 def _kinds(
-    weight: torch.Tensor, count: int, formats: str, peers: str, floats: bool, path: str
+    weight: torch.Tensor, formats: str, peers: str, floats: bool, path: str
 ) -> Iterator[tuple[str, float, Callable[[], Layer]]]:
     """Yield name, bytes of the weight, and a function that makes one more copy of the layer."""
     yield "torch fp32", weight.nbytes, lambda: _plain(weight.clone())
     for name in filter(None, formats.split(",")):
+        tensors = get_weight_format(name).pack(weight)
         for coded in (True, False) if floats and name != "fp8" else (name != "fp8",):
-            packed = pack_weight(weight, name, quantize_inputs=coded, path=path)
+            packed = pack_panels(tensors, name, quantize_inputs=coded, path=path)
             label = f"windlass {name}" + (" A8" if coded else "")
-            yield label, packed.nbytes, lambda name=name, coded=coded: _own(weight, name, coded, path)  # type: ignore[misc]
+            make = partial(_own, tensors, name, coded, path)
+            yield label, packed.nbytes, make
     rivals: dict[str, tuple[float, Callable[[], Layer]]] = {
-        "bf16": (weight.nbytes / 2, lambda: _plain(weight.bfloat16())),
+        "bf16": (weight.nbytes / 2, lambda: _plain(weight.to(torch.bfloat16, copy=True))),
         "fbgemm": (weight.nbytes / 4, lambda: _torch_ao(weight, "fbgemm")),
         "onednn": (weight.nbytes / 4, lambda: _torch_ao(weight, "onednn")),
         "torchao": (weight.nbytes / 4, lambda: _torchao(weight)),
@@ -138,8 +140,8 @@ def _plain(weight: torch.Tensor) -> Layer:
     return lambda x: F.linear(x.to(weight.dtype), weight)
 
 
-def _own(weight: torch.Tensor, name: str, coded: bool, path: str) -> Layer:
-    packed = pack_weight(weight, name, quantize_inputs=coded, path=path)
+def _own(tensors: dict[str, torch.Tensor], name: str, coded: bool, path: str) -> Layer:
+    packed = pack_panels(tensors, name, quantize_inputs=coded, path=path)
     return lambda x: packed_linear(x, packed)
 
 
@@ -203,14 +205,17 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _measure(contenders: dict[str, Contender], x: torch.Tensor, rounds: int, memory: torch.Tensor | None) -> None:
+    for contender in contenders.values():
+        contender.seconds.clear()
     for number in range(rounds + 1):
         for contender in list(contenders.values())[:: -1 if number % 2 else 1]:
+            layers = contender.layers if memory is not None else contender.layers[:1]
             for _ in range(2):  # the first call of a turn wakes the threads
                 if memory is not None:
-                    memory[: 128 << 20].sum()
-                taken = _seconds(lambda contender=contender: [layer(x) for layer in contender.layers])  # type: ignore[misc]
+                    memory[: 128 << 20].view(torch.float32).sum()
+                taken = _seconds(lambda layers=layers: [layer(x) for layer in layers])  # type: ignore[misc]
                 if number:
-                    contender.seconds.append(taken / len(contender.layers))
+                    contender.seconds.append(taken / len(layers))
 
 
 def _rows(
