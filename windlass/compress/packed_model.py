@@ -72,7 +72,8 @@ def load_packed_model(
             _place(model, directory, layer, name, tensors, dtype)
             used |= read | {f"{layer}.{part}" for part in _UNUSED}
     _load_rest(model, directory, used, dtype)
-    return model.eval()
+    loaded: nn.Module = model.eval()
+    return loaded
 
 
 def _place(
@@ -133,8 +134,9 @@ def _load_rest(model: nn.Module, directory: ModelDirectory, used: set[str], dtyp
             buffers[name].copy_(directory.read(name))
         else:
             unknown.append(name)
-    if callable(getattr(model, "tie_weights", None)):
-        model.tie_weights()
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
     missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
     if missing:
         raise ModelError(f"{directory.path} lacks {len(missing)} tensors of the model: {', '.join(missing[:4])}")

@@ -60,7 +60,7 @@ class LowBitPanels:
         else:
             self._group_scales = _in_panels(tensors["weight_scale"])
         zeros = None if coded is None else coded.unpack_zeros(tensors)
-        if zeros is not None:
+        if coded is not None and zeros is not None:
             self._zeros = _in_panels(zeros.expand(-1, -(-in_features // group)) if coded.group is None else zeros)
         if code == 1:  # native code counts a bit twice: 0 or 2, minus 1, times half the scale
             zero = 1.0
