@@ -258,6 +258,6 @@ def apart(folder: str) -> list[str]:
 
 
 def test_ranks_with_different_directories_all_raise(tmp_path: Path) -> None:
-    for said in run_ranks(apart, 2, str(tmp_path), timeout=30.0):
+    for said in run_ranks(apart, 2, str(tmp_path)):
         assert "failed on rank 1: the checkpoint directory" in said[0] and "elsewhere does not exist" in said[0]
         assert said[1] == "client_state is a list; give a dict of plain data"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,9 +39,16 @@ def test_families_generate_what_the_plain_model_does(name: str) -> None:
     assert_greedy(model, outputs)
 
 
-@pytest.mark.parametrize("policy", ["splitfuse", "prefill-first", "orca"])
-@pytest.mark.parametrize("budget", [1, 7, 64])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def _schedules() -> Iterator[Any]:
+    """Yield each policy with each budget, for one model in turn; the other rows are slow."""
+    rows = product(
+        enumerate(["llama", "gemma3"]), enumerate([1, 7, 64]), enumerate(["splitfuse", "prefill-first", "orca"])
+    )
+    for (i, name), (j, budget), (k, policy) in rows:
+        yield pytest.param(name, budget, policy, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+
+
+@pytest.mark.parametrize(("name", "budget", "policy"), _schedules())
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
     """40 requests of mixed lengths that arrive while others run, through a cache that holds only some of them."""
     model = longer(name)

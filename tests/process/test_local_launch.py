@@ -107,12 +107,19 @@ def test_a_rank_killed_by_a_signal(script: Callable[[str], str]) -> None:
 
 def test_busy_default_port_is_replaced(script: Callable[[str], str], tmp_path: Path) -> None:
     source = REPORT + (
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "ranks = torch.tensor(float(dist.get_rank() + 1))\n"
-        "dist.all_reduce(ranks)\n"
-        "dist.destroy_process_group()\n"
-        "sys.exit(0 if ranks == 3 else 1)\n"
+        "import socket, time\n"
+        "address = (os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    with socket.create_server(address) as server:\n"
+        "        connection = server.accept()[0]\n"
+        "        sys.exit(0 if connection.recv(1) == b'1' else 1)\n"
+        "while True:\n"
+        "    try:\n"
+        "        connection = socket.create_connection(address)\n"
+        "        break\n"
+        "    except ConnectionRefusedError:\n"
+        "        time.sleep(0.05)\n"
+        "connection.sendall(b'1')\n"
     )
     with socket.socket() as squatter:
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
