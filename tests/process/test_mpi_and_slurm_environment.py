@@ -16,7 +16,8 @@ comm.init_distributed(distributed_port={port}, verbose=False)
 mine = torch.tensor([comm.get_rank() + 1])
 comm.all_reduce(mine, comm.ReduceOp.PROD)
 assert comm.get_local_rank() == int(os.environ["LOCAL_RANK"])
-print(kind, "met", comm.get_rank(), comm.get_world_size(), os.environ["LOCAL_RANK"], mine.item(), flush=True)
+met = (comm.get_rank(), comm.get_world_size(), os.environ["LOCAL_RANK"], mine.item())
+os.write(1, " ".join(map(str, (kind, "met", *met, "\\n"))).encode())  # one write, since ranks share the output
 comm.barrier()
 """
 # Runs each script with its variables in a child.
@@ -81,5 +82,5 @@ def test_two_processes_rendezvous() -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    met = sorted(line for line in done.stdout.splitlines() if " met " in line)
-    assert met == sorted(f"{kind.__name__} met {rank} 2 {rank} 2" for kind in kinds for rank in range(2))
+    met = sorted(line for line in done.stdout.splitlines() if "met" in line)
+    assert met == sorted(f"{kind.__name__} met {rank} 2 {rank} 2 " for kind in kinds for rank in range(2))
