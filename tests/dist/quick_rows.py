@@ -33,7 +33,7 @@ def quick_rows(rows: Iterable[Mapping[str, Hashable]]) -> list[bool]:
             stages = [lower[other // 3 % len(lower)]] if other % 3 == 2 else [highest]
         else:
             share = min(len(lower), len(set(others))) or 1
-            stages = [*(one for j, one in enumerate(lower) if j % share == other % share), highest]
+            stages = [*(item for j, item in enumerate(lower) if j % share == other % share), highest]
         for stage in stages:
             there = _distinct(transport for *cell, transport in cells if cell == [other, stage])
             all_kept = alone and stage == highest

@@ -1,4 +1,4 @@
-"""Law: greedy tokens are those of the plain model, whatever is batched with a request and however it is scheduled."""
+"""Law: greedy tokens are those of the plain model, for any batch and any schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.causal_models import CAUSAL, VOCABULARY, build
+from tests.causal_models import CAUSAL, VOCABULARY, build, model_of
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.attention import attention
 from windlass.inference.llm import LLM
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0
 
 
 def longer(name: str, **changes: Any) -> Any:
-    """A model that takes 96 tokens, where its configuration has a limit."""
+    """Return a model for 96 tokens, if its configuration has a limit."""
     key = {"gpt2": "n_positions", "gptj": "n_positions", "gpt_bigcode": "n_positions", "mpt": "max_seq_len"}
     known = {} if name in ("bloom", "falcon") else {key.get(name, "max_position_embeddings"): 96}
     return build(name, **{**known, **changes}).eval()
@@ -39,6 +39,57 @@ def test_families_generate_what_the_plain_model_does(name: str) -> None:
     assert_greedy(model, outputs)
 
 
+RECURRENT = {
+    "MambaForCausalLM": {"state_size": 4, "time_step_rank": 4},
+    "FalconMambaForCausalLM": {"state_size": 4, "time_step_rank": 4},
+    "Mamba2ForCausalLM": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "RwkvForCausalLM": {"attention_hidden_size": 32, "intermediate_size": 48},
+    "JambaForCausalLM": {
+        **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "use_mamba_kernels": False},
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    },
+}
+
+
+def recurrent(kind: str) -> Any:
+    torch.manual_seed(0)
+    return model_of(
+        kind, **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, **RECURRENT[kind]}
+    ).eval()
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_families_generate_what_the_plain_model_does(kind: str) -> None:
+    model = recurrent(kind)
+    with LLM(model, max_tokens_per_step=16, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(10, VOCABULARY), GREEDY)
+        assert isinstance(llm.engine.runner, OwnCacheModelRunner) and llm.engine.runner.keeps_cache
+    assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize("wrong", ["raises", "forgets"])
+def test_a_cache_that_fails_at_load_is_not_used(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = recurrent("MambaForCausalLM")
+    update = model._update_model_kwargs_for_generation
+
+    def broken(outputs: Any, kwargs: Any, **others: Any) -> Any:
+        if wrong == "raises":
+            raise ValueError("no such cache")
+        found = update(outputs, kwargs, **others)
+        found["cache_params"].reset()
+        return found
+
+    monkeypatch.setattr(model, "_update_model_kwargs_for_generation", broken)
+    with caplog.at_level("WARNING"), LLM(model, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(6, VOCABULARY), GREEDY)
+        assert not llm.engine.runner.keeps_cache
+    assert_greedy(model, outputs)
+    assert ("no such cache" if wrong == "raises" else "its first logits differ") in caplog.text
+
+
 def _schedules() -> Iterator[Any]:
     """Yield each policy with each budget, for one model in turn; the other rows are slow."""
     rows = product(
@@ -50,7 +101,7 @@ def _schedules() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "budget", "policy"), _schedules())
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
-    """40 requests of mixed lengths that arrive while others run, through a cache that holds only some of them."""
+    """40 requests of mixed lengths arrive during a run whose cache holds only some of them."""
     model = longer(name)
     prompts = make_prompts(40, VOCABULARY, 40, shared=18)
     options = {"max_tokens_per_step": budget, "max_sequences": min(budget, 6), "policy": policy}
@@ -118,7 +169,7 @@ def test_greedy_tokens_are_those_of_transformers_generate() -> None:
 
 
 class TiedTwice(nn.Module):
-    """A model of the user, not of transformers: one layer used twice, tied weights, attention from the registry."""
+    """User-defined model: one layer used twice, tied weights, attention from the registry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +197,7 @@ def test_modules_of_users_are_paged_if_they_take_positions() -> None:
 
 
 class NoPositions(nn.Module):
-    """A model of the user that computes positions itself, and keeps no cache."""
+    """User-defined model that computes positions itself and keeps no cache."""
 
     def __init__(self) -> None:
         super().__init__()

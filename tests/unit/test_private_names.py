@@ -22,36 +22,36 @@ OWN = ("self", "cls", "super()")
 
 def defined_names(tree: ast.Module) -> set[str]:
     """Return the private names that a file defines or assigns, on modules, classes and objects."""
-    found: set[str] = set()
+    results: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            results.add(node.name)
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    return {name for name in found if name[0] == "_" and name[:2] != "__"}
+            results.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in results if name[0] == "_" and name[:2] != "__"}
 
 
 def uses(path: Path, tree: ast.Module, others: set[str]) -> list[str]:
     """Return the private names `others` that a file uses on an object, and those that it imports."""
-    found = []
+    results = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in others and ast.unparse(node.value) not in OWN:
-            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+            results.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("windlass"):
             names = [alias.name for alias in node.names if alias.name[0] == "_"]
-            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
-    return found
+            results += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
+    return results
 
 
 def test_private_names_of_other_files_are_not_used() -> None:
     trees = {path: ast.parse(path.read_text("utf-8")) for path in FILES}
     defined = {path: defined_names(tree) for path, tree in trees.items()}
     times = Counter(name for names in defined.values() for name in names)
-    found = []
+    results = []
     for path, tree in trees.items():
         others = {name for name in times if times[name] > (name in defined[path])} - defined[path] - FOREIGN
-        found += uses(path, tree, others)
-    assert found == []
+        results += uses(path, tree, others)
+    assert results == []
 
 
 def test_each_form_of_a_definition_is_found() -> None:
