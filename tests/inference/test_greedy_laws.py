@@ -99,7 +99,7 @@ def _schedules() -> Iterator[Any]:
         yield pytest.param(name, budget, policy, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
 
 
-@pytest.mark.parametrize(("name", "budget", "policy"), _schedules())
+@pytest.mark.parametrize(("name", "budget", "policy"), list(_schedules()))
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
     """40 requests of mixed lengths arrive during a run whose cache holds only some of them."""
     model = longer(name)
