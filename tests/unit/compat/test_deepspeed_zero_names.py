@@ -220,7 +220,7 @@ def test_batch_sizes_are_completed(given: tuple[int | None, ...], filled: tuple[
     ],
 )
 def test_combinations_that_deepspeed_asserts_against(given: dict[str, Any], text: str) -> None:
-    """What the caller wrote and DeepSpeed refuses raises AssertionError; without the key it is allowed."""
+    """Keys that DeepSpeed refuses together raise AssertionError if the caller wrote them."""
     from windlass.compat.config_assertions import assert_supported_by_deepspeed
 
     model = torch.nn.Linear(2, 2)
