@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer
+from tests.causal_models import CAUSAL, VOCABULARY, build, build_longer, model_of
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.attention import attention
 from windlass.inference.llm import LLM
@@ -30,9 +32,83 @@ def test_families_generate_what_the_plain_model_does(name: str) -> None:
     assert_greedy(model, outputs)
 
 
-@pytest.mark.parametrize("policy", ["splitfuse", "prefill-first", "orca"])
-@pytest.mark.parametrize("budget", [1, 7, 64])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+RECURRENT = {
+    "MambaForCausalLM": {"state_size": 4, "time_step_rank": 4},
+    "FalconMambaForCausalLM": {"state_size": 4, "time_step_rank": 4},
+    "Mamba2ForCausalLM": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "RwkvForCausalLM": {"attention_hidden_size": 32, "intermediate_size": 48},
+    "JambaForCausalLM": {
+        **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "use_mamba_kernels": False},
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    },
+}
+
+
+def recurrent(kind: str) -> Any:
+    torch.manual_seed(0)
+    return model_of(
+        kind, **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, **RECURRENT[kind]}
+    ).eval()
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_families_generate_what_the_plain_model_does(kind: str) -> None:
+    model = recurrent(kind)
+    with LLM(model, max_tokens_per_step=16, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(10, VOCABULARY), GREEDY)
+        assert isinstance(llm.engine.runner, OwnCacheModelRunner) and llm.engine.runner.keeps_cache
+    assert_greedy(model, outputs)
+
+
+@pytest.mark.parametrize("wrong", ["raises", "forgets"])
+def test_a_cache_that_fails_at_load_is_not_used(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = recurrent("MambaForCausalLM")
+    forward = OwnCacheModelRunner._forward_with_cache
+
+    def broken(runner: Any, state: Any, ids: Any, **others: Any) -> Any:
+        if wrong == "raises":
+            raise ValueError("no such cache")
+        found = forward(runner, state, ids, **others)
+        state.model_kwargs["cache_params"].reset()
+        return found
+
+    monkeypatch.setattr(OwnCacheModelRunner, "_forward_with_cache", broken)
+    with caplog.at_level("WARNING"), LLM(model, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
+        outputs = llm.generate(make_prompts(6, VOCABULARY), GREEDY)
+        assert not llm.engine.runner.keeps_cache
+    assert_greedy(model, outputs)
+    assert ("no such cache" if wrong == "raises" else "its first logits differ") in caplog.text
+
+
+def test_a_model_that_is_not_causal_generates_as_its_own_generate_does() -> None:
+    """The tokens of CPM-Ant's prompt see each other, so that its cache and a forward without it differ."""
+    torch.manual_seed(0)
+    size = {"vocab_size": VOCABULARY, "hidden_size": 32, "dim_head": 8, "num_attention_heads": 4, "dim_ff": 48}
+    model = model_of("CpmAntForCausalLM", **size, num_hidden_layers=2, prompt_length=4).eval()
+    prompts = make_prompts(4, VOCABULARY)
+    with LLM(model, max_sequences=6, kv_cache_tokens=320, max_model_len=48) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        assert llm.engine.runner.keeps_cache
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        settings = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "use_cache": True}
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        assert output.outputs[0].token_ids == wanted[0, len(prompt) :].tolist()
+
+
+def _schedules() -> Iterator[Any]:
+    """Yield each policy with each budget, for one model in turn; the other rows are slow."""
+    rows = product(
+        enumerate(["llama", "gemma3"]), enumerate([1, 7, 64]), enumerate(["splitfuse", "prefill-first", "orca"])
+    )
+    for (i, name), (j, budget), (k, policy) in rows:
+        yield pytest.param(name, budget, policy, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+
+
+@pytest.mark.parametrize(("name", "budget", "policy"), list(_schedules()))
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
     """40 requests of mixed lengths arrive during a run whose cache holds only some of them."""
     model = build_longer(name)
