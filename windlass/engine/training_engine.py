@@ -409,7 +409,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in backwards inside; the first backward outside reduces all.
+        """Accumulate gradients locally inside the context; the first backward after it reduces all.
 
         Works at every stage.
         """
@@ -637,7 +637,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         logger.info(f"offload_states: {taken / 2**20:.1f} MiB were moved from this rank's device to host memory")
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back to the device what `offload_states` moved."""
+        """Move the states that `offload_states` moved back to the device."""
         self._sharded.state_offloader.reload()
 
     def report(self) -> dict[str, Any]:
