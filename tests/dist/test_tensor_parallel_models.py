@@ -12,6 +12,7 @@ from tests.causal_models import VOCABULARY, build, language
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.tensor_parallel_runs import (
     EXACT,
+    gather_full_tensor,
     pair,
     stepped,
     tensor_axis,
@@ -21,7 +22,7 @@ from tests.oracle import relative_error
 from windlass.comm.mesh import build_mesh
 from windlass.comm.mesh_shape import MeshShape
 from windlass.parallel.placement import Placement, compute_shard_range, get_placement, make_ranges_along, set_placement
-from windlass.parallel.tensor import apply_tensor_parallel, gather_full_tensor
+from windlass.parallel.tensor import apply_tensor_parallel
 
 
 class Mixer(nn.Module):

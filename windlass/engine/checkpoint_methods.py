@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -96,39 +95,6 @@ class CheckpointMethods(EngineParts):
 
     def _module(self) -> torch.nn.Module:
         return self._sharded.model
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """Return full parameters and buffers in their compute dtype on the CPU of rank 0; None on other ranks.
-
-        Collective.
-
-        Raises:
-            ValueError: the stage is not 3.
-        """
-        if self._sharded.policy.stage != 3:
-            raise ValueError(
-                "this function requires ZeRO-3 mode: parameters are sharded at stage 3 only; call "
-                "engine.full_state_dict() at any stage"
-            )
-        found = self.full_state_dict()
-        if self._sharded.mesh.world.index:
-            return None
-        left_out = _frozen_names(self._module()) if exclude_frozen_parameters else set()
-        return OrderedDict((name, value) for name, value in found.items() if name not in left_out)
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Call `_zero3_consolidated_16bit_state_dict`."""
-        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def load_universal_checkpoint(self) -> bool:
-        """Return `checkpoint.load_universal` of the configuration. Every checkpoint here loads in any layout."""
-        return self._config.checkpoint.load_universal
-
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """Call `save_16bit_model` (older name)."""
-        return self.save_16bit_model(save_dir, save_filename)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -269,7 +235,3 @@ class CheckpointMethods(EngineParts):
             async_save=self._async_save,
             saved_tags=self.saved_tags,
         )
-
-
-def _frozen_names(model: torch.nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}

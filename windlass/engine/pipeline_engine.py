@@ -384,9 +384,6 @@ class PipelineEngine(Engine):
         if self._stage_transfer is not None:
             self._stage_transfer.forget_layouts()
 
-    def set_has_attention_mask(self, value: bool) -> None:
-        """Accept and ignore the argument: stages exchange the layouts of their outputs themselves."""
-
 
 class _NoInputCheck(InputConsistencyCheck):
     """Input check that does nothing: full micro-batches were compared before, and a stage's inputs may be parts."""
