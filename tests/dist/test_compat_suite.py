@@ -181,10 +181,10 @@ def _read_apart() -> None:
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.compat.partition_parameters import Init
 
-    for born in (False, True):
-        with Init(config_dict_or_path=_config(3), enabled=born):
+    for under_init in (False, True):
+        with Init(config_dict_or_path=_config(3), enabled=under_init):
             net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        engine = initialize(model=net, config=_config(3))[0] if not born else None
+        engine = initialize(model=net, config=_config(3))[0] if not under_init else None
         result = net.state_dict()
         with pytest.raises(ShardedParameterError, match=r"rank 0: .*, rank 1: .*; save"):
             result[f"{dist.get_rank()}.weight"].sum()

@@ -152,7 +152,7 @@ def test_experts_can_be_distributed_over_other_ranks() -> None:
     assert all(cut == {"ep", "tp"} and same for cut, same, _ in result)
 
 
-def cut_twice() -> None:
+def shard_twice() -> None:
     model, axis = build("llama"), tensor_axis()
     apply_tensor_parallel(model, axis)
     apply_tensor_parallel(model, axis)
@@ -160,4 +160,4 @@ def cut_twice() -> None:
 
 def test_model_is_sharded_once() -> None:
     with pytest.raises(RankError, match="model.embed_tokens.weight is sharded over tp already; shard a model once"):
-        run_ranks(cut_twice, 2)
+        run_ranks(shard_twice, 2)

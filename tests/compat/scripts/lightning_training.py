@@ -169,7 +169,7 @@ def main(out: Path, cases: list[Case]) -> None:
             # lightning's own function
             convert_zero_checkpoint_to_fp32_state_dict(folder / "half.ckpt", folder / "whole.ckpt")
     if os.environ.get("RANK", "0") == "0":
-        (out / f"told-{cases[0].ranks}{'-plain' if cases[0].stage is None else ''}.json").write_text(
+        (out / f"results-{cases[0].ranks}{'-plain' if cases[0].stage is None else ''}.json").write_text(
             json.dumps(results)
         )
 
