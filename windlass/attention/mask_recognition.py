@@ -33,7 +33,7 @@ class RecognizedMask:
 
 
 def recognize_mask(function: MaskFunction, *, needs_vmap: bool = False) -> RecognizedMask:
-    """Take a mask function apart. A function that is not built of known parts becomes a `MaskPredicate` as a whole.
+    """Decompose a mask function. A function with unknown parts becomes a `MaskPredicate` as a whole.
 
     Args:
         needs_vmap: `use_vmap` of transformers: the function has a part that its caller wrote.

@@ -26,7 +26,7 @@ class ByteChannel(Protocol):
     group: RankGroup
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send one tensor to each of some peers and receive one from each of some peers.
+        """Send one tensor to each of some peers, and receive one tensor from each of some peers.
 
         Args:
             sends, receives: contiguous uint8 tensors by group index of the peer. Empty ones are not transferred.

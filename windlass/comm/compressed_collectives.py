@@ -206,7 +206,7 @@ class CompressedCollectives:
     def _exchange_parts(
         self, parts: list[torch.Tensor], like: list[torch.Tensor], operation: str
     ) -> list[torch.Tensor]:
-        """Send part `i` to rank `i`; return the encoded messages of all ranks, this one's own among them.
+        """Send part `i` to rank `i`. Return the encoded messages of all ranks, including this rank's own.
 
         Args:
             like: tensors of the shapes that each rank sends here.

@@ -36,7 +36,7 @@ class Detokenizer:
         return self._take(whole[len(before) :])
 
     def finish(self) -> str:
-        """Return what was kept back: the replacement character for an incomplete one."""
+        """Return the text that was held back: the replacement character for an incomplete character."""
         before = self._decode(self._ids[self._prefix : self._read])
         return self._take(self._decode(self._ids[self._prefix :])[len(before) :])
 

@@ -86,7 +86,7 @@ class GenerationSequence:
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """A request and its answers.
+    """Request and its answers.
 
     Attributes:
         cache_salt: what the keys and values of a prompt depend on beside its tokens.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class PreemptedBlocks:
     """Store of the blocks of preempted sequences.
 
-    Blocks are moved where that takes less time, by measured rates, than computing their tokens again: first to host
-    memory, then to files.
+    Blocks are moved, first to host memory and then to files, if measured rates predict that this takes less time than
+    computing their tokens again.
     """
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost) -> None:

@@ -91,7 +91,7 @@ class SequenceSampler:
             ends = logits[stop_ids]
             logits[stop_ids] = _LOWEST
             if self.allowed is not None and logits.max() == _LOWEST:
-                logits[stop_ids] = ends  # the structure is complete, and nothing else may follow
+                logits[stop_ids] = ends  # the structure is complete, so only an end token may follow
         for token, bias in (params.logit_bias or {}).items():
             if token < size:
                 logits[token] += bias

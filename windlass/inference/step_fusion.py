@@ -24,7 +24,7 @@ class NormCall:
 
 @dataclass(frozen=True)
 class RotaryCall:
-    """Rotation in place of heads that lie one after the other: `[tokens, heads, head_dim]`."""
+    """In-place rotation of consecutive heads: `[tokens, heads, head_dim]`."""
 
     heads: int
     head_dim: int
@@ -163,7 +163,7 @@ def _rewrite(
     inserted: dict[int, Operator],
     renamed: Callable[[TensorRef], TensorRef] | None = None,
 ) -> Recording:
-    """Leave operators out, and put others in the place of some of them (by identity)."""
+    """Remove operators, and replace some of the others (by identity)."""
     gone = {id(operator) for operator in removed}
 
     def resolve(value: Any) -> Any:
@@ -309,7 +309,7 @@ def _is_table(ref: TensorRef, width: int) -> bool:
 
 
 def _overlaps_others(x: TensorRef, call: RotaryCall, uses: _Uses, steps: Sequence[Operator]) -> bool:
-    """Return True if an operator beside `steps` reads what the rotation overwrites."""
+    """Return True if an operator outside `steps` reads memory that the rotation overwrites."""
     begin, end = x.offset[0], x.offset[0] + call.heads * call.head_dim
     own = {id(step) for step in steps}
     for operator in uses.consumers(x):
