@@ -179,7 +179,7 @@ def test_device_contains_only_its_own_slots(tmp_path: Any) -> None:
     away = run_ranks(bytes_of, 2, str(tmp_path), "cpu", "cpu", env=EMULATED, transport="gloo")[0]
     assert {tier for (slot, tier) in away["slots"] if slot in ("exp_avg", "exp_avg_sq", "grad")} == {"host"}
     assert {tier for (_, tier) in plain["slots"]} == {"device"}
-    # what stays is the ring of gradient buffers, and gradients in transfer to the host
+    # the remaining memory is the ring of gradient buffers, and gradients in transfer to the host
     assert away["rest"] < 0.35 * plain["rest"]
     assert away["peak"] < plain["peak"]
     assert away["after"] == plain["after"] == 0

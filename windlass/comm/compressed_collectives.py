@@ -99,8 +99,8 @@ class CompressedCollectives:
         """Sum the tensors of all ranks in place, and return the tensor.
 
         Two steps: each rank receives the encoded parts that it owns and sums them; the sums, rounded to the tensor's
-        dtype and encoded again, are all-gathered. All ranks end with the same bits. The parts are of single elements,
-        whatever the shape.
+        dtype and encoded again, are all-gathered. All ranks end with the same bits. The tensor is divided between
+        single elements, for any shape.
 
         Args:
             tensor: as large on every rank.

@@ -86,7 +86,7 @@ class EngineParts:
         raise NotImplementedError
 
     def _on_backward_end(self) -> None:
-        """Clear what belongs to one backward."""
+        """Clear the state of one backward."""
         raise NotImplementedError
 
     def _autocast(self) -> AbstractContextManager[Any]:

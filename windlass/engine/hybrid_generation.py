@@ -44,7 +44,7 @@ class HybridGeneration:
     def generate(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, **settings: Any) -> Any:
         """Generate as transformers' `generate` does; see `generate_by_engine`. Collective at stage 3 and along tp.
 
-        What the engine cannot do goes to the module's own `generate`.
+        Unsupported settings are passed to the module's own `generate`.
         """
         module: Any = self._sharded().model
 

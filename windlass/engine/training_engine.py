@@ -635,7 +635,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         logger.info(f"offload_states: {taken / 2**20:.1f} MiB were moved from this rank's device to host memory")
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back to the device what `offload_states` moved."""
+        """Move the states that `offload_states` moved back to the device."""
         self._sharded.state_offloader.reload()
 
     def report(self) -> dict[str, Any]:

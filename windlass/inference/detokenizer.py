@@ -12,7 +12,7 @@ class Detokenizer:
     """Incremental decoding of one sequence.
 
     A token can be a part of a character, and how a token is written can depend on the one before it. So text is the
-    difference between the decoded tail with and without the newest tokens, and is kept back while it ends in an
+    difference between the decoded tail with and without the newest tokens, and is held back while it ends in an
     incomplete character.
 
     Args:

@@ -54,7 +54,7 @@ class DraftModelProposer:
 
     def __init__(self, model: nn.Module, options: EngineOptions, *, owned: bool = False) -> None:
         window = find_max_length(model)
-        # the cache is as long as the draft model reads, whatever the length of the large model
+        # the cache has the length of the draft model, for any length of the large model
         own = options.replace(
             speculative=None, lora=None, max_model_len=None, weights=options.weights if owned else None
         )

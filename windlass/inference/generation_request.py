@@ -89,7 +89,7 @@ class GenerationRequest:
     """Request and its answers.
 
     Attributes:
-        cache_salt: what the keys and values of a prompt depend on beside its tokens.
+        cache_salt: further data on which the keys and values of a prompt depend, beside its tokens.
         sequences: the first one alone until the prompt is computed; then all candidates.
         streams: its state is reported at every token, not at its end alone.
     """

@@ -75,7 +75,7 @@ class PreemptedBlocks:
         self.drop(sequence)
 
     def drop(self, sequence: GenerationSequence) -> None:
-        """Forget what is saved of a sequence."""
+        """Drop the saved blocks of a sequence."""
         self._host_left += self._held.pop(sequence.sequence_id, 0)
         path = self._files.pop(sequence.sequence_id, None)
         if path is not None:

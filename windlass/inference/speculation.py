@@ -2,7 +2,7 @@
 
 A draft is kept if it equals the token that is drawn at its position (see [Note: one draw a token]). That is rejection
 sampling (Leviathan et al. 2023) with proposals of probability 1: the result has the distribution of the model, and for
-one seed the very tokens that are generated without drafts.
+one seed the tokens are those generated without drafts.
 """
 
 from __future__ import annotations

@@ -40,8 +40,10 @@ class GateCall:
 
 
 def fuse(recording: Recording) -> Recording:
-    """Return an equal recording with fewer operators: constants folded, norms, rotations and gates fused, and what the
-    result does not need left out."""
+    """Return an equal recording with fewer operators.
+
+    Constants are folded; norms, rotations and gates are fused; operators that the result does not need are removed.
+    """
     recording = _fold_constants(recording)
     recording = _drop_unused(recording)
     for fusion in (_fuse_norms, _fuse_rotations, _fuse_gates):

@@ -101,7 +101,7 @@ def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
     Args:
         mass: sum of weights that the nucleus reaches.
     """
-    rest, above = weights, 0.0  # the lowest weight is in `rest`; what is higher sums to `above`
+    rest, above = weights, 0.0  # the lowest weight is in `rest`; higher weights sum to `above`
     while len(rest) > _SORTED:
         step = len(rest) // _SAMPLE
         sample = np.sort(rest[::step])[::-1]

@@ -297,7 +297,7 @@ class WatchdogThread:
             time.sleep(0.02)
 
     def _end_process(self) -> None:
-        """End this process, whatever its main thread does."""
+        """End this process, even if its main thread is blocked."""
         self._decision_event.set()
         if self._end_record is not None:  # the main thread is already exiting
             time.sleep(_CHECK_OUT_TIMEOUT_S)

@@ -287,7 +287,7 @@ def test_mismatched_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_file_names_are_those_of_the_directory(tmp_path: Path) -> None:
-    """`latest` cannot point outside the directory, whatever it contains."""
+    """`latest` cannot point outside the directory, for any content."""
     write(tmp_path / "run", "t", trained(), stage=0, ranks=1)
     os.rename(tmp_path / "run" / "t", tmp_path / "outside")
     (tmp_path / "run" / "latest").write_text("../outside")

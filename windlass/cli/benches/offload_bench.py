@@ -1,5 +1,7 @@
-"""Experiment of `windlass bench offload`: one model with its slots on different tiers, beside DeepSpeed. Times are
-measured in turns, memory of each configuration alone."""
+"""Experiment of `windlass bench offload`: one model with its slots on different tiers, beside DeepSpeed.
+
+Times are measured alternately, memory of each configuration alone.
+"""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class WholeParameterUpdate:
         """Return the full tensor, given this rank's part of it. Collective over the owners of the parts."""
         if owned.placement.is_full:
             return part
-        device = owned.chunk.unit.full.device  # the mesh axes communicate on it, on whatever tier the part is
+        device = owned.chunk.unit.full.device  # the mesh axes communicate on it, for any tier of the part
         return gather_full(part.to(device), owned.placement, self._axes).to(part.device)
 
     def _join_states(self, owned: OwnedParameter) -> None:
