@@ -135,7 +135,7 @@ class WatchdogThread:
         return self._decision_event.is_set()
 
     def wait_for_decision(self) -> None:
-        """After `record_failure`, wait for the decision about the run, or until the other ranks have read this rank's
+        """Wait, after `record_failure`, for the decision about the run, or until the other ranks have read this rank's
         end.
         """
         if self.failed_in_wait:
