@@ -116,7 +116,7 @@ GAN = rf"Loss_D: {NUMBER} Loss_G: {NUMBER} D\(x\): {NUMBER} D\(G\(z\)\): {NUMBER
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_gan_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, clips: bool, ranks: int) -> None:
-    """Law: two engines, of which one's gradients go through the other's model, give what the plain counterpart prints. The
+    """Law: two engines, where one's gradients go through the other's model, give the output of the plain counterpart. The
     script's own configuration clips to norm 1, as DeepSpeed does by default; the plain counterpart does not."""
     config = {"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": 0.0002, "betas": [0.5, 0.999]}}}
     (tmp_path / "ds_config.json").write_text(json.dumps(config if clips else {**config, "gradient_clipping": 0}))
