@@ -116,8 +116,10 @@ GAN = rf"Loss_D: {NUMBER} Loss_G: {NUMBER} D\(x\): {NUMBER} D\(G\(z\)\): {NUMBER
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_gan_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, clips: bool, ranks: int) -> None:
-    """Law: two engines, where one's gradients go through the other's model, give the output of the plain counterpart. The
-    script's own configuration clips to norm 1, as DeepSpeed does by default; the plain counterpart does not."""
+    """Law: two engines, where one's gradients go through the other's model, print what the plain counterpart prints.
+
+    The script's own configuration clips to norm 1, as DeepSpeed does by default; the plain counterpart does not.
+    """
     config = {"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": 0.0002, "betas": [0.5, 0.999]}}}
     (tmp_path / "ds_config.json").write_text(json.dumps(config if clips else {**config, "gradient_clipping": 0}))
     options = ("--dataset", "fake", "--workers", 0, "--batchSize", 16, "--ngf", 8, "--ndf", 8)
