@@ -84,14 +84,14 @@ class CheckpointMethods(EngineParts):
         At stage 3 parameters are sharded, and this raises outside of `GatheredParameters`, as `module.state_dict()`
         does. `full_state_dict` gathers them instead.
         """
-        found: dict[str, Any] = self._module().state_dict(
+        state: dict[str, Any] = self._module().state_dict(
             destination=cast("dict[str, Any]", destination), prefix=prefix, keep_vars=keep_vars
         )
         if exclude_frozen_parameters:
             for name, parameter in self._module().named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
-                    found.pop(prefix + name, None)
-        return found
+                    state.pop(prefix + name, None)
+        return state
 
     def _module(self) -> torch.nn.Module:
         return self._sharded.model
@@ -217,10 +217,10 @@ class CheckpointMethods(EngineParts):
             load_progress=not load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        found = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
+        loaded = load_engine(self._state(), load_dir, None if tag is None else str(tag), requested)
         for observer in self._observers:
             observer.after_load()
-        return found
+        return loaded
 
     def _state(self) -> EngineState:
         return EngineState(

@@ -51,9 +51,9 @@ class HybridGeneration:
         def generate(llm: LLM) -> torch.Tensor | None:
             return generate_by_engine(llm, module, input_ids, attention_mask, **dict(settings))
 
-        found = self.run(generate)
-        if found is not None:
-            return found
+        answers = self.run(generate)
+        if answers is not None:
+            return answers
         with eval_mode(module):
             return module.generate(input_ids, attention_mask=attention_mask, **settings)
 

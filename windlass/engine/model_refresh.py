@@ -112,14 +112,14 @@ def drop_external_gradients(model: ShardedModel) -> list[str]:
     The engine takes gradients out of `.grad` during a backward, so a `.grad` at a step was set by the script. It was
     not reduced, and the next backward would add to it.
     """
-    found = []
+    dropped = []
     with torch._C.DisableTorchFunctionSubclass():  # placeholders of sharded parameters would otherwise raise or gather
         for slot in model.slots:
             for name, parameter in zip(slot.unit.names, slot.unit.parameters, strict=True):
                 if raw_grad(parameter) is not None:
                     put_grad(parameter, None)
-                    found.append(name)
-    return found
+                    dropped.append(name)
+    return dropped
 
 
 @dataclass

@@ -517,11 +517,11 @@ def _merge_two(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     start = begin = 0
     for at, code in enumerate(b):
         try:
-            found = a.index(code, start)
+            position = a.index(code, start)
         except ValueError:
             continue
-        result += [*_interleave(a[start:found], b[begin:at]), code]
-        start, begin = found + 1, at + 1
+        result += [*_interleave(a[start:position], b[begin:at]), code]
+        start, begin = position + 1, at + 1
     return tuple(result + _interleave(a[start:], b[begin:]))
 
 
