@@ -260,7 +260,7 @@ def largest_difference(average: Any, engine: Any) -> float:
 
 
 def loaded_averages(stage: int, tier: str, folder: str) -> None:
-    """Load averages: one that had not begun, one of fewer parameters, and one that must not be loaded."""
+    """Load averages: one before its first update, one of fewer parameters, and one that must not be loaded."""
     import windlass
 
     def made(layers: int) -> tuple[Any, Any]:

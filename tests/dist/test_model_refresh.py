@@ -199,7 +199,7 @@ def test_a_model_that_changes_trains_as_in_one_process(
 
 
 def refused_refresh() -> list[str]:
-    """Try a refresh that is refused, with the engine unchanged afterwards, and a parameter added without refresh."""
+    """Try a refresh that is refused and leaves the engine unchanged, and add a parameter without refresh."""
     import windlass
 
     model, in_groups = prepared("exchanged")

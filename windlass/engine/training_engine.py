@@ -407,7 +407,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in backwards inside; the first backward outside reduces all.
+        """Accumulate gradients locally inside the context; the first backward after it reduces all.
 
         Works at every stage.
         """

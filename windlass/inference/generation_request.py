@@ -17,7 +17,7 @@ from windlass.inference.structured_output import OutputConstraint
 
 @dataclass(eq=False)
 class GenerationSequence:
-    """One answer while it grows.
+    """Answer that is being generated.
 
     Attributes:
         token_ids: prompt and answer, without drafts.

@@ -76,7 +76,7 @@ class SequenceSnapshot:
 
     @property
     def is_decode(self) -> bool:
-        """True if one token is missing beside drafts."""
+        """True if only one token is not computed yet, apart from drafts."""
         return self.num_known - self.num_computed == 1 + self.num_drafts
 
 

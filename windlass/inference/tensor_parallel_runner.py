@@ -61,7 +61,8 @@ class TensorParallelRunner:
 
     def release(self, sequence_id: int) -> None:
         """Free the runners' state of a sequence."""
-        if not self._runner.block_nbytes and not self._channel.failed:  # a paged cache has blocks alone
+        # a paged cache consists of blocks, which need no release
+        if not self._runner.block_nbytes and not self._channel.failed:
             self._call("release", sequence_id)
 
     def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
