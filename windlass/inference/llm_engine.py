@@ -585,6 +585,8 @@ class LLMEngine:
         if length >= params.min_tokens and (is_eos or is_stop):
             if is_stop:
                 output.stop_reason = token
+            if params.include_stop_str_in_output and sequence.detokenizer is not None:
+                sequence.detokenizer.append(token)
             return "stop"
         if sequence.detokenizer is not None and self._add_text(sequence, sequence.detokenizer.append(token)):
             return "stop"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,6 +21,9 @@ from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
+from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
+from windlass.kernels.weight_format import get_weight_format
 from windlass.storage.staging_memory import available_memory
 
 _CHECKED_TOKENS = 8
@@ -54,11 +58,19 @@ def make_runner(
     longest = options.max_model_len or max_model_len
     shards = ranks is not None and not is_sharded(model)
     if ranks is not None and shards:
+        if (held := _packed_format(model)) is not None:
+            raise ConfigError(
+                f"the model is packed as {held!r}, which tp and ep do not shard; give the wide model, and weights"
+            )
         ranks.broadcast_model(model)
-    plain = PlainLogits(model, longest) if options.check_at_load else None
+    # Few bits change the logits by more than any error of a runner: it is compared with the model of packed weights.
+    coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
+    plain = PlainLogits(model, longest) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
     packed = _pack(model, options, owned=owned)
+    if options.check_at_load and coarse and ranks is None:
+        plain = PlainLogits(model, longest)
     try:
         runner: ModelRunner = PagedModelRunner(
             model,
@@ -104,7 +116,10 @@ def make_runner(
 def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineOptions) -> str | None:
     """Return the reason for which the model's own cache cannot be used."""
     try:
-        return plain.find_difference(own, options)
+        problem = plain.find_difference(own, options)
+        own.close()
+        # a model whose prompt is not causal computes other logits without its cache; its `generate` decides
+        return None if problem is None or plain.generates_as(own, options) else problem
     except CommunicationError:
         raise
     except Exception as error:  # code of any model runs here; it can compute without a cache
@@ -175,6 +190,28 @@ class PlainLogits:
                 return f"its first logits differ from the plain model's by {difference:.3g} (allowed {allowed:.3g})"
         return None
 
+    def generates_as(self, own: OwnCacheModelRunner, options: EngineOptions) -> bool:
+        """Return True if the logits of a runner are those of the model's own `generate`."""
+        from transformers import GenerationConfig
+
+        settings = GenerationConfig(
+            **{"do_sample": False, "use_cache": True, "max_new_tokens": _CHECKED_TOKENS, "pad_token_id": 0},
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        for number, (tokens, prompt) in enumerate(zip(self._sequences, _CHECKED_PROMPTS, strict=True)):
+            ids = torch.tensor([tokens[:prompt]], device=self._device)
+            found = own.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            generated, computed = found.sequences[0].tolist(), 0
+            for step, logits in enumerate(found.logits):
+                known = generated[: prompt + step]
+                batch = _flat_batch([known], [computed], [[0] * len(known)], own.block_size, self._device)
+                difference = (own.run(replace(batch, sequence_ids=[number]))[0] - logits[0].float()).abs().max().item()
+                if not difference <= self._tolerance(options) * max(logits.std().item(), 1e-6):
+                    return False
+                computed = len(known)
+        return True
+
     def _tolerance(self, options: EngineOptions) -> float:
         """Return the difference of logits that rounding explains, in standard deviations of the logits."""
         narrow = options.kv_torch_dtype not in (None, torch.float32) or options.weights not in (None, "fp32")
@@ -183,14 +220,26 @@ class PlainLogits:
         return 2e-3
 
 
+def _packed_format(model: nn.Module) -> str | None:
+    """Return the format of the first packed layer, if there is one."""
+    return next((module.format.name for module in model.modules() if isinstance(module, PackedLinear)), None)
+
+
 def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedModules | None:
     """Return packed weights of the model if they are asked for, or are free of cost."""
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
+    held = _packed_format(model)
+    if options.weights is not None and held is not None:
+        raise ConfigError(
+            f"weights is {options.weights!r}, but the model is packed as {held!r} already; leave weights out"
+        )
     if not (wanted or options.weights) or not can_pack(model):
         if options.deterministic:
             raise ConfigError("deterministic needs the native kernels and a model on the CPU in float32 or bfloat16")
+        if options.weights is not None:
+            pack_linear_layers(model, options.weights)
         return None
     forward = CausalForward(model)
 
@@ -199,7 +248,9 @@ def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedMod
         with torch.inference_mode():
             forward(ids, None, ids[:1])
 
-    return PackedModules(model, probe, weight_format=options.weights, frees_weights=owned)
+    return PackedModules(
+        model, probe, weight_format=options.weights, activations=options.activations, frees_weights=owned
+    )
 
 
 def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int) -> StepCost:
