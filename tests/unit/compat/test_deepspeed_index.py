@@ -203,7 +203,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize(("pickled", "said"), ODD.values(), ids=ODD)
+@pytest.mark.parametrize(("pickled", "error_text"), ODD.values(), ids=ODD)
 def test_pickle_that_would_change_the_reader_is_refused(pickled: bytes, error_text: str, tmp_path: Path) -> None:
     path = write(tmp_path, "t", trained(), stage=0, ranks=1) / MODEL
     good = path.read_bytes()
