@@ -78,7 +78,7 @@ def replace_somewhere(data: dict[str, Any], draw: random.Random) -> None:
 
 
 def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
-    """Yield the seeds, then `count` mutations of them, or as many as fit into the share of a timed run."""
+    """Yield the seeds, then `count` mutations of them, or the number that fits into the share of a timed run."""
     yield from seeds
     draw = random.Random(SEED)
     end = time.monotonic() + SECONDS * SHARE
@@ -92,7 +92,10 @@ def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
 
 
 def examples(count: int, per_second: int) -> int:
-    """Return the number of examples of a hypothesis test: `count`, or as many as fit into the share of a timed run."""
+    """Return the number of examples of a hypothesis test:
+
+    `count`, or the number that fits into its share of a timed run.
+    """
     return max(count, int(SECONDS * SHARE * per_second)) if LONG else count
 
 

@@ -96,8 +96,9 @@ def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> A
 
 
 def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer, of the generation settings, else of the configuration, and the
-    tokenizer's."""
+    """Return the tokens that end an answer: those of the generation settings, else of the configuration, and the
+    tokenizer's.
+    """
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         value = getattr(source, "eos_token_id", None)

@@ -81,7 +81,7 @@ def make_runner(
         )
     except (ConfigError, CommunicationError):
         raise
-    except Exception as error:  # code of any model runs here; its own cache is tried next
+    except Exception as error:  # code of any model runs here; the runner with the model's own cache is tried next
         reason = str(error).split("\n")[0]
     else:
         if packed is not None and owned and ranks is None and isinstance(runner, PagedModelRunner):
@@ -140,10 +140,10 @@ def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: Engin
 
 
 class PlainLogits:
-    """Logits of the plain model for two short random sequences, beside which a runner is checked.
+    """Logits of the plain model for two short random sequences, with which a runner is compared.
 
     Args:
-        max_length: tokens that the model can attend to; below those of the check, nothing is checked.
+        max_length: maximum number of tokens of the model; if it is too small for the comparison, nothing is compared.
     """
 
     def __init__(self, model: nn.Module, max_length: int) -> None:
