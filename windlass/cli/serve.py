@@ -32,6 +32,8 @@ def serve(
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, max=256, help="Processes that each have the model.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Ranks over which matrices are sharded.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Ranks over which layers are distributed.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks over which experts are distributed.")] = 1,
     dtype: Annotated[str, typer.Option(help="Weights: auto (as in the files), fp32, bf16 or fp16.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as the weights), fp32, bf16 or int8.")] = "auto",
     kv_cache_tokens: Annotated[
@@ -113,6 +115,8 @@ def serve(
         "trust_remote_code": trust_remote_code,
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "tp": tp,
+        "pp": pp,
+        "ep": ep,
         "kv_dtype": kv_dtype,
         "kv_cache_tokens": kv_cache_tokens,
         "max_model_len": max_model_len,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,27 @@ from windlass.inference.outputs import (
 from windlass.inference.preempted_blocks import PreemptedBlocks
 from windlass.inference.sampler import SampledToken, SequenceSampler, sample, take_logprobs
 from windlass.inference.sampling_params import SamplingParams
-from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, ServiceLevel, schedule
+from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, ServiceLevel, StepPlan, schedule
 from windlass.inference.speculation import DraftProposer
-from windlass.inference.step_batch import ModelRunner, StepBatch
+from windlass.inference.step_batch import ModelRunner, PipelinedRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.inference.structured_output import StructuredOutputCompiler
+
+
+@dataclass(frozen=True)
+class _StartedStep:
+    """Step whose logits are not there yet.
+
+    Attributes:
+        chosen: sequences with their numbers of tokens.
+        rows: rows of the logits of each.
+        began: time of the start.
+    """
+
+    batch: StepBatch
+    chosen: list[tuple[GenerationSequence, int]]
+    rows: list[list[int]]
+    began: float
 
 
 class LLMEngine:
@@ -70,6 +87,10 @@ class LLMEngine:
         self.eos_ids, self.max_model_len = frozenset(eos_ids), max_model_len
         self.cost = cost or StepCost()
         self._proposer = proposer if runner.computes_drafts else None
+        self._pipelined = runner if isinstance(runner, PipelinedRunner) and runner.depth > 1 else None
+        self._started: deque[_StartedStep] = deque()
+        self._finished_at = 0.0
+        self._admits = True  # the last step admitted waiting sequences, if there were any
         self._clock = clock
         self._blocks = BlockManager(
             runner.num_blocks, runner.block_size, prefix_caching=options.prefix_caching and runner.block_nbytes > 0
@@ -170,8 +191,8 @@ class LLMEngine:
         return request.to_output()
 
     def has_requests(self) -> bool:
-        """Return True if a request is unfinished."""
-        return bool(self._running or self._waiting)
+        """Return True if a request is unfinished, or has outputs that `step` has not returned."""
+        return bool(self._running or self._waiting or self._started or self._changed)
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
         """Return text and token ids of a prompt.
@@ -240,6 +261,7 @@ class LLMEngine:
 
     def clear_prefix_cache(self) -> None:
         """Forget cached prefixes, after the weights have changed."""
+        self.finish_started()
         self._blocks.clear_cache()
 
     def close(self) -> None:
@@ -254,16 +276,17 @@ class LLMEngine:
     # steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward; return the requests that have finished, and those that stream and have new tokens."""
+        """Run one forward; return the requests that have finished, and those that stream and have new tokens.
+
+        With stages on several ranks, steps of other sequences are started before the oldest one is finished.
+        """
         if self.has_requests():
             self._check_weights()
-            began = self._clock()
-            batch, sequences, rows = self._prepare(began)
-            if sequences:
-                logits = self.runner.run(batch)
-                self._take_logits(sequences, rows, logits)
-                self._propose_drafts()
-                self._count_step(batch.num_tokens, self._clock() - began)
+            depth = 1 if self._pipelined is None else self._pipelined.depth
+            while len(self._started) < depth and self._start_step():
+                pass
+            if self._started:
+                self._finish_step()
         outputs = []
         for request in self._changed.values():
             if request.finished:
@@ -272,6 +295,35 @@ class LLMEngine:
                 outputs.append(request.to_output())
         self._changed = {}
         return outputs
+
+    def finish_started(self) -> None:
+        """Finish the steps that were started; the next `step` returns their outputs."""
+        while self._started:
+            self._finish_step()
+
+    def _start_step(self) -> bool:
+        """Plan a step of sequences that are in no other one; return False if there is nothing to run yet."""
+        if not (self._running or self._waiting):
+            return False
+        began = self._clock()
+        batch, chosen, rows = self._prepare(began)
+        if not chosen:
+            return False
+        if self._pipelined is not None:
+            self._pipelined.start(batch)
+        for sequence, _ in chosen:
+            sequence.in_flight, sequence.last_step = True, self._stats.steps
+        self._started.append(_StartedStep(batch, chosen, rows, began))
+        return True
+
+    def _finish_step(self) -> None:
+        step = self._started.popleft()
+        logits = self.runner.run(step.batch) if self._pipelined is None else self._pipelined.finish()
+        self._take_logits(step.chosen, step.rows, logits)
+        self._propose_drafts()
+        now = self._clock()
+        self._count_step(step.batch.num_tokens, now - max(step.began, self._finished_at))
+        self._finished_at = now
 
     def _check_weights(self) -> None:
         """Drop keys and values that were computed with other weights: those of a training engine change."""
@@ -283,6 +335,7 @@ class LLMEngine:
                     "engine with deterministic=False"
                 )
             self._updates = updates
+            self.finish_started()
             for sequence in list(self._running.values()):
                 self._preempt(sequence)
             for sequence in self._waiting.values():
@@ -293,14 +346,13 @@ class LLMEngine:
     def _prepare(self, now: float) -> tuple[Any, list[tuple[GenerationSequence, int]], list[list[int]]]:
         """Schedule a step and give its sequences blocks; return the batch, the sequences with their numbers of tokens,
         and the rows of the logits of each."""
-        plan = schedule(
-            [self._snapshot_running(sequence) for sequence in self._running.values()],
-            [self._snapshot_waiting(sequence) for sequence in self._waiting.values()],
-            self._blocks.num_free,
-            self._limits,
-            self.cost,
-            now,
-        )
+        share = self._find_share()
+        plan = self._schedule(now, share)
+        if plan.preempted and share is not None:
+            if self._started:
+                return None, [], []  # all sequences are candidates for preemption once no step computes them
+            plan = self._schedule(now, None)
+        self._admits = bool(plan.admitted) or not self._waiting
         for sequence_id in plan.preempted:
             self._preempt(self._running[sequence_id])
         chosen: list[tuple[GenerationSequence, int]] = []
@@ -319,13 +371,37 @@ class LLMEngine:
                 left = sequence.num_known - sequence.num_computed
                 chosen.append((sequence, min(plan.num_tokens[sequence_id], left)))
         if not chosen:
-            if not plan.preempted and not plan.admitted:
+            if not plan.preempted and not plan.admitted and not self._started:
                 raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
             return None, [], []
         if copies:
             self.runner.copy_blocks(copies)
         batch, rows = self._make_batch(chosen)
         return batch, chosen, rows
+
+    def _find_share(self) -> int | None:
+        """Return the number of sequences of a step with which all stages have work; None: all of them."""
+        if self._pipelined is None:
+            return None
+        total = len(self._running) + (len(self._waiting) if self._admits else 0)
+        return max(1, -(-min(total, self._limits.max_sequences) // self._pipelined.depth))
+
+    def _schedule(self, now: float, share: int | None) -> StepPlan:
+        """Plan a step of at most `share` running sequences, those first that have waited longest."""
+        idle = [sequence for sequence in self._running.values() if not sequence.in_flight]
+        if share is not None:
+            idle = sorted(idle, key=lambda sequence: sequence.last_step)[:share]
+        places = sum(self._candidates(sequence) for sequence in self._running.values())
+        return schedule(
+            [self._snapshot_running(sequence) for sequence in idle],
+            [self._snapshot_waiting(sequence) for sequence in self._waiting.values()],
+            self._blocks.num_free,
+            self._limits,
+            self.cost,
+            now,
+            elsewhere=places - sum(self._candidates(sequence) for sequence in idle),
+            share=share,
+        )
 
     def _snapshot_running(self, sequence: GenerationSequence) -> SequenceSnapshot:
         references = self._blocks.references
@@ -410,6 +486,8 @@ class LLMEngine:
         self._waiting[sequence.sequence_id] = sequence
 
     def _free(self, sequence: GenerationSequence) -> None:
+        if sequence.in_flight:
+            return  # cancelled; a step still writes to its blocks, and frees them at its end
         self._blocks.release(sequence.blocks)
         self.runner.release(sequence.sequence_id)
         sequence.blocks, sequence.num_registered = [], 0
@@ -474,7 +552,12 @@ class LLMEngine:
     ) -> None:
         """Advance the sequences of a step by the tokens that were computed, and draw tokens of those that are due."""
         pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, first position
+        for sequence, _ in chosen:
+            sequence.in_flight = False
         for (sequence, count), rows in zip(chosen, rows_of, strict=True):
+            if sequence.output.finished():
+                self._free(sequence)
+                continue
             first = sequence.num_computed
             sequence.num_computed += count
             if self._wants_prompt_logprobs(sequence):
@@ -646,7 +729,8 @@ class LLMEngine:
         options = self.options.speculative
         if self._proposer is None or options is None:
             return
-        ready = [s for s in self._running.values() if s.has_sampled and len(s.token_ids) - s.num_computed == 1]
+        idle = [s for s in self._running.values() if not s.in_flight]
+        ready = [s for s in idle if s.has_sampled and len(s.token_ids) - s.num_computed == 1]
         ready = [s for s in ready if s.constraint is None or not s.constraint.is_complete()]
         if not ready:
             return

@@ -15,6 +15,7 @@ from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
+from windlass.inference.stage_link import StageForward
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 from windlass.inference.step_program import StepProgram
 from windlass.inference.step_recording import NotRecordableError
@@ -40,6 +41,7 @@ class PagedModelRunner:
         num_blocks: of the KV cache; given by a function of the bytes of one block.
         kv_dtype: of the cache; None: that of the keys.
         packed: packed weights, which are used inside of `run`.
+        forward: of the model; None: `CausalForward`.
 
     Raises:
         ModelError: the model cannot be run with a paged cache. The message has the reason.
@@ -55,9 +57,10 @@ class PagedModelRunner:
         num_blocks: Callable[[int], int],
         kv_dtype: torch.dtype | None = None,
         packed: PackedModules | None = None,
+        forward: CausalForward | StageForward | None = None,
     ) -> None:
         check_pageable(model)
-        self._forward = CausalForward(model)
+        self._forward = CausalForward(model) if forward is None else forward
         if not self._forward.takes_positions:
             raise ModelError(
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be computed in one row"

@@ -17,8 +17,10 @@ from windlass.inference.packed_modules import PackedModules, can_pack
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
+from windlass.inference.stage_link import StageForward, open_stage_link, split_for_inference
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
+from windlass.parallel.pipeline.stub_modules import drop_aliases
 from windlass.storage.staging_memory import available_memory
 
 _CHECKED_TOKENS = 8
@@ -52,12 +54,19 @@ def make_runner(
         )
     longest = options.max_model_len or max_model_len
     shards = ranks is not None and not is_sharded(model)
-    if ranks is not None and shards:
+    pipeline = None if ranks is None else ranks.pipeline
+    if ranks is not None and shards and open_stage_link(model, pipeline) is None:
         ranks.broadcast_model(model)
-    plain = PlainLogits(model, longest) if options.check_at_load else None
+        if pipeline is not None:
+            split_for_inference(model, pipeline)
+    link = open_stage_link(model, pipeline)
+    forward = CausalForward(model) if link is None else StageForward(link)
+    plain = PlainLogits(model, longest, forward) if options.check_at_load else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
-    packed = _pack(model, options, owned=owned)
+    packed = _pack(model, options, forward, owned=owned)
+    if packed is not None and owned and link is not None:
+        drop_aliases(model)  # a tied embedding is in the packed head
     try:
         runner: ModelRunner = PagedModelRunner(
             model,
@@ -65,6 +74,7 @@ def make_runner(
             num_blocks=_block_counter(options, longest, model, ranks),
             kv_dtype=options.kv_torch_dtype,
             packed=packed,
+            forward=forward,
         )
     except (ConfigError, CommunicationError):
         raise
@@ -80,6 +90,8 @@ def make_runner(
             return runner
         runner.close()
         reason = problem
+    if link is not None:
+        raise ModelError(f"{type(model).__name__} cannot be served over pp, which needs a paged KV cache: {reason}")
     tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
     own = OwnCacheModelRunner(
         model, block_size=options.block_size, num_blocks=-(-tokens // options.block_size), packed=packed
@@ -106,12 +118,12 @@ class PlainLogits:
 
     Args:
         max_length: tokens that the model can attend to; below those of the check, nothing is checked.
+        forward: of the model.
     """
 
-    def __init__(self, model: nn.Module, max_length: int) -> None:
+    def __init__(self, model: nn.Module, max_length: int, forward: CausalForward | StageForward) -> None:
         generator = torch.Generator().manual_seed(0)
         self._device = find_device(model)
-        forward = CausalForward(model)
         self._wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
         self._sequences: list[list[int]] = []
         self._logits: list[torch.Tensor] = []
@@ -160,7 +172,9 @@ class PlainLogits:
         return 2e-3
 
 
-def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedModules | None:
+def _pack(
+    model: nn.Module, options: EngineOptions, forward: CausalForward | StageForward, *, owned: bool
+) -> PackedModules | None:
     """Return packed weights of the model if they are asked for, or are free of cost."""
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
@@ -169,7 +183,6 @@ def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedMod
         if options.deterministic:
             raise ConfigError("deterministic needs the native kernels and a model on the CPU in float32 or bfloat16")
         return None
-    forward = CausalForward(model)
 
     def probe() -> None:
         ids = torch.zeros(2, dtype=torch.long)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -96,4 +96,23 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Free the KV cache, and leave the model as it was."""
+        ...
+
+
+@runtime_checkable
+class PipelinedRunner(ModelRunner, Protocol):
+    """Runner that computes several steps, of different sequences, at the same time.
+
+    Attributes:
+        depth: number of steps that can be started and not finished.
+    """
+
+    depth: int
+
+    def start(self, batch: StepBatch) -> None:
+        """Start the forward of a batch, whose sequences are in no other step that is not finished."""
+        ...
+
+    def finish(self) -> torch.Tensor:
+        """Return the logits of the oldest batch that was started, as `run` does."""
         ...
