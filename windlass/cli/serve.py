@@ -71,6 +71,9 @@ def serve(
         str | None, typer.Option(help="'ngram' (prompt lookup), or the directory of a draft model.")
     ] = None,
     speculative_tokens: Annotated[int, typer.Option(help="Drafts for each sequence and step.")] = 4,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Record decode steps on a GPU, and replay them.")
+    ] = True,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Part of a GPU's memory for weights and cache.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one. [random]")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of the tokenizer. [that of the model]")] = None,
@@ -133,6 +136,7 @@ def serve(
         "deterministic": deterministic,
         "lora": parse_adapters(lora or [], settings.model_names),
         "speculative": _speculative_options(speculative, speculative_tokens),
+        "cuda_graphs": cuda_graphs,
         "gpu_memory_utilization": gpu_memory_utilization,
         "seed": seed,
     }

@@ -92,6 +92,7 @@ class EngineOptions:
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.
         pp: ranks along the pipeline axis, each of which holds some layers.
+        cuda_graphs: record decode steps of a loaded model on a CUDA device, and replay them.
         gpu_memory_utilization: part of a CUDA device's memory for weights and KV cache.
     """
 
@@ -117,6 +118,7 @@ class EngineOptions:
     tp: int = 1
     ep: int = 1
     pp: int = 1
+    cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:

@@ -31,16 +31,25 @@ from windlass.inference.outputs import (
     TokenLogprobs,
 )
 from windlass.inference.preempted_blocks import PreemptedBlocks
-from windlass.inference.sampler import SampledToken, SequenceSampler, sample, take_logprobs
+from windlass.inference.sampler import (
+    PendingTokens,
+    SampledToken,
+    SequenceSampler,
+    can_draw_later,
+    draw_later,
+    sample,
+    take_logprobs,
+)
 from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, ServiceLevel, StepPlan, schedule
 from windlass.inference.speculation import DraftProposer
 from windlass.inference.step_batch import ModelRunner, PipelinedRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.inference.structured_output import StructuredOutputCompiler
+from windlass.inference.token_draw import upload
 
 
-@dataclass(frozen=True)
+@dataclass
 class _StartedStep:
     """Step whose logits are not there yet.
 
@@ -48,12 +57,14 @@ class _StartedStep:
         chosen: sequences with their numbers of tokens.
         rows: rows of the logits of each.
         began: time of the start.
+        pending: tokens that the device draws; None: the step runs when it is finished, or on other ranks.
     """
 
     batch: StepBatch
     chosen: list[tuple[GenerationSequence, int]]
     rows: list[list[int]]
     began: float
+    pending: PendingTokens | None = None
 
 
 class LLMEngine:
@@ -88,6 +99,7 @@ class LLMEngine:
         self.cost = cost or StepCost()
         self._proposer = proposer if runner.computes_drafts else None
         self._pipelined = runner if isinstance(runner, PipelinedRunner) and runner.depth > 1 else None
+        self._looks_ahead = self._pipelined is None and runner.is_asynchronous and self._proposer is None
         self._started: deque[_StartedStep] = deque()
         self._finished_at = 0.0
         self._admits = True  # the last step admitted waiting sequences, if there were any
@@ -178,6 +190,7 @@ class LLMEngine:
         self._requests[request_id] = request
         self._stats.prompt_tokens += len(ids)
         self._waiting[sequence.sequence_id] = sequence
+        self._admits = True
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request with the finish reason `abort`, free its blocks and return its last state; None for an id that
@@ -285,6 +298,8 @@ class LLMEngine:
             depth = 1 if self._pipelined is None else self._pipelined.depth
             while len(self._started) < depth and self._start_step():
                 pass
+            if self._looks_ahead and self._started:
+                self._start_next(self._started[-1])
             if self._started:
                 self._finish_step()
         outputs = []
@@ -309,17 +324,89 @@ class LLMEngine:
         batch, chosen, rows = self._prepare(began)
         if not chosen:
             return False
+        for sequence, _ in chosen:
+            sequence.in_flight, sequence.last_step = sequence.in_flight + 1, self._stats.steps
+        self._started.append(_StartedStep(batch, chosen, rows, began))
         if self._pipelined is not None:
             self._pipelined.start(batch)
-        for sequence, _ in chosen:
-            sequence.in_flight, sequence.last_step = True, self._stats.steps
-        self._started.append(_StartedStep(batch, chosen, rows, began))
+        elif self._looks_ahead and self._draws_later(batch, chosen):
+            self._run_later(self._started[-1])
         return True
+
+    def _draws_later(self, batch: StepBatch, chosen: Sequence[tuple[GenerationSequence, int]]) -> bool:
+        """Return True if each sequence gets one token that is drawn by its logits alone."""
+        return batch.is_decode and all(
+            sequence.num_known - sequence.num_computed == 1
+            and self._candidates(sequence) == 1
+            and can_draw_later(sequence.sampler)
+            and not self._wants_prompt_logprobs(sequence)
+            for sequence, _ in chosen
+        )
+
+    def _run_later(self, step: _StartedStep) -> None:
+        """Queue a step and the draw of its tokens on the device."""
+        logits = self.runner.run(step.batch)
+        step.pending = draw_later(logits, [sequence.sampler for sequence, _ in step.chosen])
+
+    def _start_next(self, last: _StartedStep) -> None:
+        """Queue the step after the last one, whose tokens are on the device alone, so that the device does not wait.
+
+        [Note: one step ahead] A sequence that the last step ends is computed once more; the result is ignored, and its
+        blocks are freed after that. Nothing is queued if the step could be another one: if requests can be admitted,
+        prompts are being computed, or blocks have run out.
+        """
+        chosen = [s for s, _ in last.chosen if not s.output.finished()]
+        others = len(self._running) > len(chosen) or (self._waiting and self._admits)
+        if last.pending is None or others or len(self._started) > 1:
+            return
+        rows = [row for row, s in enumerate(chosen) if len(s.generated) + s.in_flight < s.request.max_tokens]
+        going = [chosen[row] for row in rows]
+        totals = [sequence.num_computed + sequence.in_flight + 1 for sequence in going]
+        missing = sum(
+            max(self._blocks.blocks_for(total) - len(sequence.blocks), 0)
+            for sequence, total in zip(going, totals, strict=True)
+        )
+        if not going or len(chosen) < len(last.chosen) or missing > self._blocks.num_free:
+            return
+        ids = last.pending.ids
+        if len(going) < len(chosen):
+            ids = ids[upload(torch.tensor(rows), ids.device)]
+        for sequence, total in zip(going, totals, strict=True):
+            self._grow(sequence, total, [])
+            sequence.in_flight += 1
+        step = _StartedStep(self._make_next_batch(going, totals, ids), [(s, 1) for s in going], [], self._clock())
+        self._run_later(step)
+        self._started.append(step)
+
+    def _make_next_batch(
+        self, sequences: Sequence[GenerationSequence], totals: Sequence[int], ids: torch.Tensor
+    ) -> StepBatch:
+        """Return the decode step after which the sequences have `totals` tokens; `ids` are on the device."""
+        size = self._blocks.block_size
+        count = len(sequences)
+        slots = [
+            sequence.blocks[(total - 1) // size] * size + (total - 1) % size
+            for sequence, total in zip(sequences, totals, strict=True)
+        ]
+        return StepBatch(
+            ids,
+            torch.tensor([total - 1 for total in totals]),
+            torch.arange(count + 1, dtype=torch.int32),
+            torch.tensor(totals, dtype=torch.int32),
+            _make_table(sequences),
+            torch.tensor(slots),
+            torch.arange(count),
+            [sequence.sequence_id for sequence in sequences],
+            [sequence.request.lora_name for sequence in sequences],
+        )
 
     def _finish_step(self) -> None:
         step = self._started.popleft()
-        logits = self.runner.run(step.batch) if self._pipelined is None else self._pipelined.finish()
-        self._take_logits(step.chosen, step.rows, logits)
+        if step.pending is not None:
+            self._take_tokens(step.chosen, step.pending)
+        else:
+            logits = self.runner.run(step.batch) if self._pipelined is None else self._pipelined.finish()
+            self._take_logits(step.chosen, step.rows, logits)
         self._propose_drafts()
         now = self._clock()
         self._count_step(step.batch.num_tokens, now - max(step.began, self._finished_at))
@@ -517,16 +604,12 @@ class LLMEngine:
             slots += [blocks[place // size] * size + place % size for place in range(first, stop)]
             starts.append(len(ids))
             lengths.append(stop)
-        widest = max(len(sequence.blocks) for sequence, _ in chosen)
-        table = torch.zeros(len(chosen), widest, dtype=torch.int32)
-        for row, (sequence, _) in enumerate(chosen):
-            table[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
         batch = StepBatch(
             torch.tensor(ids),
             torch.tensor(positions),
             torch.tensor(starts, dtype=torch.int32),
             torch.tensor(lengths, dtype=torch.int32),
-            table,
+            _make_table([sequence for sequence, _ in chosen]),
             torch.tensor(slots),
             torch.tensor(logit_rows, dtype=torch.long),
             [sequence.sequence_id for sequence, _ in chosen],
@@ -553,7 +636,7 @@ class LLMEngine:
         """Advance the sequences of a step by the tokens that were computed, and draw tokens of those that are due."""
         pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, first position
         for sequence, _ in chosen:
-            sequence.in_flight = False
+            sequence.in_flight -= 1
         for (sequence, count), rows in zip(chosen, rows_of, strict=True):
             if sequence.output.finished():
                 self._free(sequence)
@@ -568,6 +651,19 @@ class LLMEngine:
             else:
                 self._register_blocks(sequence)
         self._draw(pending, logits)
+
+    def _take_tokens(self, chosen: Sequence[tuple[GenerationSequence, int]], pending: PendingTokens) -> None:
+        """Advance the sequences of a decode step by the tokens that the device has drawn."""
+        for (sequence, _), token in zip(chosen, pending.wait(), strict=True):
+            sequence.in_flight -= 1
+            if sequence.output.finished():
+                self._free(sequence)
+                continue
+            sequence.num_computed += 1
+            if token.error is not None:
+                self._end(sequence.request, "error", token.error)
+            elif not self._append(sequence, token):
+                self._register_blocks(sequence)
 
     def _draw(self, pending: list[tuple[GenerationSequence, list[int], int]], logits: torch.Tensor) -> None:
         """Draw tokens depth by depth: the second row of a sequence counts if its first draft was accepted, etc."""
@@ -849,3 +945,12 @@ class LLMEngine:
         self._stats.step_tokens += tokens
         self._stats.step_seconds += seconds
         logger.debug("step of %d tokens in %.1f ms", tokens, seconds * 1e3)
+
+
+def _make_table(sequences: Sequence[GenerationSequence]) -> torch.Tensor:
+    """Return the block table of a batch."""
+    widest = max(len(sequence.blocks) for sequence in sequences)
+    table = torch.zeros(len(sequences), widest, dtype=torch.int32)
+    for row, sequence in enumerate(sequences):
+        table[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+    return table

@@ -47,6 +47,7 @@ class OwnCacheModelRunner:
     """
 
     computes_drafts = False
+    is_asynchronous = False
     block_nbytes = 0
 
     def __init__(

@@ -11,6 +11,7 @@ from torch import nn
 
 from windlass.attention import install_attention, use_backend
 from windlass.base.errors import ModelError
+from windlass.inference.decode_graphs import Capture, DecodeGraphs
 from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.packed_modules import PackedModules
@@ -42,12 +43,14 @@ class PagedModelRunner:
         kv_dtype: of the cache; None: that of the keys.
         packed: packed weights, which are used inside of `run`.
         forward: of the model; None: `CausalForward`.
+        has_scratch: allocate one more block, which recorded decode steps need.
 
     Raises:
         ModelError: the model cannot be run with a paged cache. The message has the reason.
     """
 
     computes_drafts = True
+    graphs: DecodeGraphs | None = None
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class PagedModelRunner:
         kv_dtype: torch.dtype | None = None,
         packed: PackedModules | None = None,
         forward: CausalForward | StageForward | None = None,
+        has_scratch: bool = False,
     ) -> None:
         check_pageable(model)
         self._forward = CausalForward(model) if forward is None else forward
@@ -68,6 +72,7 @@ class PagedModelRunner:
         self.model, self.kv_dtype, self._packed = model, kv_dtype, packed
         self.lora: LoraAdapters | None = None
         self.block_size, self.num_blocks = block_size, 1
+        self._scratch_blocks = 0
         self._restore = _install(model)
         self.device = find_device(model)
         probe = PagedAttention(self._make_cache)
@@ -78,6 +83,7 @@ class PagedModelRunner:
         self._backend = PagedAttention(self._make_cache)
         self.block_nbytes = sum(cache.block_nbytes for cache in probe.caches.values())
         self.num_blocks = num_blocks(self.block_nbytes)
+        self._scratch_blocks = int(has_scratch)
         for layer, shape in probe.shapes.items():
             self._backend.caches[layer] = self._make_cache(layer, shape)
         self.description = f"paged KV cache of {self.num_blocks} blocks of {block_size} tokens"
@@ -87,6 +93,9 @@ class PagedModelRunner:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
         # the recorded forward has no adapters; with some, all steps run the modules, so that results keep their bits
         adapted = self.lora is not None and self.lora.names
+        batch = batch.to(self.device)
+        if self.graphs is not None and not adapted and self.graphs.takes(batch):
+            return self.graphs.run(batch)
         if self.program is not None and not adapted and self.program.takes(batch):
             return self.program.run(batch)
         return self._run_modules(batch)
@@ -106,6 +115,28 @@ class PagedModelRunner:
         except NotRecordableError as error:
             return str(error)
         return None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if `run` returns before the logits are computed."""
+        return self.device.type == "cuda"
+
+    def record_decodes(self, capture: Capture, max_sequences: int, max_blocks: int) -> None:
+        """Record decode steps of each batch size at its first use, and replay them from then on.
+
+        Args:
+            max_sequences: of a batch.
+            max_blocks: KV blocks of a sequence.
+        """
+        self.graphs = DecodeGraphs(
+            self._run_modules,
+            capture,
+            max_sequences=max_sequences,
+            max_blocks=max_blocks,
+            scratch_block=self.num_blocks,
+            block_size=self.block_size,
+            device=self.device,
+        )
 
     def _run_modules(self, batch: StepBatch) -> torch.Tensor:
         self._backend.begin(batch)
@@ -140,6 +171,8 @@ class PagedModelRunner:
     def close(self) -> None:
         """Free the KV cache, and give the model back its attention function."""
         self.program = None
+        if self.graphs is not None:
+            self.graphs.close()
         self._backend.caches.clear()
         self._restore()
 
@@ -148,7 +181,9 @@ class PagedModelRunner:
 
     def _make_cache(self, layer: LayerKey, shape: LayerShape) -> PagedKVCache:
         dtype = self.kv_dtype or (torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float32)
-        return make_kv_cache(self.num_blocks, self.block_size, shape.kv_heads, shape.key_dim, shape.value_dim, dtype)
+        blocks = self.num_blocks + self._scratch_blocks
+        shapes = shape.kv_heads, shape.key_dim, shape.value_dim
+        return make_kv_cache(blocks, self.block_size, *shapes, dtype, device=self.device)
 
     def _probe(self, backend: PagedAttention) -> int:
         """Run a few tokens in a cache of one block to record the layers; return the size of the vocabulary."""
@@ -163,7 +198,7 @@ class PagedModelRunner:
             slots=places,
             logit_rows=places[-1:],
             sequence_ids=[0],
-        )
+        ).to(self.device)
         backend.begin(batch)
         try:
             with torch.inference_mode(), use_backend(backend):

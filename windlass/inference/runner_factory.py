@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.base.errors import CommunicationError, ConfigError, ModelError
 from windlass.base.log import logger
+from windlass.inference.decode_graphs import CudaGraphCapture
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
@@ -64,6 +65,7 @@ def make_runner(
     plain = PlainLogits(model, longest, forward) if options.check_at_load else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
+    records = options.cuda_graphs and owned and ranks is None and find_device(model).type == "cuda"
     packed = _pack(model, options, forward, owned=owned)
     if packed is not None and owned and link is not None:
         drop_aliases(model)  # a tied embedding is in the packed head
@@ -75,6 +77,7 @@ def make_runner(
             kv_dtype=options.kv_torch_dtype,
             packed=packed,
             forward=forward,
+            has_scratch=records,
         )
     except (ConfigError, CommunicationError):
         raise
@@ -83,6 +86,8 @@ def make_runner(
     else:
         if packed is not None and owned and ranks is None and isinstance(runner, PagedModelRunner):
             _compile(runner, plain, options, longest)
+        if records and isinstance(runner, PagedModelRunner):
+            runner.record_decodes(CudaGraphCapture(), options.max_sequences, -(-longest // options.block_size))
         problem = None if plain is None else plain.find_difference(runner, options)
         if ranks is not None and not ranks.minimum(problem is None):
             problem = problem or "another rank found a difference"  # all ranks take the same runner

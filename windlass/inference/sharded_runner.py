@@ -24,6 +24,8 @@ class ShardedRunner:
         channel: to the other ranks, each of which runs a `RankWorker`.
     """
 
+    is_asynchronous = False
+
     def __init__(self, runner: ModelRunner, channel: RankChannel) -> None:
         self._runner, self._channel = runner, channel
         self.model, self.vocab_size = runner.model, runner.vocab_size
