@@ -825,7 +825,7 @@ class LLMEngine:
         options = self.options.speculative
         if self._proposer is None or options is None:
             return
-        idle = [s for s in self._running.values() if not s.in_flight]
+        idle = [s for s in self._running.values() if not s.in_flight and not s.drafts]
         ready = [s for s in idle if s.has_sampled and len(s.token_ids) - s.num_computed == 1]
         ready = [s for s in ready if s.constraint is None or not s.constraint.is_complete()]
         if not ready:
