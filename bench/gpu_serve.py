@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +50,7 @@ def main(
     read = _read_rate(place)
     with tempfile.TemporaryDirectory() as folder:
         config = _save_model(folder, hidden, layers, vocabulary)
-        options = {
+        options: dict[str, Any] = {
             "max_sequences": max(counts),
             "max_tokens_per_step": max(512, max(counts)),
             "max_model_len": prompt + answer + 16,
@@ -66,14 +67,12 @@ def main(
         peer = _load_peer(folder, place) if peers else None
         for _ in range(rounds):
             for count in counts:
+                sizes = count, prompt, answer, vocabulary
                 runs: dict[str, Callable[[], float]] = {
-                    label: lambda llm=llm, count=count: _decode(llm, count, prompt, answer, vocabulary)  # type: ignore[misc]
-                    for label, llm in llms.items()
+                    label: partial(_decode, llm, *sizes) for label, llm in llms.items()
                 }
                 if peer is not None:
-                    runs["transformers continuous batching"] = lambda count=count: _continuous(  # type: ignore[misc]
-                        peer, count, prompt, answer, vocabulary
-                    )
+                    runs["transformers continuous batching"] = partial(_continuous, peer, *sizes)
                 for label, measure in runs.items():
                     rates.setdefault(label, {}).setdefault(count, []).append(measure())
         weights = sum(parameter.nbytes for parameter in llms["windlass"].engine.runner.model.parameters())

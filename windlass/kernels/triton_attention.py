@@ -25,7 +25,7 @@ _PROGRAMS = 256  # that fill a device
 _MOST_PARTS = 32
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _attend_tile(
     query,
     out,
