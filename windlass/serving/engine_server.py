@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +63,9 @@ class EngineBackend:
             return loading.result()
         if error is not None and not await self._has_ended(ranks):
             raise error
+        if not loading.done():
+            # the thread that loads waits for the lost rank, for as long as a collective may take, and torch for it
+            atexit.register(_leave_at_once)
         loading.cancel()
         raise EngineRankError(f"{ranks.failure} while the model was loaded; its own output says why") from error
 
@@ -102,6 +107,13 @@ class EngineBackend:
         """End the other ranks at once."""
         if self._ranks is not None:
             self._ranks.kill()
+
+
+def _leave_at_once() -> None:
+    """End the process with exit code 1, without the rest of its cleanup."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def serve_engine(
