@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -137,7 +137,7 @@ class CudaGraphCapture:
     """Capture of CUDA graphs that share one pool of memory: their steps never run at the same time."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> CapturedStep:
         """Record a function, after two ordinary runs in which kernels are compiled and libraries allocate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -58,7 +58,9 @@ class StepBatch:
 
         if device.type == "cpu":
             return self
-        values = {name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        values: dict[str, Any] = {
+            name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **values)
 
 
