@@ -11,6 +11,7 @@ from torch import nn
 from windlass.base.errors import ConfigError, ModelError, WindlassError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.inference.staged_loading import StagedModelSource
 
 _DTYPES = {
@@ -52,7 +53,8 @@ def load_model(
     """Load a causal language model of transformers, in eval mode.
 
     Args:
-        path: directory with `config.json` and safetensors files, or a name on the hub.
+        path: directory with `config.json` and safetensors files, or a name on the hub. A directory of packed weights
+            (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
         dtype: of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened to
             float32, since there is no fast arithmetic for them.
         pipeline: mesh axis of several ranks, of which each reads the weights of its own stage alone.
@@ -69,8 +71,13 @@ def load_model(
             "a decoder alone"
         )
     wanted = parse_dtype(dtype)
-    source = transformers.AutoModelForCausalLM if pipeline is None else StagedModelSource(config, pipeline)
-    model = _load(source, path, trust_remote_code, dtype=wanted or "auto", use_safetensors=None)
+    if is_packed_directory(path):
+        if pipeline is not None:
+            raise ConfigError(f"{path} has packed weights, which pp does not split; give the wide model, and weights")
+        model = load_packed_model(path, dtype=wanted, trust_remote_code=trust_remote_code)
+    else:
+        source = transformers.AutoModelForCausalLM if pipeline is None else StagedModelSource(config, pipeline)
+        model = _load(source, path, trust_remote_code, dtype=wanted or "auto", use_safetensors=None)
     if torch.device(device).type == "cpu" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
     found: nn.Module = model.to(device).eval()

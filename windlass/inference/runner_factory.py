@@ -22,6 +22,9 @@ from windlass.inference.rank_channel import RankChannel
 from windlass.inference.stage_link import StageForward, open_stage_link, split_for_inference
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
+from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
+from windlass.kernels.weight_format import get_weight_format
 from windlass.parallel.pipeline.stub_modules import drop_aliases
 from windlass.storage.staging_memory import available_memory
 
@@ -57,19 +60,28 @@ def make_runner(
     longest = options.max_model_len or max_model_len
     shards = ranks is not None and not is_sharded(model)
     pipeline = None if ranks is None else ranks.pipeline
-    if ranks is not None and shards and open_stage_link(model, pipeline) is None:
-        ranks.broadcast_model(model)
-        if pipeline is not None:
-            split_for_inference(model, pipeline)
+    if ranks is not None and shards:
+        if (held := _packed_format(model)) is not None:
+            raise ConfigError(
+                f"the model is packed as {held!r}, which tp, ep and pp do not shard; give the wide model, and weights"
+            )
+        if open_stage_link(model, pipeline) is None:
+            ranks.broadcast_model(model)
+            if pipeline is not None:
+                split_for_inference(model, pipeline)
     link = open_stage_link(model, pipeline)
     forward = CausalForward(model) if link is None else StageForward(link)
-    plain = PlainLogits(model, longest, forward) if options.check_at_load else None
+    # Few bits change the logits by more than any error of a runner: it is compared with the model of packed weights.
+    coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
+    plain = PlainLogits(model, longest, forward) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
     records = options.cuda_graphs and owned and ranks is None and find_device(model).type == "cuda"
     packed = _pack(model, options, forward, owned=owned)
     if packed is not None and owned and link is not None:
         drop_aliases(model)  # a tied embedding is in the packed head
+    if options.check_at_load and coarse and ranks is None:
+        plain = PlainLogits(model, longest, forward)
     try:
         runner: ModelRunner = PagedModelRunner(
             model,
@@ -200,6 +212,11 @@ class PlainLogits:
         return 2e-3
 
 
+def _packed_format(model: nn.Module) -> str | None:
+    """Return the format of the first packed layer, if there is one."""
+    return next((module.format.name for module in model.modules() if isinstance(module, PackedLinear)), None)
+
+
 def _pack(
     model: nn.Module, options: EngineOptions, forward: CausalForward | StageForward, *, owned: bool
 ) -> PackedModules | None:
@@ -207,9 +224,16 @@ def _pack(
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
+    held = _packed_format(model)
+    if options.weights is not None and held is not None:
+        raise ConfigError(
+            f"weights is {options.weights!r}, but the model is packed as {held!r} already; leave weights out"
+        )
     if not (wanted or options.weights) or not can_pack(model):
         if options.deterministic:
             raise ConfigError("deterministic needs the native kernels and a model on the CPU in float32 or bfloat16")
+        if options.weights is not None:
+            pack_linear_layers(model, options.weights)
         return None
 
     def probe() -> None:
@@ -217,7 +241,9 @@ def _pack(
         with torch.inference_mode():
             forward(ids, None, ids[:1])
 
-    return PackedModules(model, probe, weight_format=options.weights, frees_weights=owned)
+    return PackedModules(
+        model, probe, weight_format=options.weights, activations=options.activations, frees_weights=owned
+    )
 
 
 def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int) -> StepCost:
