@@ -39,5 +39,5 @@ class StepCost:
         return int(min(left / self.token_seconds, 1e9)) if self.token_seconds > 0 else 10**9
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the predicted time of computing so many tokens of one prompt alone."""
+        """Return the predicted time of computing `tokens` tokens of one prompt alone."""
         return self.step_seconds(tokens, 0) if tokens else 0.0
