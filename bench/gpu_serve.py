@@ -45,7 +45,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "gpu_serve",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Measure decode rates in turns, print a table, and write the JSON; exit code 1 if tokens differ."""
+    """Measure decode rates alternately, print a table, and write the JSON; exit code 1 if tokens differ."""
     place, counts, console = torch.device(device), [int(one) for one in requests.split(",")], bench_console()
     read = _read_rate(place)
     with tempfile.TemporaryDirectory() as folder:

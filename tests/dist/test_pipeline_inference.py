@@ -174,7 +174,7 @@ def test_an_error_on_one_stage_reaches_all(rank: int) -> None:
 
 
 def serve_and_cancel() -> list[list[int]] | str:
-    """An asyncio engine on the first rank: answers, embeddings beside them, and requests that are cancelled."""
+    """Run an asyncio engine on the first rank: answers, embeddings beside them, and requests that are cancelled."""
     import asyncio
 
     from windlass.inference.async_engine import AsyncLLMEngine

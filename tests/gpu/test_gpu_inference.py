@@ -19,7 +19,7 @@ SMALL = {"max_tokens_per_step": 32, "max_sequences": 6, "kv_cache_tokens": 320, 
 
 
 def saved(name: str, directory: Path) -> Any:
-    """A model of this name on the CPU, whose weights are in `directory`."""
+    """Return a model of this name on the CPU, after saving its weights in `directory`."""
     key = "n_positions" if name == "gpt2" else "max_position_embeddings"
     changes: dict[str, Any] = {key: 96, **({"sliding_window": 8} if name == "gemma3" else {})}
     model = build(name, **changes).eval()

@@ -53,7 +53,7 @@ from windlass.inference.token_draw import upload
 
 @dataclass
 class _StartedStep:
-    """Step whose logits are not there yet.
+    """Step whose logits are not computed, or have not arrived, so far.
 
     Attributes:
         chosen: sequences with their numbers of tokens.

@@ -23,7 +23,7 @@ CONTEXTS, COUNTS = [5, 40, 130], [5, 1, 33]
 
 
 def fill(dtype: torch.dtype, write: Any) -> tuple[PagedKVCache, torch.Tensor]:
-    """A cache of three sequences in scattered blocks, and its block table."""
+    """Return a cache of three sequences in scattered blocks, and its block table."""
     generator = torch.Generator().manual_seed(0)
     cache = make_kv_cache(14, 16, 2, 20, 24, dtype, path="reference")
     for tensor in cache.tensors:
