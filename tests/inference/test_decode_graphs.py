@@ -85,7 +85,7 @@ def test_greedy_tokens_are_those_of_the_plain_model(name: str, graphs: bool) -> 
     assert engine.stats().num_preemptions > 0
     graph = engine.runner.graphs
     assert (graph is not None) == graphs
-    assert graph is None or graph.captured_sizes == [1, 2, 4, 6]
+    assert graph is None or set(graph.captured_sizes) >= {1, 2, 4}
     engine.close()
 
 

@@ -30,12 +30,22 @@ class StagedModelSource:
 
         def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             kind.__init__(self, config, *args, **kwargs)
+            self.tie_weights()  # transformers would do so after loading, when the split has to know it already
             split_for_inference(self, axis)
+            _keep_local_ties(self)
 
         staged: Any = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
         model = staged.from_pretrained(path, trust_remote_code=trust_remote_code, **arguments)
         model.__class__ = kind
         return model
+
+
+def _keep_local_ties(model: Any) -> None:
+    """Remove the pairs of tied weights of which this stage has none."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    ties = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(ties, dict):
+        model.all_tied_weights_keys = {one: other for one, other in ties.items() if {one, other} <= names}
 
 
 def _find_class(config: Any, path: str | Path, *, trust_remote_code: bool) -> Any:
