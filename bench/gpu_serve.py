@@ -112,7 +112,8 @@ def _save_model(folder: str, hidden: int, layers: int, vocabulary: int) -> Any:
         dtype="bfloat16",
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     return config
 
 
@@ -167,7 +168,8 @@ def _decode(llm: LLM, count: int, prompt: int, answer: int, vocabulary: int) -> 
 def _load_peer(folder: str, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.to(device).eval()
 
 
 def _continuous(model: Any, count: int, prompt: int, answer: int, vocabulary: int) -> float:
