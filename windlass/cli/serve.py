@@ -32,6 +32,8 @@ def serve(
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, max=256, help="Processes that each have the model.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Ranks over which matrices are sharded.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Ranks over which layers are distributed.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks over which experts are distributed.")] = 1,
     dtype: Annotated[str, typer.Option(help="Weights: auto (as in the files), fp32, bf16 or fp16.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto (as the weights), fp32, bf16 or int8.")] = "auto",
     kv_cache_tokens: Annotated[
@@ -72,6 +74,9 @@ def serve(
         str | None, typer.Option(help="'ngram' (prompt lookup), or the directory of a draft model.")
     ] = None,
     speculative_tokens: Annotated[int, typer.Option(help="Drafts for each sequence and step.")] = 4,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Record decode steps on a GPU, and replay them.")
+    ] = True,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Part of a GPU's memory for weights and cache.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of requests without one. [random]")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of the tokenizer. [that of the model]")] = None,
@@ -116,6 +121,8 @@ def serve(
         "trust_remote_code": trust_remote_code,
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "tp": tp,
+        "pp": pp,
+        "ep": ep,
         "kv_dtype": kv_dtype,
         "kv_cache_tokens": kv_cache_tokens,
         "max_model_len": max_model_len,
@@ -133,6 +140,7 @@ def serve(
         "deterministic": deterministic,
         "lora": parse_adapters(lora or [], settings.model_names),
         "speculative": _speculative_options(speculative, speculative_tokens),
+        "cuda_graphs": cuda_graphs,
         "gpu_memory_utilization": gpu_memory_utilization,
         "seed": seed,
     }

@@ -68,6 +68,15 @@ class RankGroup:
             dist.broadcast(tensor, self.ranks[source], group=self.process_group)
         return tensor
 
+    def start_broadcast(self, tensor: torch.Tensor, source: int = 0) -> Any:
+        """Start a broadcast of a contiguous tensor, which must not change before the end of the returned operation.
+
+        `wait_for_transfers` of `comm/point_to_point` waits for it. None in a group of one rank.
+        """
+        if self.size == 1:
+            return None
+        return dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
+
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send a contiguous tensor to the rank at index `target`, and wait until its memory may be changed."""
         dist.send(tensor, self.ranks[target], group=self._group_for(tensor))

@@ -10,7 +10,8 @@ from torch import nn
 
 from windlass.base.errors import RequestError
 from windlass.inference.model_forward import find_device
-from windlass.inference.tensor_parallel_runner import TensorParallelRunner
+from windlass.inference.sharded_runner import ShardedRunner
+from windlass.inference.stage_link import get_stage_link
 
 if TYPE_CHECKING:
     from windlass.inference.llm_engine import LLMEngine
@@ -22,6 +23,7 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
     Raises:
         RequestError: the model has no decoder that returns hidden states, or a prompt is empty or too long.
     """
+    engine.finish_started()  # ranks run commands in the order of their start
     runner = engine.runner
     if find_decoder(runner.model) is None:
         raise RequestError(f"{type(runner.model).__name__} has no decoder inside, whose hidden states are embeddings")
@@ -29,7 +31,7 @@ def embed_prompts(engine: LLMEngine, prompts: Sequence[Sequence[int]]) -> list[l
     for ids in prompts:
         if not 0 < len(ids) <= engine.max_model_len:
             raise RequestError(f"an input has {len(ids)} tokens; give 1 to {engine.max_model_len}", parameter="input")
-        if isinstance(runner, TensorParallelRunner):
+        if isinstance(runner, ShardedRunner):
             hidden = runner.call(compute_hidden, list(ids))
         else:
             hidden = compute_hidden(runner.model, list(ids))
@@ -45,9 +47,16 @@ def find_decoder(model: Any) -> nn.Module | None:
 
 
 def compute_hidden(model: nn.Module, ids: list[int]) -> torch.Tensor:
-    """Return the last hidden state of the last token, float32 `[hidden]`."""
+    """Return the last hidden state of the last token, float32 `[hidden]`; with pp on the last stage alone."""
     decoder: Any = find_decoder(model)
     tokens = torch.tensor([ids], device=find_device(model))
+    link = get_stage_link(model)
     with torch.inference_mode():
-        hidden: torch.Tensor = decoder(input_ids=tokens).last_hidden_state[0, -1].float()
+        if link is None:
+            output = decoder(input_ids=tokens)
+        else:
+            output = link.run(decoder, {"input_ids": tokens, "use_cache": False}, None, torch.float32)
+            if output is None:
+                return torch.empty(0)
+        hidden: torch.Tensor = output.last_hidden_state[0, -1].float()
     return hidden

@@ -18,11 +18,11 @@ from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import find_device
 from windlass.inference.model_loading import find_eos_ids, find_max_length, load_model, load_tokenizer_of
 from windlass.inference.rank_channel import RankChannel, open_channel
+from windlass.inference.rank_worker import RankWorker
 from windlass.inference.runner_factory import make_runner, measure_step_cost
+from windlass.inference.sharded_runner import ShardedRunner
 from windlass.inference.speculation import DraftProposer, NgramProposer
 from windlass.inference.step_batch import ModelRunner
-from windlass.inference.tensor_parallel_runner import TensorParallelRunner
-from windlass.inference.tensor_parallel_worker import TensorParallelWorker
 
 
 def make_engine(
@@ -52,8 +52,9 @@ def make_engine(
     if isinstance(made, LLMEngine):
         return made
     raise ConfigError(
-        f"this rank holds a part of the model (tp = {options.tp}, ep = {options.ep}), and the first rank of the model "
-        "has the engine; call windlass.inference.worker_loop.run_worker(...) with the same arguments on all others"
+        f"this rank holds a part of the model (tp = {options.tp}, ep = {options.ep}, pp = {options.pp}), and the first "
+        "rank of the model has the engine; call windlass.inference.worker_loop.run_worker(...) with the same arguments "
+        "on all others"
     )
 
 
@@ -68,7 +69,7 @@ def make_rank_engine(
     skip_tokenizer: bool = False,
     ranks: RankChannel | None = None,
     owned: bool | None = None,
-) -> LLMEngine | TensorParallelWorker:
+) -> LLMEngine | RankWorker:
     """Load a model, or take a module as it is, and build its engine, or this rank's part of it. Collective over the
     ranks of the model.
 
@@ -83,10 +84,10 @@ def make_rank_engine(
         ModelError: the model or its tokenizer cannot be loaded or served.
         ConfigError: options contradict each other or the model, or too few ranks run.
     """
-    if ranks is None and options.tp * options.ep > 1:
-        ranks = open_channel(tp=options.tp, ep=options.ep)
+    if ranks is None and options.num_ranks > 1:
+        ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp)
     if ranks is not None and options.lora:
-        raise ConfigError("adapters apply to whole matrices, and tp or ep shards them; merge the adapter, or set tp 1")
+        raise ConfigError("adapters apply to whole models, and tp, ep or pp shards them; merge the adapter first")
     with nullcontext() if ranks is None else ranks.guard():
         return _build(model, options, tokenizer, device, dtype, trust_remote_code, skip_tokenizer, ranks, owned)
 
@@ -101,14 +102,20 @@ def _build(
     skip_tokenizer: bool,
     ranks: RankChannel | None,
     owned: bool | None,
-) -> LLMEngine | TensorParallelWorker:
+) -> LLMEngine | RankWorker:
     owns = not isinstance(model, nn.Module) if owned is None else owned
     if isinstance(model, nn.Module):
         module = model
         if module.training:
             module.eval()
     else:
-        module = load_model(model, dtype=dtype, device=device or local_device(), trust_remote_code=trust_remote_code)
+        module = load_model(
+            model,
+            dtype=dtype,
+            device=device or local_device(),
+            trust_remote_code=trust_remote_code,
+            pipeline=None if ranks is None else ranks.pipeline,
+        )
     if isinstance(tokenizer, (str, Path)):
         tokenizer = load_tokenizer_of(tokenizer, trust_remote_code=trust_remote_code)
     elif tokenizer is None and not skip_tokenizer and not isinstance(model, nn.Module):
@@ -137,8 +144,8 @@ def _build(
     )
     if ranks is not None:
         if not ranks.is_leader:
-            return TensorParallelWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)
-        runner = TensorParallelRunner(runner, ranks)
+            return RankWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)
+        runner = ShardedRunner(runner, ranks)
     logger.info("%s: %s", type(module).__name__, runner.description)
     return LLMEngine(
         runner,

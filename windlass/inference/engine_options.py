@@ -28,6 +28,7 @@ _VLLM_NAMES = {
     "enable_prefix_caching": "prefix_caching",
     "kv_cache_dtype": "kv_dtype",
     "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
 }
 """vLLM's names of options that have another name here; both are accepted."""
 
@@ -94,6 +95,8 @@ class EngineOptions:
         check_at_load: compare some greedy tokens with those of the plain model.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.
+        pp: ranks along the pipeline axis, each of which holds some layers.
+        cuda_graphs: record decode steps of a loaded model on a CUDA device, and replay them.
         gpu_memory_utilization: part of a CUDA device's memory for weights and KV cache.
     """
 
@@ -119,10 +122,12 @@ class EngineOptions:
     check_at_load: bool = True
     tp: int = 1
     ep: int = 1
+    pp: int = 1
+    cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens_per_step", "max_sequences", "block_size", "tp", "ep"):
+        for name in ("max_tokens_per_step", "max_sequences", "block_size", "tp", "ep", "pp"):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_tokens", "max_queued"):
             if getattr(self, name) is not None:
@@ -143,8 +148,11 @@ class EngineOptions:
             raise ConfigError(f"max_wait_seconds is {self.max_wait_seconds}; write a positive number")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; write a number up to 1")
-        if self.lora and self.tp > 1:
-            raise ConfigError(f"lora is served with tp=1 alone, and tp is {self.tp}; merge the adapter or set tp to 1")
+        if self.lora and self.num_ranks > 1:
+            raise ConfigError(
+                f"lora is served by one rank alone, and tp x ep x pp is {self.num_ranks}; merge the adapter, or set "
+                "all three to 1"
+            )
         if self.swap_bytes < 0:
             raise ConfigError(f"swap_bytes is {self.swap_bytes}; write 0 or more")
         if self.max_sequences > self.max_tokens_per_step:
@@ -176,6 +184,11 @@ class EngineOptions:
             except TypeError as error:
                 raise ConfigError(f"speculative: {error}") from error
         return cls(**values)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that hold one model."""
+        return self.tp * self.ep * self.pp
 
     @property
     def kv_torch_dtype(self) -> torch.dtype | None:

@@ -46,6 +46,8 @@ class GenerationSequence:
     drafts: list[int] = field(default_factory=list)
     saved: SavedBlocks | None = None
     has_sampled: bool = False
+    in_flight: int = 0
+    last_step: int = 0
 
     @property
     def generated(self) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
 from windlass.inference.model_loading import load_model, parse_dtype
 from windlass.inference.parallel_model import shard_for_inference
-from windlass.inference.rank_channel import open_channel
+from windlass.inference.rank_channel import RankChannel, open_channel
+from windlass.inference.stage_link import StageLink, open_stage_link, split_for_inference
 from windlass.inference.transformers_generate import generate_by_engine
 
 
@@ -24,6 +27,7 @@ def init_inference(
     *,
     tp: int = 1,
     ep: int = 1,
+    pp: int = 1,
     dtype: str | torch.dtype = "auto",
     **options: Any,
 ) -> InferenceModel:
@@ -34,6 +38,7 @@ def init_inference(
             rank's device, converted to `dtype`, and sharded.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis.
+        pp: ranks along the pipeline axis, each of which keeps some layers.
         dtype: of the parameters; `auto`: as they are.
         options: see `EngineOptions`; with `weights` the linear layers are packed in that format for good.
 
@@ -41,7 +46,7 @@ def init_inference(
         ConfigError: an option is not known, or too few ranks run.
         ModelError: the model cannot be loaded or sharded.
     """
-    return InferenceModel(model, EngineOptions.from_arguments(tp=tp, ep=ep, **options), dtype)
+    return InferenceModel(model, EngineOptions.from_arguments(tp=tp, ep=ep, pp=pp, **options), dtype)
 
 
 class InferenceModel(nn.Module):
@@ -60,18 +65,21 @@ class InferenceModel(nn.Module):
     def __init__(self, model: nn.Module | str | Path, options: EngineOptions, dtype: str | torch.dtype) -> None:
         super().__init__()
         wanted, device = parse_dtype(dtype), local_device()
+        several = options.num_ranks > 1
+        self._ranks = open_channel(tp=options.tp, ep=options.ep, pp=options.pp) if several else None
         if isinstance(model, nn.Module):
             module = model.to(device=device, dtype=wanted).eval()
         else:
-            module = load_model(model, dtype=dtype, device=device)
+            with nullcontext() if self._ranks is None else self._ranks.guard():
+                pipeline = None if self._ranks is None else self._ranks.pipeline
+                module = load_model(model, dtype=dtype, device=device, pipeline=pipeline)
         self._options = options
-        self._ranks = open_channel(tp=options.tp, ep=options.ep) if options.tp * options.ep > 1 else None
         self._llm: LLM | None = None
         self.module = module
+        self._link: StageLink | None = None
         if self._ranks is not None:
             with self._ranks.guard():
-                self._ranks.broadcast_model(module)
-                shard_for_inference(module, self._ranks)
+                self._shard(module, self._ranks)
         if options.weights is not None:
             self._find_llm()
 
@@ -81,9 +89,12 @@ class InferenceModel(nn.Module):
         return self._find_llm()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module computes, without gradients."""
+        """Compute what the module computes, without gradients. With `pp` no cache is used."""
         with torch.inference_mode():
-            return self.module(*args, **kwargs)
+            if self._link is None or self._ranks is None:
+                return self.module(*args, **kwargs)
+            with self._ranks.guard():
+                return self._ranks.share(self._run_stages(self._link, args, kwargs))
 
     def generate(
         self,
@@ -108,6 +119,11 @@ class InferenceModel(nn.Module):
         found = generate_by_engine(self.llm, self.module, input_ids, attention_mask, **dict(settings))
         if found is not None:
             return found
+        if self._link is not None:
+            raise ConfigError(
+                "these settings of generate need the module's own loop, which has not all layers on a rank with pp "
+                f"({', '.join(sorted(settings))}); leave them out, or use tp"
+            )
         with torch.inference_mode():
             return own(input_ids, attention_mask=attention_mask, **settings)
 
@@ -116,6 +132,26 @@ class InferenceModel(nn.Module):
         if self._llm is not None:
             self._llm.close()
             self._llm = None
+
+    def _shard(self, module: nn.Module, ranks: RankChannel) -> None:
+        """Shard the module in place. A module that was loaded over pp has this rank's stage already."""
+        if open_stage_link(module, ranks.pipeline) is None:
+            ranks.broadcast_model(module)
+            if ranks.pipeline is not None:
+                split_for_inference(module, ranks.pipeline)
+        self._link = open_stage_link(module, ranks.pipeline)
+        shard_for_inference(module, ranks)
+
+    def _run_stages(self, link: StageLink, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run all stages; return the module's output on the last one, None on others."""
+        accepted = inspect.signature(self.module.forward).parameters
+        arguments = {**dict(zip(accepted, args, strict=False)), **kwargs}
+        for name, value in (("use_cache", False), ("output_router_logits", False)):
+            if name in accepted:
+                arguments[name] = value
+        if not link.is_last:
+            arguments.pop("labels", None)
+        return link.run(self.module, arguments, None, torch.float32)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -16,9 +16,9 @@ from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm_engine import LLMEngine
 from windlass.inference.outputs import EngineStats, RequestOutput
+from windlass.inference.rank_worker import RankWorker
 from windlass.inference.sampling_params import BeamSearchParams, SamplingParams
-from windlass.inference.tensor_parallel_runner import TensorParallelRunner
-from windlass.inference.tensor_parallel_worker import TensorParallelWorker
+from windlass.inference.sharded_runner import ShardedRunner
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class LLM:
         self._numbers = itertools.count()
 
     @classmethod
-    def from_engine(cls, engine: LLMEngine | TensorParallelWorker) -> LLM:
+    def from_engine(cls, engine: LLMEngine | RankWorker) -> LLM:
         """Wrap an engine."""
         made = cls.__new__(cls)
         made._engine, made._numbers = engine, itertools.count()
@@ -208,9 +208,9 @@ class LLM:
     def _on_leader(self, function: Callable[[], T]) -> T:
         """Call a function where the engine is, and return its result on all ranks of the model."""
         engine = self._engine
-        if isinstance(engine, TensorParallelWorker):
+        if isinstance(engine, RankWorker):
             return cast(T, engine.take_part())
-        if isinstance(engine.runner, TensorParallelRunner):
+        if isinstance(engine.runner, ShardedRunner):
             return engine.runner.share(function)
         return function()
 

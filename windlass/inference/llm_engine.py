@@ -6,8 +6,9 @@ import itertools
 import operator
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,40 @@ from windlass.inference.outputs import (
     TokenLogprobs,
 )
 from windlass.inference.preempted_blocks import PreemptedBlocks
-from windlass.inference.sampler import SampledToken, SequenceSampler, sample, take_logprobs
+from windlass.inference.sampler import (
+    PendingTokens,
+    SampledToken,
+    SequenceSampler,
+    can_draw_later,
+    draw_later,
+    sample,
+    take_logprobs,
+)
 from windlass.inference.sampling_params import SamplingParams
-from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, ServiceLevel, schedule
+from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, ServiceLevel, StepPlan, schedule
 from windlass.inference.speculation import DraftProposer
-from windlass.inference.step_batch import ModelRunner, StepBatch
+from windlass.inference.step_batch import ModelRunner, PipelinedRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.inference.structured_output import OutputConstraint, StructuredOutputCompiler
+from windlass.inference.token_draw import upload
+
+
+@dataclass
+class _StartedStep:
+    """Step whose logits are not computed, or have not arrived, so far.
+
+    Attributes:
+        chosen: sequences with their numbers of tokens.
+        rows: rows of the logits of each.
+        began: time of the start.
+        pending: tokens that the device draws; None: the step runs when it is finished, or on other ranks.
+    """
+
+    batch: StepBatch
+    chosen: list[tuple[GenerationSequence, int]]
+    rows: list[list[int]]
+    began: float
+    pending: PendingTokens | None = None
 
 
 class LLMEngine:
@@ -72,6 +100,11 @@ class LLMEngine:
         self.eos_ids, self.max_model_len = frozenset(eos_ids), max_model_len
         self.cost = cost or StepCost()
         self._proposer = proposer if runner.computes_drafts else None
+        self._pipelined = runner if isinstance(runner, PipelinedRunner) and runner.depth > 1 else None
+        self._looks_ahead = self._pipelined is None and runner.is_asynchronous and self._proposer is None
+        self._started: deque[_StartedStep] = deque()
+        self._finished_at = 0.0
+        self._admits = True  # the last step admitted waiting sequences, if there were any
         self._clock = clock
         self._blocks = BlockManager(
             runner.num_blocks, runner.block_size, prefix_caching=options.prefix_caching and runner.block_nbytes > 0
@@ -161,6 +194,7 @@ class LLMEngine:
         request.sequences.append(sequence)
         self._requests[request_id] = request
         self._waiting[sequence.sequence_id] = sequence
+        self._admits = True
 
     def cancel(self, request_id: str) -> RequestOutput | None:
         """End a request with the finish reason `abort`, free its blocks and return its last state; None for an unknown
@@ -175,8 +209,8 @@ class LLMEngine:
         return request.to_output()
 
     def has_requests(self) -> bool:
-        """Return True if a request is unfinished."""
-        return bool(self._running or self._waiting)
+        """Return True if a request is unfinished, or has outputs that `step` has not returned."""
+        return bool(self._running or self._waiting or self._started or self._changed)
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
         """Return text and token ids of a prompt.
@@ -248,6 +282,7 @@ class LLMEngine:
 
     def clear_prefix_cache(self) -> None:
         """Forget cached prefixes, after the weights have changed."""
+        self.finish_started()
         self._blocks.clear_cache()
 
     def close(self) -> None:
@@ -262,16 +297,19 @@ class LLMEngine:
     # steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward; return the requests that have finished, and those that stream and have new tokens."""
+        """Run one forward; return the requests that have finished, and those that stream and have new tokens.
+
+        With stages on several ranks, steps of other sequences are started before the oldest one is finished.
+        """
         if self.has_requests():
             self._check_weights()
-            began = self._clock()
-            batch, sequences, rows = self._prepare(began)
-            if sequences:
-                logits = self.runner.run(batch)
-                self._take_logits(sequences, rows, logits)
-                self._propose_drafts()
-                self._count_step(batch.num_tokens, self._clock() - began)
+            depth = 1 if self._pipelined is None else self._pipelined.depth
+            while len(self._started) < depth and self._start_step():
+                pass
+            if self._looks_ahead and self._started:
+                self._start_next(self._started[-1])
+            if self._started:
+                self._finish_step()
         outputs = []
         for request in self._changed.values():
             if request.finished:
@@ -280,6 +318,107 @@ class LLMEngine:
                 outputs.append(request.to_output())
         self._changed = {}
         return outputs
+
+    def finish_started(self) -> None:
+        """Finish the steps that were started; the next `step` returns their outputs."""
+        while self._started:
+            self._finish_step()
+
+    def _start_step(self) -> bool:
+        """Plan a step of sequences that are in no other one; return False if there is nothing to run yet."""
+        if not (self._running or self._waiting):
+            return False
+        began = self._clock()
+        batch, chosen, rows = self._prepare(began)
+        if not chosen:
+            return False
+        for sequence, _ in chosen:
+            sequence.in_flight, sequence.last_step = sequence.in_flight + 1, self._stats.steps
+        self._started.append(_StartedStep(batch, chosen, rows, began))
+        if self._pipelined is not None:
+            self._pipelined.start(batch)
+        elif self._looks_ahead and self._draws_later(batch, chosen):
+            self._run_later(self._started[-1])
+        return True
+
+    def _draws_later(self, batch: StepBatch, chosen: Sequence[tuple[GenerationSequence, int]]) -> bool:
+        """Return True if each sequence gets one token that is drawn by its logits alone."""
+        return batch.is_decode and all(
+            sequence.num_known - sequence.num_computed == 1
+            and self._candidates(sequence) == 1
+            and can_draw_later(sequence.sampler)
+            and not self._wants_prompt_logprobs(sequence)
+            for sequence, _ in chosen
+        )
+
+    def _run_later(self, step: _StartedStep) -> None:
+        """Queue a step and the draw of its tokens on the device."""
+        logits = self.runner.run(step.batch)
+        step.pending = draw_later(logits, [sequence.sampler for sequence, _ in step.chosen])
+
+    def _start_next(self, last: _StartedStep) -> None:
+        """Queue the step after the last one, whose tokens are on the device alone, so that the device does not wait.
+
+        [Note: one step ahead] A sequence that the last step ends is computed once more; the result is ignored, and its
+        blocks are freed after that. Nothing is queued if the step could be another one: if requests can be admitted,
+        prompts are being computed, or blocks have run out.
+        """
+        chosen = [s for s, _ in last.chosen if not s.output.finished()]
+        others = len(self._running) > len(chosen) or (self._waiting and self._admits)
+        if last.pending is None or others or len(self._started) > 1:
+            return
+        rows = [row for row, s in enumerate(chosen) if len(s.generated) + s.in_flight < s.request.max_tokens]
+        going = [chosen[row] for row in rows]
+        totals = [sequence.num_computed + sequence.in_flight + 1 for sequence in going]
+        missing = sum(
+            max(self._blocks.blocks_for(total) - len(sequence.blocks), 0)
+            for sequence, total in zip(going, totals, strict=True)
+        )
+        if not going or len(chosen) < len(last.chosen) or missing > self._blocks.num_free:
+            return
+        ids = last.pending.ids
+        if len(going) < len(chosen):
+            ids = ids[upload(torch.tensor(rows), ids.device)]
+        for sequence, total in zip(going, totals, strict=True):
+            self._grow(sequence, total, [])
+            sequence.in_flight += 1
+        step = _StartedStep(self._make_next_batch(going, totals, ids), [(s, 1) for s in going], [], self._clock())
+        self._run_later(step)
+        self._started.append(step)
+
+    def _make_next_batch(
+        self, sequences: Sequence[GenerationSequence], totals: Sequence[int], ids: torch.Tensor
+    ) -> StepBatch:
+        """Return the decode step after which the sequences have `totals` tokens; `ids` are on the device."""
+        size = self._blocks.block_size
+        count = len(sequences)
+        slots = [
+            sequence.blocks[(total - 1) // size] * size + (total - 1) % size
+            for sequence, total in zip(sequences, totals, strict=True)
+        ]
+        return StepBatch(
+            ids,
+            torch.tensor([total - 1 for total in totals]),
+            torch.arange(count + 1, dtype=torch.int32),
+            torch.tensor(totals, dtype=torch.int32),
+            _make_table(sequences),
+            torch.tensor(slots),
+            torch.arange(count),
+            [sequence.sequence_id for sequence in sequences],
+            [sequence.request.lora_name for sequence in sequences],
+        )
+
+    def _finish_step(self) -> None:
+        step = self._started.popleft()
+        if step.pending is not None:
+            self._take_tokens(step.chosen, step.pending)
+        else:
+            logits = self.runner.run(step.batch) if self._pipelined is None else self._pipelined.finish()
+            self._take_logits(step.chosen, step.rows, logits)
+        self._propose_drafts()
+        now = self._clock()
+        self._count_step(step.batch.num_tokens, now - max(step.began, self._finished_at))
+        self._finished_at = now
 
     def _check_weights(self) -> None:
         """Drop keys and values that were computed with other weights: those of a training engine change."""
@@ -291,6 +430,7 @@ class LLMEngine:
                     "engine with deterministic=False"
                 )
             self._updates = updates
+            self.finish_started()
             for sequence in list(self._running.values()):
                 self._preempt(sequence)
             for sequence in self._waiting.values():
@@ -301,14 +441,13 @@ class LLMEngine:
     def _prepare(self, now: float) -> tuple[Any, list[tuple[GenerationSequence, int]], list[list[int]]]:
         """Schedule a step and give its sequences blocks; return the batch, the sequences with their numbers of tokens,
         and the rows of the logits of each."""
-        plan = schedule(
-            [self._snapshot_running(sequence) for sequence in self._running.values()],
-            [self._snapshot_waiting(sequence) for sequence in self._waiting.values()],
-            self._blocks.num_free,
-            self._limits,
-            self.cost,
-            now,
-        )
+        share = self._find_share()
+        plan = self._schedule(now, share)
+        if plan.preempted and share is not None:
+            if self._started:
+                return None, [], []  # all sequences are candidates for preemption once no step computes them
+            plan = self._schedule(now, None)
+        self._admits = bool(plan.admitted) or not self._waiting
         for sequence_id in plan.preempted:
             self._preempt(self._running[sequence_id])
         chosen: list[tuple[GenerationSequence, int]] = []
@@ -327,13 +466,37 @@ class LLMEngine:
                 left = sequence.num_known - sequence.num_computed
                 chosen.append((sequence, min(plan.num_tokens[sequence_id], left)))
         if not chosen:
-            if not plan.preempted and not plan.admitted:
+            if not plan.preempted and not plan.admitted and not self._started:
                 raise RuntimeError("no sequence can run, although the KV cache holds each; report this as a bug")
             return None, [], []
         if copies:
             self.runner.copy_blocks(copies)
         batch, rows = self._make_batch(chosen)
         return batch, chosen, rows
+
+    def _find_share(self) -> int | None:
+        """Return the number of sequences of a step with which all stages have work; None: all of them."""
+        if self._pipelined is None:
+            return None
+        total = len(self._running) + (len(self._waiting) if self._admits else 0)
+        return max(1, -(-min(total, self._limits.max_sequences) // self._pipelined.depth))
+
+    def _schedule(self, now: float, share: int | None) -> StepPlan:
+        """Plan a step of at most `share` running sequences, those first that have waited longest."""
+        idle = [sequence for sequence in self._running.values() if not sequence.in_flight]
+        if share is not None:
+            idle = sorted(idle, key=lambda sequence: sequence.last_step)[:share]
+        places = sum(self._candidates(sequence) for sequence in self._running.values())
+        return schedule(
+            [self._snapshot_running(sequence) for sequence in idle],
+            [self._snapshot_waiting(sequence) for sequence in self._waiting.values()],
+            self._blocks.num_free,
+            self._limits,
+            self.cost,
+            now,
+            elsewhere=places - sum(self._candidates(sequence) for sequence in idle),
+            share=share,
+        )
 
     def _snapshot_running(self, sequence: GenerationSequence) -> SequenceSnapshot:
         references = self._blocks.references
@@ -418,6 +581,8 @@ class LLMEngine:
         self._waiting[sequence.sequence_id] = sequence
 
     def _free(self, sequence: GenerationSequence) -> None:
+        if sequence.in_flight:
+            return  # cancelled; a step still writes to its blocks, and frees them at its end
         self._blocks.release(sequence.blocks)
         self.runner.release(sequence.sequence_id)
         sequence.blocks, sequence.num_registered = [], 0
@@ -447,16 +612,12 @@ class LLMEngine:
             slots += [blocks[place // size] * size + place % size for place in range(first, stop)]
             starts.append(len(ids))
             lengths.append(stop)
-        widest = max(len(sequence.blocks) for sequence, _ in chosen)
-        table = torch.zeros(len(chosen), widest, dtype=torch.int32)
-        for row, (sequence, _) in enumerate(chosen):
-            table[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
         batch = StepBatch(
             torch.tensor(ids),
             torch.tensor(positions),
             torch.tensor(starts, dtype=torch.int32),
             torch.tensor(lengths, dtype=torch.int32),
-            table,
+            _make_table([sequence for sequence, _ in chosen]),
             torch.tensor(slots),
             torch.tensor(logit_rows, dtype=torch.long),
             [sequence.sequence_id for sequence, _ in chosen],
@@ -482,7 +643,12 @@ class LLMEngine:
     ) -> None:
         """Advance the sequences of a step by the tokens that were computed, and draw tokens of those that are due."""
         pending: list[tuple[GenerationSequence, list[int], int]] = []  # sequence, rows, first position
+        for sequence, _ in chosen:
+            sequence.in_flight -= 1
         for (sequence, count), rows in zip(chosen, rows_of, strict=True):
+            if sequence.output.finished():
+                self._free(sequence)
+                continue
             first = sequence.num_computed
             sequence.num_computed += count
             if self._wants_prompt_logprobs(sequence):
@@ -493,6 +659,19 @@ class LLMEngine:
             else:
                 self._register_blocks(sequence)
         self._draw(pending, logits)
+
+    def _take_tokens(self, chosen: Sequence[tuple[GenerationSequence, int]], pending: PendingTokens) -> None:
+        """Advance the sequences of a decode step by the tokens that the device has drawn."""
+        for (sequence, _), token in zip(chosen, pending.wait(), strict=True):
+            sequence.in_flight -= 1
+            if sequence.output.finished():
+                self._free(sequence)
+                continue
+            sequence.num_computed += 1
+            if token.error is not None:
+                self._end(sequence.request, "error", token.error)
+            elif not self._append(sequence, token):
+                self._register_blocks(sequence)
 
     def _draw(self, pending: list[tuple[GenerationSequence, list[int], int]], logits: torch.Tensor) -> None:
         """Draw tokens depth by depth: the second row of a sequence counts if its first draft was accepted, etc."""
@@ -661,7 +840,8 @@ class LLMEngine:
         options = self.options.speculative
         if self._proposer is None or options is None:
             return
-        ready = [s for s in self._running.values() if s.has_sampled and len(s.token_ids) - s.num_computed == 1]
+        idle = [s for s in self._running.values() if not s.in_flight and not s.drafts]
+        ready = [s for s in idle if s.has_sampled and len(s.token_ids) - s.num_computed == 1]
         ready = [s for s in ready if s.constraint is None or not s.constraint.is_complete()]
         if not ready:
             return
@@ -784,6 +964,15 @@ class LLMEngine:
         self._stats.step_tokens += tokens
         self._stats.step_seconds += seconds
         logger.debug("step of %d tokens in %.1f ms", tokens, seconds * 1e3)
+
+
+def _make_table(sequences: Sequence[GenerationSequence]) -> torch.Tensor:
+    """Return the block table of a batch."""
+    widest = max(len(sequence.blocks) for sequence in sequences)
+    table = torch.zeros(len(sequences), widest, dtype=torch.int32)
+    for row, sequence in enumerate(sequences):
+        table[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+    return table
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -26,6 +26,7 @@ class CausalForward:
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             self.accepts |= _passed_through(model)
         self._ids_by_name = "input_ids" in self.accepts
+        self._selects = "logits_to_keep" in self.accepts
 
     @property
     def takes_positions(self) -> bool:
@@ -39,6 +40,15 @@ class CausalForward:
             token_ids, positions: int64 `[tokens]`; positions are left out if None.
             rows: int64, tokens whose logits are returned.
         """
+        arguments = self.make_arguments(token_ids, positions, rows)
+        if not self._ids_by_name:
+            return self.select_logits(self.model(token_ids[None], **arguments), len(token_ids), rows)
+        return self.select_logits(self.model(input_ids=token_ids[None], **arguments), len(token_ids), rows)
+
+    def make_arguments(
+        self, token_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor
+    ) -> dict[str, Any]:
+        """Return the keyword arguments beside the token ids."""
         arguments: dict[str, Any] = {}
         if positions is not None:
             arguments["position_ids"] = positions[None]
@@ -48,18 +58,19 @@ class CausalForward:
         for name, value in (("use_cache", False), ("return_dict", True), ("output_router_logits", False)):
             if name in self.accepts:
                 arguments[name] = value
-        selects = "logits_to_keep" in self.accepts
-        if selects:
+        if self._selects:
             arguments["logits_to_keep"] = rows
-        ids = token_ids[None]
-        result = self.model(input_ids=ids, **arguments) if self._ids_by_name else self.model(ids, **arguments)
+        return arguments
+
+    def select_logits(self, result: Any, num_tokens: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits of `rows` from the return value of the model."""
         logits = get_logits(result)
         logits = logits[0] if logits.dim() == 3 else logits
-        if not selects or logits.shape[0] != len(rows):
-            if logits.shape[0] != len(token_ids):
+        if not self._selects or logits.shape[0] != len(rows):
+            if logits.shape[0] != num_tokens:
                 raise ModelError(
                     f"{type(self.model).__name__} returned logits of shape {tuple(logits.shape)} for "
-                    f"{len(token_ids)} tokens; its forward must return [samples, tokens, vocabulary]"
+                    f"{num_tokens} tokens; its forward must return [samples, tokens, vocabulary]"
                 )
             logits = logits[rows]
         return logits.float()

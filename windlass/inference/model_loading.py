@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import ConfigError, ModelError, WindlassError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.base.text import one_line
+from windlass.comm.mesh_axis import MeshAxis
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
+from windlass.inference.staged_loading import StagedModelSource
 
 _DTYPES = {
     "auto": None,
@@ -47,6 +49,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    pipeline: MeshAxis | None = None,
 ) -> nn.Module:
     """Load a causal language model of transformers, in eval mode.
 
@@ -55,6 +58,7 @@ def load_model(
             (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
         dtype: of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened to
             float32, since there is no fast arithmetic for them.
+        pipeline: mesh axis of several ranks, of which each reads the weights of its own stage alone.
 
     Raises:
         ModelError: there is no model, it is damaged, it needs its own code, it is an encoder-decoder, or transformers
@@ -69,11 +73,12 @@ def load_model(
         )
     wanted = parse_dtype(dtype)
     if is_packed_directory(path):
+        if pipeline is not None:
+            raise ConfigError(f"{path} has packed weights, which pp does not split; give the wide model, and weights")
         model = load_packed_model(path, dtype=wanted, trust_remote_code=trust_remote_code)
     else:
-        model = _load(
-            transformers.AutoModelForCausalLM, path, trust_remote_code, dtype=wanted or "auto", use_safetensors=None
-        )
+        source = transformers.AutoModelForCausalLM if pipeline is None else StagedModelSource(config, pipeline)
+        model = _load(source, path, trust_remote_code, dtype=wanted or "auto", use_safetensors=None)
     if torch.device(device).type == "cpu" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
     found: nn.Module = model.to(device).eval()
@@ -135,6 +140,8 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: A
         raise ModelError(f"{path} is not a directory; give one with config.json and safetensors files")
     try:
         return source.from_pretrained(path, trust_remote_code=trust_remote_code, **arguments)
+    except WindlassError:
+        raise
     except Exception as error:  # safetensors, tokenizers and the hub raise their own exception types
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(path)) from error

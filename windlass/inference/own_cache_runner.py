@@ -51,6 +51,7 @@ class OwnCacheModelRunner:
     """
 
     computes_drafts = False
+    is_asynchronous = False
     block_nbytes = 0
 
     def __init__(

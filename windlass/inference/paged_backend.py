@@ -207,7 +207,7 @@ def _attend_by_predicate(
     groups = queries.shape[1] // cache.kv_heads
     for number, length in enumerate(lengths):
         rows = slice(starts[number], starts[number + 1])
-        places = torch.arange(length)
+        places = torch.arange(length, device=queries.device)
         blocks = batch.block_table[number].long()
         slots = blocks[places // cache.block_size] * cache.block_size + places % cache.block_size
         keys, values = (tensor.repeat_interleave(groups, dim=1).transpose(0, 1) for tensor in read_kv(cache, slots))
@@ -216,6 +216,7 @@ def _attend_by_predicate(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         dense = AttentionMask(1, len(positions), length, predicate, q_offset=int(positions[0])).to_dense()[0]
+        dense = dense.to(scores.device)
         scores = scores.masked_fill(~dense, torch.finfo(scores.dtype).min)
         if sinks is not None:
             extra = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)

@@ -11,10 +11,12 @@ from torch import nn
 
 from windlass.attention import install_attention, use_backend
 from windlass.base.errors import ModelError
+from windlass.inference.decode_graphs import Capture, DecodeGraphs
 from windlass.inference.lora import LoraAdapters
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.packed_modules import PackedModules
 from windlass.inference.paged_backend import LayerKey, LayerShape, PagedAttention
+from windlass.inference.stage_link import StageForward
 from windlass.inference.step_batch import SavedBlocks, StepBatch
 from windlass.inference.step_program import StepProgram
 from windlass.inference.step_recording import NotRecordableError
@@ -40,12 +42,15 @@ class PagedModelRunner:
         num_blocks: of the KV cache; given by a function of the bytes of one block.
         kv_dtype: of the cache; None: that of the keys.
         packed: packed weights, which are used inside of `run`.
+        forward: of the model; None: `CausalForward`.
+        has_scratch: allocate one more block, which recorded decode steps need.
 
     Raises:
         ModelError: the model cannot be run with a paged cache. The message has the reason.
     """
 
     computes_drafts = True
+    graphs: DecodeGraphs | None = None
 
     def __init__(
         self,
@@ -55,9 +60,11 @@ class PagedModelRunner:
         num_blocks: Callable[[int], int],
         kv_dtype: torch.dtype | None = None,
         packed: PackedModules | None = None,
+        forward: CausalForward | StageForward | None = None,
+        has_scratch: bool = False,
     ) -> None:
         check_pageable(model)
-        self._forward = CausalForward(model)
+        self._forward = CausalForward(model) if forward is None else forward
         if not self._forward.takes_positions:
             raise ModelError(
                 f"{type(model).__name__}.forward takes no position_ids, so sequences cannot be computed in one row"
@@ -65,6 +72,7 @@ class PagedModelRunner:
         self.model, self.kv_dtype, self._packed = model, kv_dtype, packed
         self.lora: LoraAdapters | None = None
         self.block_size, self.num_blocks = block_size, 1
+        self._scratch_blocks = 0
         self._restore = _install(model)
         self.device = find_device(model)
         probe = PagedAttention(self._make_cache)
@@ -75,6 +83,7 @@ class PagedModelRunner:
         self._backend = PagedAttention(self._make_cache)
         self.block_nbytes = sum(cache.block_nbytes for cache in probe.caches.values())
         self.num_blocks = num_blocks(self.block_nbytes)
+        self._scratch_blocks = int(has_scratch)
         for layer, shape in probe.shapes.items():
             self._backend.caches[layer] = self._make_cache(layer, shape)
         self.description = f"paged KV cache of {self.num_blocks} blocks of {block_size} tokens"
@@ -85,6 +94,9 @@ class PagedModelRunner:
         # the recorded forward has no adapters; with adapters all steps run the modules, so that results are equal bit
         # by bit
         adapted = self.lora is not None and self.lora.names
+        batch = batch.to(self.device)
+        if self.graphs is not None and not adapted and self.graphs.takes(batch):
+            return self.graphs.run(batch)
         if self.program is not None and not adapted and self.program.takes(batch):
             return self.program.run(batch)
         return self._run_modules(batch)
@@ -104,6 +116,28 @@ class PagedModelRunner:
         except NotRecordableError as error:
             return str(error)
         return None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if `run` returns before the logits are computed."""
+        return self.device.type == "cuda"
+
+    def record_decodes(self, capture: Capture, max_sequences: int, max_blocks: int) -> None:
+        """Record decode steps of each batch size at its first use, and replay them from then on.
+
+        Args:
+            max_sequences: of a batch.
+            max_blocks: KV blocks of a sequence.
+        """
+        self.graphs = DecodeGraphs(
+            self._run_modules,
+            capture,
+            max_sequences=max_sequences,
+            max_blocks=max_blocks,
+            scratch_block=self.num_blocks,
+            block_size=self.block_size,
+            device=self.device,
+        )
 
     def _run_modules(self, batch: StepBatch) -> torch.Tensor:
         self._backend.begin(batch)
@@ -138,6 +172,8 @@ class PagedModelRunner:
     def close(self) -> None:
         """Free the KV cache, and restore the model's attention function."""
         self.program = None
+        if self.graphs is not None:
+            self.graphs.close()
         self._backend.caches.clear()
         self._restore()
 
@@ -146,7 +182,9 @@ class PagedModelRunner:
 
     def _make_cache(self, layer: LayerKey, shape: LayerShape) -> PagedKVCache:
         dtype = self.kv_dtype or (torch.bfloat16 if shape.dtype == torch.bfloat16 else torch.float32)
-        return make_kv_cache(self.num_blocks, self.block_size, shape.kv_heads, shape.key_dim, shape.value_dim, dtype)
+        blocks = self.num_blocks + self._scratch_blocks
+        shapes = shape.kv_heads, shape.key_dim, shape.value_dim
+        return make_kv_cache(blocks, self.block_size, *shapes, dtype, device=self.device)
 
     def _probe(self, backend: PagedAttention) -> int:
         """Run a few tokens in a cache of one block to record the layers; return the size of the vocabulary."""
@@ -161,7 +199,7 @@ class PagedModelRunner:
             slots=places,
             logit_rows=places[-1:],
             sequence_ids=[0],
-        )
+        ).to(self.device)
         backend.begin(batch)
         try:
             with torch.inference_mode(), use_backend(backend):

@@ -1,20 +1,23 @@
 """Ranks that run one model together: their groups, the leader's commands, and errors that reach every rank.
 
-[Note: inference ranks] The ranks along tp and ep hold parts of one model and compute the same batches. The first of
-them, the leader, schedules and samples: its clock decides, and the others receive each batch. They compute it in
-lockstep, because the layers communicate. An error of one rank is posted in the rendezvous store; then the rank closes
-its process groups, so that the collectives in which the others wait fail at once instead of at their time-out, and the
-others raise the posted error.
+[Note: inference ranks] The ranks along tp, ep and pp hold parts of one model and compute the same batches. The first of
+them, the leader, schedules and samples: its clock decides, and the others receive each batch. Ranks along tp and ep
+compute it in lockstep, because the layers communicate. Along pp the leader starts as many steps, of different
+sequences, as there are stages, so that all stages compute; it has the last stage.
+
+An error of one rank is posted in the rendezvous store; then the rank closes its process groups, so that the collectives
+in which the others wait fail at once instead of at their time-out, and the others raise the posted error.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +26,13 @@ from torch import nn
 from windlass.base.errors import CommunicationError, ConfigError, PeerError, WindlassError
 from windlass.comm.bootstrap import init_distributed
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.comm.point_to_point import wait_for_transfers
 from windlass.comm.rank_group import RankGroup, create_rank_group
 from windlass.comm.store_notes import StoreNotes
 from windlass.inference.step_batch import StepBatch
 from windlass.inference.step_message import decode_batch, encode_batch
+
+T = TypeVar("T")
 
 _HEADER = 1024  # numbers of a message's first part, which is all of a usual decode step
 _IDLE = timedelta(days=365)  # workers of an idle server wait for the next request
@@ -59,6 +65,12 @@ class RankChannel:
         self._control, self._owns_axes = control, owns_axes
         self._notes = StoreNotes.numbered(f"inference on {min(control.ranks)}", control.ranks[control.index])
         self._failed = False
+        self._started: deque[list[tuple[Any, torch.Tensor]]] = deque()  # broadcasts of batches
+
+    @property
+    def stages(self) -> int:
+        """Number of ranks along pp."""
+        return self.axes["pp"].size if "pp" in self.axes else 1
 
     @property
     def size(self) -> int:
@@ -80,15 +92,26 @@ class RankChannel:
         """True after an error in a collective call: the ranks are no longer in step."""
         return self._failed
 
+    @property
+    def pipeline(self) -> MeshAxis | None:
+        """The mesh axis pp, if it has several ranks."""
+        return self.axes["pp"] if self.stages > 1 else None
+
     # messages
 
-    def send_batch(self, batch: StepBatch) -> None:
-        """Broadcast a batch. On the leader."""
-        self._send(RankCommand.RUN, encode_batch(batch))
+    def start_batch(self, batch: StepBatch) -> None:
+        """Start the broadcast of a batch, which ranks that compute an earlier one receive later. On the leader."""
+        tensors = self._encode(RankCommand.RUN, encode_batch(batch))
+        self._started.append([(self._control.start_broadcast(tensor), tensor) for tensor in tensors])
+
+    def finish_batch(self) -> None:
+        """Wait for the oldest broadcast of a batch. On the leader."""
+        wait_for_transfers([work for work, _ in self._started.popleft() if work is not None])
 
     def send(self, command: RankCommand, value: Any = None) -> None:
         """Broadcast a command with a Python value. On the leader."""
-        self._send(command, torch.empty(0, dtype=torch.long))
+        for tensor in self._encode(command, torch.empty(0, dtype=torch.long)):
+            self._control.broadcast(tensor)
         if command is not RankCommand.CLOSE:
             self._control.broadcast_object(value)
 
@@ -107,6 +130,10 @@ class RankChannel:
             self._control.broadcast(body)
         return command, decode_batch(body)
 
+    def share(self, value: T | None = None) -> T:
+        """Return the leader's value on all ranks. Collective."""
+        return self._control.broadcast_object(value)
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on the leader, and an empty list on the others."""
         return self._control.gather_object(value)
@@ -124,15 +151,14 @@ class RankChannel:
                     self._control.broadcast(values.view(-1).view(torch.uint8))
                     tensor.copy_(values)
 
-    def _send(self, command: RankCommand, body: torch.Tensor) -> None:
-        header = torch.empty(_HEADER, dtype=torch.long)
+    def _encode(self, command: RankCommand, body: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of a message: a header, and the body if it does not fit in there."""
+        header = torch.zeros(_HEADER, dtype=torch.long)
         header[0], header[1] = int(command), len(body)
-        fits = len(body) <= _HEADER - 2
-        if fits:
-            header[2 : 2 + len(body)] = body
-        self._control.broadcast(header)
-        if not fits:
-            self._control.broadcast(body)
+        if len(body) > _HEADER - 2:
+            return [header, body]
+        header[2 : 2 + len(body)] = body
+        return [header]
 
     # errors
 
@@ -196,22 +222,23 @@ class ClosedRankGroup:
         )
 
 
-def open_channel(*, tp: int, ep: int, axes: Mapping[str, MeshAxis] | None = None) -> RankChannel:
+def open_channel(*, tp: int, ep: int, pp: int = 1, axes: Mapping[str, MeshAxis] | None = None) -> RankChannel:
     """Create the groups of the ranks of one model. Collective over all ranks.
 
     Consecutive ranks hold one model. A larger world holds several models, which serve requests independently.
 
     Args:
-        tp, ep: ranks along each axis.
+        tp, ep, pp: ranks along each axis.
         axes: axes of a model that is sharded already.
 
     Raises:
         ConfigError: the world size is not a multiple of the number of ranks of a model.
     """
     init_distributed()
-    world, count = dist.get_world_size(), tp * ep
+    world, count, inner = dist.get_world_size(), tp * ep * pp, tp * ep
     if world % count:
-        text = f"tp = {tp}" if ep == 1 else f"tp x ep = {tp} x {ep}"
+        sizes = {name: size for name, size in (("tp", tp), ("ep", ep), ("pp", pp)) if size > 1}
+        text = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"
         raise ConfigError(
             f"{text} needs a multiple of {count} ranks, and {world} run; start the script by "
             f"`windlass run --nproc {count} script.py`"
@@ -221,7 +248,8 @@ def open_channel(*, tp: int, ep: int, axes: Mapping[str, MeshAxis] | None = None
     if axes is None:
         axes = {
             "tp": _axis("tp", [tuple(range(first, first + tp)) for first in range(0, world, tp)]),
-            "ep": _axis("ep", [tuple(range(s + t, s + count, tp)) for s in starts for t in range(tp)]),
+            "ep": _axis("ep", [tuple(range(s + t, s + inner, tp)) for s in range(0, world, inner) for t in range(tp)]),
+            "pp": _reversed(_axis("pp", [tuple(range(s + i, s + count, inner)) for s in starts for i in range(inner)])),
         }
     control = create_rank_group([tuple(range(start, start + count)) for start in starts], backend="gloo", timeout=_IDLE)
     return RankChannel(control, axes, owns_axes=owns)
@@ -232,6 +260,12 @@ def _axis(name: str, partition: list[tuple[int, ...]]) -> MeshAxis:
         rank = dist.get_rank()
         return MeshAxis(name, RankGroup(None, (rank,), 0))  # type: ignore[arg-type]  # it never communicates
     return MeshAxis(name, create_rank_group(partition))
+
+
+def _reversed(axis: MeshAxis) -> MeshAxis:
+    """Return the axis with its ranks numbered from the last, see [Note: stages from the last rank]."""
+    group = axis.group
+    return MeshAxis(axis.name, RankGroup(group.process_group, group.ranks[::-1], group.size - 1 - group.index))
 
 
 def portable_error(error: BaseException) -> BaseException:

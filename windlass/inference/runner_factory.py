@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.errors import CommunicationError, ConfigError, ModelError
 from windlass.base.log import logger
+from windlass.inference.decode_graphs import CudaGraphCapture
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
@@ -19,11 +20,13 @@ from windlass.inference.packed_modules import PackedModules, can_pack
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
+from windlass.inference.stage_link import StageForward, open_stage_link, split_for_inference
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
 from windlass.kernels.weight_format import get_weight_format
+from windlass.parallel.pipeline.stub_modules import drop_aliases
 from windlass.storage.staging_memory import available_memory
 
 _CHECKED_TOKENS = 8
@@ -57,20 +60,29 @@ def make_runner(
         )
     longest = options.max_model_len or max_model_len
     shards = ranks is not None and not is_sharded(model)
+    pipeline = None if ranks is None else ranks.pipeline
     if ranks is not None and shards:
         if (held := _packed_format(model)) is not None:
             raise ConfigError(
-                f"the model is packed as {held!r}, which tp and ep do not shard; give the wide model, and weights"
+                f"the model is packed as {held!r}, which tp, ep and pp do not shard; give the wide model, and weights"
             )
-        ranks.broadcast_model(model)
+        if open_stage_link(model, pipeline) is None:
+            ranks.broadcast_model(model)
+            if pipeline is not None:
+                split_for_inference(model, pipeline)
+    link = open_stage_link(model, pipeline)
+    forward = CausalForward(model) if link is None else StageForward(link)
     # Few bits change the logits by more than any error of a runner: it is compared with the model of packed weights.
     coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
-    plain = PlainLogits(model, longest) if options.check_at_load and not coarse else None
+    plain = PlainLogits(model, longest, forward) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
-    packed = _pack(model, options, owned=owned)
+    records = options.cuda_graphs and owned and ranks is None and find_device(model).type == "cuda"
+    packed = _pack(model, options, forward, owned=owned)
+    if packed is not None and owned and link is not None:
+        drop_aliases(model)  # a tied embedding is in the packed head
     if options.check_at_load and coarse and ranks is None:
-        plain = PlainLogits(model, longest)
+        plain = PlainLogits(model, longest, forward)
     try:
         runner: ModelRunner = PagedModelRunner(
             model,
@@ -78,6 +90,8 @@ def make_runner(
             num_blocks=_block_counter(options, longest, model, ranks),
             kv_dtype=options.kv_torch_dtype,
             packed=packed,
+            forward=forward,
+            has_scratch=records,
         )
     except (ConfigError, CommunicationError):
         raise
@@ -86,6 +100,8 @@ def make_runner(
     else:
         if packed is not None and owned and ranks is None and isinstance(runner, PagedModelRunner):
             _compile(runner, plain, options, longest)
+        if records and isinstance(runner, PagedModelRunner):
+            runner.record_decodes(CudaGraphCapture(), options.max_sequences, -(-longest // options.block_size))
         problem = None if plain is None else plain.find_difference(runner, options)
         if ranks is not None and not ranks.minimum(problem is None):
             problem = problem or "another rank found a difference"  # all ranks take the same runner
@@ -93,6 +109,8 @@ def make_runner(
             return runner
         runner.close()
         reason = problem
+    if link is not None:
+        raise ModelError(f"{type(model).__name__} cannot be served over pp, which needs a paged KV cache: {reason}")
     tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
     make = partial(
         OwnCacheModelRunner,
@@ -144,12 +162,12 @@ class PlainLogits:
 
     Args:
         max_length: maximum number of tokens of the model; if it is too small for the comparison, nothing is compared.
+        forward: of the model.
     """
 
-    def __init__(self, model: nn.Module, max_length: int) -> None:
+    def __init__(self, model: nn.Module, max_length: int, forward: CausalForward | StageForward) -> None:
         generator = torch.Generator().manual_seed(0)
         self._device = find_device(model)
-        forward = CausalForward(model)
         self._wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
         self._sequences: list[list[int]] = []
         self._logits: list[torch.Tensor] = []
@@ -225,7 +243,9 @@ def _packed_format(model: nn.Module) -> str | None:
     return next((module.format.name for module in model.modules() if isinstance(module, PackedLinear)), None)
 
 
-def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedModules | None:
+def _pack(
+    model: nn.Module, options: EngineOptions, forward: CausalForward | StageForward, *, owned: bool
+) -> PackedModules | None:
     """Return packed weights of the model if they are asked for, or are free of cost."""
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
@@ -241,7 +261,6 @@ def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedMod
         if options.weights is not None:
             pack_linear_layers(model, options.weights)
         return None
-    forward = CausalForward(model)
 
     def probe() -> None:
         ids = torch.zeros(2, dtype=torch.long)

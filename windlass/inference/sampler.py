@@ -20,7 +20,7 @@ import torch
 from windlass.base.errors import ModelError, RequestError
 from windlass.inference.outputs import Logprob, TokenLogprobs
 from windlass.inference.sampling_params import SamplingParams
-from windlass.inference.token_draw import draw_tokens
+from windlass.inference.token_draw import draw_together, draw_tokens, upload
 
 _LOWEST = -torch.inf
 
@@ -169,6 +169,59 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
     return [SampledToken(ids[row], logprobs[row], errors.get(row)) for row in range(len(samplers))]
 
 
+class PendingTokens:
+    """Tokens that the device draws, on their way to the host.
+
+    Attributes:
+        ids: int64 `[rows]` on the device.
+    """
+
+    def __init__(self, ids: torch.Tensor, best: torch.Tensor) -> None:
+        self.ids, self._best = ids, best
+        found = torch.stack([ids, torch.isfinite(best).long()])
+        self._event: torch.cuda.Event | None = None
+        if ids.device.type == "cuda":
+            self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._host.copy_(found, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = found.cpu()
+
+    def wait(self) -> list[SampledToken]:
+        """Return the tokens once they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        errors = {
+            row: _explain_infinite(float(self._best[row])) for row, ok in enumerate(self._host[1].tolist()) if not ok
+        }
+        return [SampledToken(token, None, errors.get(row)) for row, token in enumerate(self._host[0].tolist())]
+
+
+def can_draw_later(sampler: SequenceSampler) -> bool:
+    """Return True if the token of a sequence follows from its logits and one number alone."""
+    return not sampler.changes_logits and sampler.params.logprobs is None
+
+
+def draw_later(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> PendingTokens:
+    """Draw one token for each row, as `sample`, without waiting for the device.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`.
+        samplers: one for each row, which `can_draw_later` accepts.
+    """
+    best, tokens = logits.max(dim=-1)
+    drawing = [row for row, sampler in enumerate(samplers) if not sampler.params.is_greedy]
+    if drawing:
+        every = len(drawing) == len(samplers)
+        index = upload(torch.tensor(drawing), logits.device)
+        chosen = logits if every else logits[index]
+        params = [samplers[row].params for row in drawing]
+        drawn = draw_together(chosen, params, [samplers[row].draw() for row in drawing])
+        tokens = drawn if every else tokens.index_copy(0, index, drawn)
+    return PendingTokens(tokens, best)
+
+
 def _change_rows(
     logits: torch.Tensor, samplers: Sequence[SequenceSampler]
 ) -> tuple[torch.Tensor, dict[int, RequestError | ModelError]]:
@@ -197,6 +250,10 @@ def _explain(best: float, logits: torch.Tensor) -> RequestError | ModelError:
             f"the highest logit is {best} after logit_bias and penalties; write smaller biases, and a "
             "repetition_penalty nearer to 1"
         )
+    return _explain_infinite(best)
+
+
+def _explain_infinite(best: float) -> ModelError:
     return ModelError(
         f"the highest logit of the model is {best}; load the model in a wider dtype, or check its weights"
     )

@@ -126,6 +126,9 @@ def schedule(
     limits: SchedulerLimits,
     cost: StepCost,
     now: float,
+    *,
+    elsewhere: int = 0,
+    share: int | None = None,
 ) -> StepPlan:
     """Plan one step.
 
@@ -135,11 +138,13 @@ def schedule(
         free_blocks: blocks that no sequence holds.
         cost: predicts the time of a step.
         now: time in seconds, of the clock of `arrival`.
+        elsewhere: places of running sequences that are not in `running`, because another step computes them.
+        share: sequences in the step, above which none is admitted; None: no limit.
 
     Returns:
         A plan that needs no more blocks than are free after its preemptions. It is empty only if nothing can run.
     """
-    planner = _Planner(running, waiting, free_blocks, limits, cost, now)
+    planner = _Planner(running, waiting, free_blocks, limits, cost, now, elsewhere, share)
     if limits.policy == "prefill-first":
         planner.admit(planner.whole_prompt_fits)
         planner.run_whole_prompts()
@@ -165,8 +170,11 @@ class _Planner:
         limits: SchedulerLimits,
         cost: StepCost,
         now: float,
+        elsewhere: int,
+        share: int | None,
     ) -> None:
         self.plan = StepPlan()
+        self._elsewhere, self._share = elsewhere, share
         self._limits, self._cost, self._now, self._free = limits, cost, now, free_blocks
         self._running = sorted(running, key=_seniority)
         self._waiting = sorted(waiting, key=self._urgency)
@@ -202,8 +210,11 @@ class _Planner:
         """
         if self.plan.preempted:
             return  # the preempted sequences would be admitted at once
-        places = self._limits.max_sequences - sum(sequence.num_candidates for sequence in self._running)
+        places = self._limits.max_sequences - self._elsewhere
+        places -= sum(sequence.num_candidates for sequence in self._running)
         for sequence in self._waiting:
+            if self._share is not None and len(self._running) >= self._share:
+                break  # other steps take the rest
             needed = -(-sequence.num_known // self._limits.block_size) - sequence.num_blocks
             while self._running and (self._lacks_blocks(needed) or places < sequence.num_candidates):
                 junior = self._running[-1]
@@ -211,7 +222,7 @@ class _Planner:
                     break
                 self._preempt(junior)
                 places += junior.num_candidates
-            if places < sequence.num_candidates and self._running:
+            if places < sequence.num_candidates and (self._running or self._elsewhere):
                 break
             if self._lacks_blocks(needed) or not fits(sequence):
                 if self._is_overdue(sequence):
@@ -225,7 +236,7 @@ class _Planner:
 
     def _lacks_blocks(self, needed: int) -> bool:
         # a block for each running sequence, so that admission does not cause a preemption in the next step
-        reserve = min(len(self._running), max(self._limits.num_blocks - needed, 0))
+        reserve = min(len(self._running) + self._elsewhere, max(self._limits.num_blocks - needed, 0))
         return needed + reserve > self._free
 
     def whole_prompt_fits(self, sequence: SequenceSnapshot) -> bool:

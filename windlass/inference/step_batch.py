@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -42,6 +42,27 @@ class StepBatch:
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
 
+    @property
+    def is_decode(self) -> bool:
+        """True if each sequence has one token, whose logits are needed."""
+        return self.num_tokens == len(self.sequence_ids) == self.logit_rows.shape[0]
+
+    def to(self, device: torch.device) -> StepBatch:
+        """Return the batch on a device. Copies from the host do not wait for it."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device == device:
+                return tensor
+            tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+            return tensor.to(device, non_blocking=True)
+
+        if device.type == "cpu":
+            return self
+        values: dict[str, Any] = {
+            name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **values)
+
 
 SavedBlocks = list[torch.Tensor]
 """Content of some blocks, for each tensor of the KV cache."""
@@ -59,6 +80,7 @@ class ModelRunner(Protocol):
         block_nbytes: bytes of a block, all layers together; 0 if the model keeps its own cache.
         computes_drafts: several new tokens of one sequence can be computed in a step after its prompt.
         lora: adapters of the model; None: requests have none.
+        is_asynchronous: `run` returns before the logits are computed, so that the next step can be queued.
     """
 
     model: nn.Module
@@ -69,6 +91,9 @@ class ModelRunner(Protocol):
     block_nbytes: int
     computes_drafts: bool
     lora: LoraAdapters | None
+
+    @property
+    def is_asynchronous(self) -> bool: ...
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
@@ -96,4 +121,23 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Free the KV cache, and restore the model."""
+        ...
+
+
+@runtime_checkable
+class PipelinedRunner(ModelRunner, Protocol):
+    """Runner that computes several steps, of different sequences, at the same time.
+
+    Attributes:
+        depth: number of steps that can be started and not finished.
+    """
+
+    depth: int
+
+    def start(self, batch: StepBatch) -> None:
+        """Start the forward of a batch, whose sequences are in no other step that is not finished."""
+        ...
+
+    def finish(self) -> torch.Tensor:
+        """Return the logits of the oldest batch that was started, as `run` does."""
         ...

@@ -63,13 +63,16 @@ def draw_together(scores: torch.Tensor, params: Sequence[SamplingParams], unifor
     device = scores.device
 
     def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+        return upload(torch.tensor(values, dtype=dtype), device)[:, None]
 
     scaled = (scores - scores.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
     weights = scaled.exp()
-    for row, p in enumerate(params):
-        if 0 < p.top_k < scores.shape[-1]:
-            weights[row] = weights[row].masked_fill(scaled[row] < scaled[row].topk(p.top_k).values[-1], 0)
+    limits = [p.top_k if 0 < p.top_k < scores.shape[-1] else 0 for p in params]
+    if any(limits):
+        ordered = scaled.topk(max(limits), dim=-1).values
+        places = upload(torch.tensor([max(limit - 1, 0) for limit in limits]), device)[:, None]
+        lowest = ordered.gather(1, places).masked_fill(column(limits) == 0, -torch.inf)
+        weights = weights.masked_fill(scaled < lowest, 0)
     weights = weights.masked_fill(weights < column([p.min_p for p in params]), 0)
     if any(p.top_p < 1 for p in params):
         ordered, ids = weights.double().sort(dim=-1, descending=True, stable=True)
@@ -83,6 +86,11 @@ def draw_together(scores: torch.Tensor, params: Sequence[SamplingParams], unifor
     places = torch.searchsorted(cumulative, column(uniforms, torch.float64) * cumulative[:, -1:], right=True)[:, 0]
     last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)
     return torch.minimum(places, last)
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on the device. The copy to a GPU is queued, and the host does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _nucleus(weights: FloatArray, ids: IntArray | None, top_p: float) -> IntArray:

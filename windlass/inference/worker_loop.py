@@ -10,7 +10,7 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.inference.engine_factory import make_rank_engine
 from windlass.inference.engine_options import EngineOptions
-from windlass.inference.tensor_parallel_worker import TensorParallelWorker
+from windlass.inference.rank_worker import RankWorker
 
 
 def run_worker(
@@ -35,7 +35,7 @@ def run_worker(
         trust_remote_code=trust_remote_code,
         skip_tokenizer=True,
     )
-    if not isinstance(made, TensorParallelWorker):
+    if not isinstance(made, RankWorker):
         made.close()
         raise ConfigError("this rank is the first one of its model; build an AsyncLLMEngine here")
     made.serve()

@@ -1,4 +1,6 @@
-"""Attention over a paged KV cache on the CPU: decode steps, chunks of prompts, and batches of both.
+"""Attention over a paged KV cache: decode steps, chunks of prompts, and batches of both.
+
+Native code computes on the CPU, `device_attention` on accelerators.
 
 [Note: layout of the cache] Keys lie as `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: the scores
 of 16 keys are one vector, to which each feature of the query is added without a horizontal sum. Values lie as `[blocks,
@@ -9,7 +11,7 @@ A block of one head is contiguous in both. Code outside of this file copies and 
 [Note: batch-invariant attention] Scores are sums in the order of the features, outputs are sums in the order of the
 keys, in tiles that begin at fixed positions of the sequence. A query's result has the same bits whatever other queries
 are in the call, for any split of its prompt into chunks, and for any number of threads. (The reference makes no such
-promise.)
+promise, nor do accelerators.)
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from __future__ import annotations
 import torch
 
 from windlass.base.errors import ModelError
+from windlass.kernels.device_attention import attend_on_device, write_on_device
 from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
 from windlass.kernels.reference.paged_attention import attend_to_pages
+from windlass.kernels.reference.quantized_rows import quantize_rows
 
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 BLOCK_MULTIPLE = 16
@@ -48,7 +52,12 @@ class PagedKVCache:
         self.key_scales, self.value_scales = key_scales, value_scales
         self.num_blocks, self.kv_heads, self.key_dim, self.block_size = keys.shape
         self.value_dim = value_dim
-        native = path.module is not None and max(self.key_dim, value_dim) <= MOST_FEATURES and keys.numel() > 0
+        native = (
+            path.module is not None
+            and keys.device.type == "cpu"
+            and max(self.key_dim, value_dim) <= MOST_FEATURES
+            and keys.numel() > 0
+        )
         self._path = path if native else get_inference_path("reference")
         self._handle: object = None
         if self._path.module is not None:
@@ -97,6 +106,7 @@ def make_kv_cache(
     dtype: torch.dtype = torch.float32,
     *,
     path: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> PagedKVCache:
     """Allocate the cache of one layer. Its memory is undefined until `write_kv`.
 
@@ -105,6 +115,7 @@ def make_kv_cache(
         value_dim: by default `key_dim`.
         dtype: float32, bfloat16, or int8 with one float32 scale for each token and head.
         path: one of `list_inference_paths()` in place of the active one.
+        device: of the cache. On an accelerator its memory is zero.
 
     Raises:
         ModelError: the block size or the dtype is not supported.
@@ -116,12 +127,19 @@ def make_kv_cache(
         raise ModelError(f"a KV cache cannot be {dtype}; use torch.float32, bfloat16 or int8")
     value_dim = key_dim if value_dim is None else value_dim
 
+    on_cpu = torch.device(device).type == "cpu"
+
+    def make(shape: tuple[int, ...]) -> torch.Tensor:
+        return empty_on_huge_pages(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+
     def make_scales() -> torch.Tensor | None:
-        return torch.empty(num_blocks, kv_heads, block_size) if dtype == torch.int8 else None
+        if dtype != torch.int8:
+            return None
+        return torch.zeros(num_blocks, kv_heads, block_size, device=device)
 
     return PagedKVCache(
-        empty_on_huge_pages((num_blocks, kv_heads, key_dim, block_size), dtype),
-        empty_on_huge_pages((num_blocks, kv_heads, block_size, -(-value_dim // 16) * 16), dtype),
+        make((num_blocks, kv_heads, key_dim, block_size)),
+        make((num_blocks, kv_heads, block_size, -(-value_dim // 16) * 16)),
         make_scales(),
         make_scales(),
         value_dim,
@@ -155,6 +173,9 @@ def write_kv(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor, slots:
         )
     if tokens == 0:
         return
+    if cache.keys.device.type != "cpu":
+        write_on_device(cache, key, value, slots)
+        return
     if cache._path.module is None:
         _write_reference(cache, key, value, slots)
         return
@@ -187,8 +208,8 @@ def _write_reference(cache: PagedKVCache, key: torch.Tensor, value: torch.Tensor
     block, offset = slots[chosen] // cache.block_size, slots[chosen] % cache.block_size
     key, value = key[chosen], value[chosen]
     if cache.key_scales is not None and cache.value_scales is not None:
-        key, key_scale = _quantize_rows(key)
-        value, value_scale = _quantize_rows(value)
+        key, key_scale = quantize_rows(key)
+        value, value_scale = quantize_rows(value)
         cache.key_scales[block, :, offset] = key_scale
         cache.value_scales[block, :, offset] = value_scale
     cache.keys[block, :, :, offset] = key.to(cache.dtype)
@@ -224,8 +245,8 @@ def paged_attention(
     earlier positions. Its own key and value must be in the cache. The scores are in float32 whatever the dtypes.
 
     Args:
-        query: `[tokens, heads, key_dim]`, float32 or bfloat16; `heads` is a multiple of the cache's. The queries of a
-            sequence are consecutive.
+        query: `[tokens, heads, key_dim]`, float32 or bfloat16, on accelerators also float16; `heads` is a multiple of
+            the cache's. The queries of a sequence are consecutive.
         block_table: int32 `[sequences, max_blocks]`; the blocks of each sequence in order.
         query_start: int32 `[sequences + 1]`; sequence `s` has the queries `[query_start[s], query_start[s + 1])`.
         context_lengths: int32 `[sequences]`; tokens of each sequence in the cache, the queries' own included.
@@ -247,6 +268,19 @@ def paged_attention(
     scaling = cache.key_dim**-0.5 if scaling is None else scaling
     if query.shape[0] == 0:
         return query.new_empty(0, query.shape[1], cache.value_dim)
+    if cache.keys.device.type != "cpu":
+        return attend_on_device(
+            query,
+            cache,
+            block_table,
+            query_start,
+            context_lengths,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            chunk_size=chunk_size,
+            softcap=softcap,
+            sinks=sinks,
+        )
     if cache._path.module is None:
         return attend_to_pages(
             query.float(),
@@ -299,14 +333,6 @@ def _unpacked_cache(cache: PagedKVCache) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def _quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 rows and the scale of each, over the last dimension."""
-    wide = rows.float()
-    scale = wide.abs().amax(-1) / 127
-    quotient = wide / torch.where(scale > 0, scale, torch.ones_like(scale))[..., None]
-    return quotient.round_().clamp_(-127, 127).to(torch.int8), scale
-
-
 def _check_attention(
     query: torch.Tensor,
     cache: PagedKVCache,
@@ -336,7 +362,8 @@ def _check_attention(
     ):
         if table.dtype != torch.int32:
             raise ModelError(f"{name} is {table.dtype}; give torch.int32")
-    if query.dtype not in (torch.float32, torch.bfloat16):
+    half = query.dtype == torch.float16 and query.device.type != "cpu"
+    if query.dtype not in (torch.float32, torch.bfloat16) and not half:
         raise ModelError(f"queries are {query.dtype}; convert them to torch.float32 or bfloat16")
     if softcap is not None and softcap <= 0:
         raise ModelError(f"softcap is {softcap}; give a positive number, or None")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
-from collections.abc import Mapping
+import math
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from windlass.serving.served_engine import ServedEngine
+
+T = TypeVar("T")
 
 DEFAULT_FACTORY = "windlass.serving.engine_loading:load_llm_engine"
 
@@ -37,13 +43,54 @@ class EngineSource:
         """Return the description that `to_json` wrote."""
         return cls(**json.loads(text))
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that hold the model."""
+        return math.prod(int(self.options.get(name, 1)) for name in ("tp", "ep", "pp"))
+
+    def run_rank(self) -> None:
+        """Run this process's part of the model until the first rank, which serves it, closes the engine.
+
+        Raises:
+            WindlassError: as `load`; or another rank failed.
+        """
+        from windlass.inference.worker_loop import run_worker
+
+        run_worker(self.model, **{name: value for name, value in self.options.items() if name != "tokenizer"})
+
     async def load(self) -> ServedEngine:
         """Load the model on another thread, so that the server answers meanwhile, and start the engine."""
         module, _, name = self.factory.partition(":")
         function = getattr(importlib.import_module(module), name)
-        engine: ServedEngine = await asyncio.to_thread(function, self.model, **self.options)
+        engine: ServedEngine = await run_on_daemon_thread(partial(function, self.model, **self.options))
         await engine.start()
         return engine
+
+
+async def run_on_daemon_thread(function: Callable[[], T]) -> T:
+    """Return the result of a function that may never return: the end of the process does not wait for it."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[T] = loop.create_future()
+
+    def set_result(result: T | None, error: BaseException | None) -> None:
+        if found.cancelled():
+            return
+        if error is not None:
+            found.set_exception(error)
+        else:
+            found.set_result(cast(T, result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:  # goes to the caller
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(set_result, result, error)
+
+    threading.Thread(target=run, name="windlass-load", daemon=True).start()
+    return await found
 
 
 def load_llm_engine(

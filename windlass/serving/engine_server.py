@@ -3,48 +3,117 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import socket
+import sys
 from collections.abc import Callable
+from typing import Any
 
+from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.serving.engine_loading import EngineSource
+from windlass.serving.engine_ranks import EngineRankError, EngineRanks, needs_ranks
 from windlass.serving.http_app import build_http_app
 from windlass.serving.http_server import HttpServer
+from windlass.serving.served_engine import ServedEngine
 from windlass.serving.server_context import ServerContext
 from windlass.serving.server_settings import ServerSettings
 
 _HEALTH_SECONDS = 0.2
+_GRACE_SECONDS = 2.0
 
 
 class EngineBackend:
-    """Engine in this process."""
+    """Engine in this process, which is the first rank of its model; the others are processes beside it."""
 
     def __init__(self, source: EngineSource, context: ServerContext, on_ready: Callable[[], None]) -> None:
         self._source = source
         self._context = context
         self._on_ready = on_ready
+        self._ranks: EngineRanks | None = None
 
     async def start(self) -> None:
-        """Load the model and start the engine."""
-        self._context.attach(await self._source.load())
+        """Load the model and start the engine.
+
+        Raises:
+            EngineRankError: another rank of the model ended.
+        """
+        if needs_ranks(self._source, os.environ):
+            self._ranks = EngineRanks(self._source)
+            self._ranks.start()
+            self._context.attach(await self._load_beside(self._ranks))
+        else:
+            self._context.attach(await self._source.load())
         self._on_ready()
+
+    async def _load_beside(self, ranks: EngineRanks) -> ServedEngine:
+        """Load the model unless another rank ends first."""
+        loading = asyncio.ensure_future(self._source.load())
+        ended = asyncio.ensure_future(ranks.wait_for_end())
+        waited: set[asyncio.Future[Any]] = {loading, ended}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done() and not loading.done():
+            await asyncio.wait({loading}, timeout=_GRACE_SECONDS)  # it may have the other rank's message
+            ranks.give_up()
+            await asyncio.wait({loading}, timeout=_GRACE_SECONDS)
+        ended.cancel()
+        error = loading.exception() if loading.done() else None
+        if loading.done() and (error is None or isinstance(error, WindlassError)):
+            return loading.result()
+        if error is not None and not await self._has_ended(ranks):
+            raise error
+        if not loading.done():
+            # the thread that loads waits for the lost rank, for as long as a collective may take, and torch for it
+            atexit.register(_leave_at_once)
+        loading.cancel()
+        raise EngineRankError(f"{ranks.failure} while the model was loaded; its own output says why") from error
+
+    async def _has_ended(self, ranks: EngineRanks) -> bool:
+        """Return True if another rank ends at once, so that an error of this one is its consequence."""
+        try:
+            await asyncio.wait_for(ranks.wait_for_end(), _GRACE_SECONDS)
+        except TimeoutError:
+            return False
+        return True
 
     async def wait_for_failure(self) -> None:
         """Return when the engine has failed."""
         engine = self._context.engine
-        while engine.is_healthy:
+        while engine.is_healthy and (self._ranks is None or self._ranks.failure is None):
             await asyncio.sleep(_HEALTH_SECONDS)
-        logger.error("the engine failed", exc_info=engine.error)
+        if self._ranks is not None and await self._has_ended(self._ranks):
+            logger.error("%s; the model cannot be served without it", self._ranks.failure)
+            await self._wait_for_engine()
+        if engine.error is not None:
+            logger.error("the engine failed", exc_info=engine.error)
+
+    async def _wait_for_engine(self) -> None:
+        """Give a running step time to fail."""
+        deadline = asyncio.get_running_loop().time() + _GRACE_SECONDS
+        while self._context.engine.is_healthy and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_HEALTH_SECONDS)
 
     async def stop(self) -> None:
         """Stop the engine."""
         engine = self._context.loaded_engine
         if engine is not None:
             await engine.shutdown(drain=False)
+        if self._ranks is not None:
+            await self._ranks.stop()
         self._context.close()
 
     def kill(self) -> None:
-        """Do nothing: there are no other processes."""
+        """End the other ranks at once."""
+        if self._ranks is not None:
+            self._ranks.kill()
+
+
+def _leave_at_once() -> None:
+    """End the process with exit code 1, without the rest of its cleanup."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def serve_engine(

@@ -85,11 +85,32 @@ class StagedModel:
             passed = self._forward_state.stage_output
         if not last:
             if passed is None:
-                raise ModelError(
-                    f"the forward of stage {stage} ended without a call of layer {self.stage_bounds[stage + 1]}"
-                )
+                raise ModelError(_incomplete_stage_text(stage, self.stage_bounds))
             return (passed, collector.logits) if collector.logits else passed
         return MicroBatchResult(_output_loss(output, batch) if compute_loss else None, output)
+
+    def run_stage_forward(
+        self, call: Callable[..., Any], stage: int, stage_input: torch.Tensor | None, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Run one stage without a loss, for inference.
+
+        Args:
+            call: calls the model, or a module of it that contains the layers.
+            stage: number of the stage.
+            stage_input: hidden states of the previous stage; None for the first stage.
+            arguments: keyword arguments of `call`.
+
+        Returns:
+            The hidden states for the next stage; on the last stage the return value of `call`.
+        """
+        with self._stage_installed(stage, stage_input), collecting_router_logits(RouterLogitsCollector()):
+            output = call(**arguments)
+            passed = self._forward_state.stage_output
+        if stage == self.total_stages - 1:
+            return output
+        if passed is None:
+            raise ModelError(_incomplete_stage_text(stage, self.stage_bounds))
+        return passed
 
     def _shard_sequences(self, arguments: dict[str, Any], is_last: bool) -> dict[str, Any]:
         """Shard the sequences of the arguments under sequence parallelism.
@@ -293,6 +314,10 @@ def _output_loss(output: Any, batch: Any) -> torch.Tensor:
     if isinstance(found, torch.Tensor):
         return found
     raise ModelError(_missing_loss_text(batch))
+
+
+def _incomplete_stage_text(stage: int, bounds: Sequence[int]) -> str:
+    return f"the forward of stage {stage} ended without a call of layer {bounds[stage + 1]}"
 
 
 def _missing_loss_text(batch: Any) -> str:

@@ -136,6 +136,15 @@ def register_alias(model: nn.Module, name: str, parameter: nn.Parameter) -> None
     module.register_parameter(last, parameter)
 
 
+def drop_aliases(model: nn.Module) -> None:
+    """Remove the parameters of stubs, which belong to other modules, so that their memory can be freed."""
+    for stub in model.modules():
+        if isinstance(stub, StubModule):
+            for name, parameter in list(stub.named_parameters(recurse=False)):
+                del stub._parameters[name]
+                setattr(stub, name, parameter.detach().new_empty(0))
+
+
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Return the first tensor among a module's arguments."""
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))

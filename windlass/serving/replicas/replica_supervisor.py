@@ -15,6 +15,7 @@ from typing import Any
 from windlass.base.errors import WindlassError
 from windlass.base.log import logger
 from windlass.base.text import escape_unprintable
+from windlass.serving.process_exit import describe_exit
 from windlass.serving.replicas.prefix_index import ReplicaLoad
 from windlass.serving.replicas.replica_process import ReplicaTask
 
@@ -147,13 +148,3 @@ class ReplicaSupervisor:
                 await process.wait()
         if self._forwarding is not None:
             await self._forwarding
-
-
-def describe_exit(code: int) -> str:
-    """Return the end of a process in words."""
-    if code >= 0:
-        return f"with exit code {code}"
-    try:
-        return f"by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"by signal {-code}"

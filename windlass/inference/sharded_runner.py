@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,19 +14,26 @@ from windlass.inference.step_batch import ModelRunner, SavedBlocks, StepBatch
 T = TypeVar("T")
 
 
-class TensorParallelRunner:
+class ShardedRunner:
     """Runs every operation on all ranks of a model; see [Note: inference ranks].
+
+    Construction is collective: each rank has `block_nbytes` of its own.
 
     Args:
         runner: of this rank's part.
-        channel: to the other ranks, each of which runs a `TensorParallelWorker`.
+        channel: to the other ranks, each of which runs a `RankWorker`.
     """
+
+    is_asynchronous = False
 
     def __init__(self, runner: ModelRunner, channel: RankChannel) -> None:
         self._runner, self._channel = runner, channel
         self.model, self.vocab_size = runner.model, runner.vocab_size
         self.block_size, self.num_blocks = runner.block_size, runner.num_blocks
-        self.block_nbytes = runner.block_nbytes * channel.size
+        self.block_nbytes = sum(channel.gather(runner.block_nbytes))
+        self.depth = channel.stages
+        self._started: deque[StepBatch] = deque()
+        self._saved_counts: list[int] = []  # tensors of each rank in the result of `save_blocks`
         self.computes_drafts = runner.computes_drafts
         self.lora = runner.lora
         self.description = f"{runner.description}, on {channel.size} ranks"
@@ -37,9 +45,21 @@ class TensorParallelRunner:
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32."""
+        self.start(batch)
+        return self.finish()
+
+    def start(self, batch: StepBatch) -> None:
+        """Send a batch to the other ranks; see `PipelinedRunner`."""
         with self._channel.guard():
-            self._channel.send_batch(batch)
-            return self._runner.run(batch)
+            self._channel.start_batch(batch)
+            self._started.append(batch)
+
+    def finish(self) -> torch.Tensor:
+        """Run this rank's part of the oldest batch, and return its logits; see `PipelinedRunner`."""
+        with self._channel.guard():
+            logits = self._runner.run(self._started.popleft())
+            self._channel.finish_batch()
+            return logits
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as pairs of source and destination."""
@@ -50,14 +70,15 @@ class TensorParallelRunner:
         with self._channel.guard():
             self._channel.send(RankCommand.CALL, ("save_blocks", (list(blocks),)))
             parts = self._channel.gather(self._runner.save_blocks(blocks))
+        self._saved_counts = [len(part) for part in parts]
         return [tensor for part in parts for tensor in part]
 
     def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
         """Write saved values into blocks, which may differ from the original ones."""
-        count = len(saved) // self._channel.size
+        counts = self._saved_counts
         with self._channel.guard():
-            self._channel.send(RankCommand.CALL, ("restore_blocks", (list(blocks), saved)))
-            self._runner.restore_blocks(blocks, saved[:count])
+            self._channel.send(RankCommand.CALL, ("restore_blocks", (list(blocks), saved, counts)))
+            self._runner.restore_blocks(blocks, saved[: counts[0]])
 
     def release(self, sequence_id: int) -> None:
         """Free the runners' state of a sequence."""
@@ -73,6 +94,8 @@ class TensorParallelRunner:
     def close(self) -> None:
         """Free the KV caches, and end the workers."""
         if not self._channel.failed:
+            while self._started:
+                self.finish()
             with self._channel.guard():
                 self._channel.send(RankCommand.CLOSE)
         self._runner.close()

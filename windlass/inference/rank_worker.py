@@ -9,7 +9,7 @@ from windlass.inference.rank_channel import RankChannel, RankCommand
 from windlass.inference.step_batch import ModelRunner
 
 
-class TensorParallelWorker:
+class RankWorker:
     """Runs the leader's commands on this rank's part of a model; see [Note: inference ranks].
 
     Args:
@@ -21,6 +21,7 @@ class TensorParallelWorker:
 
     def __init__(self, runner: ModelRunner, channel: RankChannel, *, tokenizer: Any, max_model_len: int) -> None:
         self._runner, self._channel = runner, channel
+        channel.gather(runner.block_nbytes)  # for the leader
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.closed = False
 
@@ -74,9 +75,8 @@ class TensorParallelWorker:
         elif method == "save_blocks":
             self._channel.gather(self._runner.save_blocks(*arguments))
         elif method == "restore_blocks":
-            blocks, saved = arguments
-            count = len(saved) // self._channel.size
-            first = self._channel.index * count
-            self._runner.restore_blocks(blocks, saved[first : first + count])
+            blocks, saved, counts = arguments
+            first = sum(counts[: self._channel.index])
+            self._runner.restore_blocks(blocks, saved[first : first + counts[self._channel.index]])
         else:
             getattr(self._runner, method)(*arguments)

@@ -1,0 +1,238 @@
+"""Law: an engine whose layers lie on several ranks generates what the plain model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.causal_models import VOCABULARY, build
+from tests.causal_models import model_of as make_model
+from tests.dist.harness import run_ranks
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.base.errors import CommunicationError, ConfigError, ModelError, PeerError
+
+SMALL = {"max_tokens_per_step": 16, "max_sequences": 6, "kv_cache_tokens": 96, "max_model_len": 80}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+
+
+def model_of(name: str, seed: int = 0) -> Any:
+    if name == "qwen2":  # biases of queries, keys and values
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+        return make_model("Qwen2ForCausalLM", **sizes, **heads).eval()
+    if name == "gpt2":
+        return build(name, seed, n_positions=96).eval()
+    changes: dict[str, Any] = {"max_position_embeddings": 96}
+    if name == "gemma3":
+        changes |= {"num_hidden_layers": 4, "layer_types": ALTERNATING, "sliding_window": 8}
+    return build(name, seed, **changes).eval()
+
+
+def generate_at_random_times(names: list[str], axes: dict[str, int], options: dict[str, Any]) -> list[Any]:
+    """Greedy answers to 40 requests of mixed lengths, which arrive while others run.
+
+    Ranks start from different weights. The leader counts steps that were started while another one was not finished.
+    """
+    import random
+
+    from windlass import LLM, SamplingParams
+
+    found = []
+    for name in names:
+        with LLM(model_of(name, seed=dist.get_rank()), **axes, **{**SMALL, **options}) as llm:
+            if dist.get_rank():
+                llm.engine.serve()
+                continue
+            engine, outputs, overlaps, r = llm.engine, {}, 0, random.Random(name)
+            start = engine.runner.start
+
+            def counting(batch: Any, start: Any = start, engine: Any = engine) -> None:
+                nonlocal overlaps
+                overlaps += bool(engine.runner._started)
+                start(batch)
+
+            engine.runner.start = counting
+            for number, prompt in enumerate(make_prompts(40, VOCABULARY, 40, shared=18)):
+                params = SamplingParams(temperature=0, max_tokens=4 + number % 20, ignore_eos=True, logprobs=0)
+                engine.add_request(str(number), prompt, params)
+                for _ in range(r.randrange(3)):
+                    outputs.update((output.request_id, output) for output in engine.step())
+            while engine.has_requests():
+                outputs.update((output.request_id, output) for output in engine.step())
+            stats = engine.stats()
+            assert stats.kv_cache_usage == 0, "blocks leaked"
+            found.append((list(outputs.values()), stats.num_preemptions, stats.prefix_cache_hits, overlaps))
+    return found
+
+
+def assert_law(names: list[str], axes: dict[str, int], options: dict[str, Any] | None = None) -> None:
+    ranks = axes.get("pp", 1) * axes.get("tp", 1) * axes.get("ep", 1)
+    results = run_ranks(generate_at_random_times, ranks, names, axes, options or {}, timeout=400)
+    assert len(results[0]) == len(names)
+    for name, (outputs, preempted, hits, overlaps) in zip(names, results[0], strict=True):
+        assert len(outputs) == 40
+        assert hits > 0 and overlaps > 0, (name, hits, overlaps)
+        assert preempted > 0 or options, name
+        assert_greedy(model_of(name), outputs)
+
+
+def test_two_stages_generate_what_the_plain_model_does() -> None:
+    assert_law(["llama", "gemma3", "gpt2", "mixtral", "qwen2"], {"pp": 2})
+
+
+def test_matrices_and_layers_over_four_ranks() -> None:
+    assert_law(["llama"], {"pp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize(
+    "options", [{"swap_bytes": 1 << 24}, {"speculative": {"method": "ngram"}}, {"policy": "prefill-first"}]
+)
+def test_options_over_two_stages(options: dict[str, Any]) -> None:
+    assert_law(["llama"], {"pp": 2}, options)
+
+
+def load_stages(directory: str, weights: str | None) -> tuple[list[Any], list[str], int]:
+    from windlass import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    with LLM(directory, pp=2, weights=weights, skip_tokenizer_init=True, **SMALL) as llm:
+        outputs = llm.generate(make_prompts(6, VOCABULARY, 40), params)
+        model = llm.engine.runner.model if dist.get_rank() else llm.engine.runner.local_runner.model
+        return outputs, [name for name, _ in model.named_parameters()], len(llm.engine.runner.save_blocks([0]))
+
+
+@pytest.mark.parametrize(("name", "weights", "tolerance"), [("mixtral", None, 1e-4), ("gpt2", "int8", 0.3)])
+def test_each_rank_reads_its_stage_alone(tmp_path: Path, name: str, weights: str | None, tolerance: float) -> None:
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    (first, head, _), (second, bottom, _) = run_ranks(load_stages, 2, str(tmp_path), weights, timeout=240)
+    assert [one.outputs[0].token_ids for one in first] == [one.outputs[0].token_ids for one in second]
+    assert_greedy(model, first, tolerance)
+    layers = "transformer.h" if name == "gpt2" else "model.layers"
+    assert not any(name.startswith(f"{layers}.0.") for name in head)
+    assert not any(name.startswith(f"{layers}.1.") for name in bottom)
+    assert any(name.startswith(f"{layers}.1.") for name in head)
+
+
+def call_prepared_model() -> Any:
+    import windlass
+
+    model = windlass.init_inference(model_of("llama", seed=dist.get_rank()), pp=2, **SMALL)
+    ids = torch.randint(3, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    with pytest.raises(ConfigError, match="num_beams"):
+        model.generate(ids, attention_mask=mask, num_beams=2, max_new_tokens=3)
+    answers = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    output = model(ids, attention_mask=mask, labels=ids)
+    return output.logits, output.loss, answers
+
+
+def test_a_prepared_model_computes_and_generates() -> None:
+    found = run_ranks(call_prepared_model, 2)
+    model = model_of("llama")
+    ids = torch.randint(3, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids, labels=ids)
+    answers = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    for logits, loss, tokens in found:
+        torch.testing.assert_close(logits, expected.logits)
+        torch.testing.assert_close(loss, expected.loss)
+        assert torch.equal(tokens, answers)
+
+
+def failing_rank(rank: int) -> tuple[str, str]:
+    from windlass import LLM, SamplingParams
+
+    llm = LLM(model_of("llama"), pp=2, **SMALL)
+    model = llm.engine.runner.model
+    if dist.get_rank() == rank:
+
+        def fail(*args: Any) -> None:
+            raise MemoryError("planted")
+
+        model.model.layers[1 - rank].register_forward_pre_hook(fail)
+    with pytest.raises((PeerError, MemoryError)) as error:
+        llm.generate([[3, 4, 5], [6, 7]], SamplingParams(temperature=0, max_tokens=4))
+    with pytest.raises(CommunicationError):
+        llm.generate([[3]], SamplingParams(temperature=0, max_tokens=4))
+    llm.close()
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_stage_reaches_all(rank: int) -> None:
+    found = run_ranks(failing_rank, 2, rank)
+    assert found[rank] == ("MemoryError", "planted")
+    kind, text = found[1 - rank]
+    assert kind == "PeerError"
+    assert f"rank {rank} of the inference ranks failed: MemoryError: planted" in text
+
+
+def serve_and_cancel() -> list[list[int]] | str:
+    """Run an asyncio engine on the first rank: answers, embeddings beside them, and requests that are cancelled."""
+    import asyncio
+
+    from windlass.inference.async_engine import AsyncLLMEngine
+    from windlass.inference.sampling_params import SamplingParams
+    from windlass.inference.worker_loop import run_worker
+
+    if dist.get_rank() > 0:
+        run_worker(model_of("llama"), pp=2, **SMALL)
+        return "ended"
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    async def serve() -> list[list[int]]:
+        engine = AsyncLLMEngine.from_model(model_of("llama"), pp=2, **SMALL)
+        await engine.start()
+
+        async def ask(number: int, prompt: list[int]) -> list[int]:
+            async for output in engine.stream(prompt, params, request_id=str(number)):
+                last = output
+                if number % 3 == 2:
+                    break  # closes the stream, which cancels the request
+            return list(last.outputs[0].token_ids)
+
+        prompts = make_prompts(9, VOCABULARY, 20)
+        asked = asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts)))
+        embeddings = [(await engine.embed([prompt]))[0] for prompt in prompts[:3]]
+        found = await asked
+        assert all(len(one) == 32 for one in embeddings)
+        while engine.stats().num_running or engine.stats().kv_cache_usage:
+            await asyncio.sleep(0.01)
+        await engine.shutdown()
+        return [answer for number, answer in enumerate(found) if number % 3 != 2]
+
+    return asyncio.run(serve())
+
+
+def test_an_asyncio_engine_over_two_stages() -> None:
+    answers, ended = run_ranks(serve_and_cancel, 2)
+    assert ended == "ended"
+    from windlass import LLM, SamplingParams
+
+    prompts = [prompt for number, prompt in enumerate(make_prompts(9, VOCABULARY, 20)) if number % 3 != 2]
+    with LLM(model_of("llama"), **SMALL) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    assert answers == [list(one.outputs[0].token_ids) for one in outputs]
+
+
+def refused_models() -> list[str]:
+    from windlass import LLM
+
+    texts = []
+    for name, kind in (("bloom", ModelError), ("llama", ConfigError)):
+        with pytest.raises(kind) as error:
+            LLM(build(name, num_hidden_layers=1) if name == "llama" else build(name), pp=2, **SMALL)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_models_that_cannot_be_split_are_refused() -> None:
+    for own_cache, too_few in run_ranks(refused_models, 2):
+        assert "cannot be served over pp, which needs a paged KV cache" in own_cache
+        assert "1 layers" in too_few and "for 2 stages" in too_few

@@ -1,0 +1,135 @@
+"""Tests of `windlass serve` with a model over several ranks, which the command starts by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ports import free_port
+from tests.serving.harness import wait_until
+from tests.serving.tiny_model import write_tiny_model
+
+BODY = {"model": "m", "prompt": "abc", "max_tokens": 12, "temperature": 0}
+SMALL = ("--kv-cache-tokens", "256", "--max-model-len", "128", "--max-sequences", "4", "--served-model-name", "m")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Server:
+    """`windlass serve` in a process of its own."""
+
+    def __init__(self, directory: Path, tmp_path: Path, *options: str) -> None:
+        self.port = free_port()
+        self._log = tmp_path / "log"
+        command = [sys.executable, "-m", "windlass", "serve", str(directory), "--port", str(self.port)]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen([*command, *SMALL, *options], stdout=log, stderr=log)
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=240)
+        try:
+            connection.request(
+                method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            return response.status, json.loads(response.read() or b"null")
+        finally:
+            connection.close()
+
+    def is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            return True
+        try:
+            return self.request("GET", "/ready")[0] == 200
+        except OSError:
+            return False
+
+    def workers(self) -> list[int]:
+        """Processes of the other ranks."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def answer_of_one_rank(directory: Path) -> str:
+    from windlass import LLM, SamplingParams
+
+    with LLM(directory, kv_cache_tokens=256, max_model_len=128, max_sequences=4) as llm:
+        return llm.generate("abc", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+
+
+@pytest.mark.parametrize("axis", ["--tp", "--pp"])
+def test_one_command_serves_a_model_over_two_ranks(directory: Path, tmp_path: Path, axis: str) -> None:
+    with Server(directory, tmp_path, axis, "2") as server:
+        wait_until(server.is_ready)
+        assert server.process.poll() is None, server.log()
+        status, body = server.request("POST", "/v1/completions", BODY)
+        assert status == 200, body
+        assert body["choices"][0]["text"] == answer_of_one_rank(directory)
+        (worker,) = server.workers()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(120) == 0, server.log()
+        assert not Path(f"/proc/{worker}").exists()
+        assert "Traceback" not in server.log()
+
+
+def test_a_rank_that_dies_ends_the_server(directory: Path, tmp_path: Path) -> None:
+    with Server(directory, tmp_path, "--pp", "2") as server:
+        wait_until(server.is_ready)
+        (worker,) = server.workers()
+        os.kill(worker, signal.SIGSTOP)  # the next step waits for this rank
+        import threading
+
+        found: list[int] = []
+        asking = threading.Thread(target=lambda: found.append(server.request("POST", "/v1/completions", BODY)[0]))
+        asking.start()
+        wait_until(lambda: _running(server) == 1)
+        os.kill(worker, signal.SIGKILL)
+        asking.join(120)
+        assert found == [500]
+        assert server.process.wait(120) == 3, server.log()
+        assert "rank 1 of the model ended by SIGKILL" in server.log()
+
+
+def _running(server: Server) -> float:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "num_requests_running{" in line)
+
+
+def test_an_error_at_the_start_is_a_message(directory: Path, tmp_path: Path) -> None:
+    with Server(directory, tmp_path, "--pp", "3") as server:  # two layers
+        assert server.process.wait(240) == 1
+        assert "2 layers (model.layers) for 3 stages" in server.log()
+        assert "Traceback" not in server.log()
+
+
+def test_a_rank_that_dies_at_the_start_ends_the_server(directory: Path, tmp_path: Path) -> None:
+    with Server(directory, tmp_path, "--pp", "2") as server:
+        wait_until(lambda: server.process.poll() is not None or bool(server.workers()))
+        os.kill(server.workers()[0], signal.SIGKILL)
+        assert server.process.wait(120) == 1, server.log()
+        assert "rank 1 of the model ended by SIGKILL" in server.log()

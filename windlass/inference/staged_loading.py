@@ -1,0 +1,64 @@
+"""Loading of one stage of a model: the other stages are removed before any weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from windlass.comm.mesh_axis import MeshAxis
+from windlass.inference.stage_link import split_for_inference
+
+
+class StagedModelSource:
+    """Source of a causal language model that reads the weights of one stage alone.
+
+    transformers builds a model on the meta device and then reads the tensors that the model has. The class that is
+    built here is a subclass of the model's own, which splits itself at the end of its construction.
+
+    Args:
+        config: of the model.
+        axis: the mesh axis pp.
+    """
+
+    def __init__(self, config: Any, axis: MeshAxis) -> None:
+        self._config, self._axis = config, axis
+
+    def from_pretrained(self, path: str | Path, *, trust_remote_code: bool, **arguments: Any) -> Any:
+        """Load this rank's stage; see transformers' method of the same name."""
+        kind = _find_class(self._config, path, trust_remote_code=trust_remote_code)
+        axis = self._axis
+
+        def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            kind.__init__(self, config, *args, **kwargs)
+            self.tie_weights()  # transformers would do so after loading, when the split has to know it already
+            split_for_inference(self, axis)
+            _keep_local_ties(self)
+
+        staged: Any = type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+        model = staged.from_pretrained(path, trust_remote_code=trust_remote_code, **arguments)
+        model.__class__ = kind
+        return model
+
+
+def _keep_local_ties(model: Any) -> None:
+    """Remove the pairs of tied weights of which this stage has none."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    ties = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(ties, dict):
+        model.all_tied_weights_keys = {one: other for one, other in ties.items() if {one, other} <= names}
+
+
+def _find_class(config: Any, path: str | Path, *, trust_remote_code: bool) -> Any:
+    """Return the class of the model, which AutoModelForCausalLM would build."""
+    import transformers
+
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if own is not None and (trust_remote_code or type(config) not in mapping):
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(own, path)
+    if type(config) not in mapping:
+        raise ValueError(f"{type(config).__name__} has no causal language model in transformers")
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, (tuple, list)) else found

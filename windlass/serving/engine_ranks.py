@@ -1,0 +1,127 @@
+"""Processes of the other ranks of a model that is sharded over several ranks, of which the server has the first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import selectors
+import sys
+from collections.abc import Mapping
+
+from windlass.base.errors import WindlassError
+from windlass.base.log import logger
+from windlass.launch.launch_plan import LaunchPlan
+from windlass.launch.program import Program
+from windlass.launch.rank_jobs import make_rank_jobs
+from windlass.launch.rank_output import OutputRouting, RankConsole, write_stream
+from windlass.launch.rank_placement import Host
+from windlass.launch.rank_processes import ERR, RankProcesses
+from windlass.launch.rendezvous_store import LOOPBACK, RendezvousStore
+from windlass.launch.supervisor import RankEvents
+from windlass.serving.engine_loading import EngineSource
+from windlass.serving.process_exit import describe_exit
+
+_POLL_SECONDS = 0.05
+_STOP_SECONDS = 5.0
+
+
+class EngineRankError(WindlassError, RuntimeError):
+    """Rank of the served model whose process has ended. Its own output has the reason."""
+
+
+class EngineRanks:
+    """Ranks 1, 2, ... of the model, as processes that end with this one, which is rank 0.
+
+    Their output goes to this process's standard error, labelled by rank.
+
+    Args:
+        source: model and options.
+    """
+
+    def __init__(self, source: EngineSource) -> None:
+        self._source = source
+        self._store = RendezvousStore(0, all_interfaces=False)
+        self._selector = selectors.DefaultSelector()
+        console = RankConsole(OutputRouting(), lambda rank: f"[rank {rank}] ", lambda rank: rank)
+        console.emit = lambda stream, data: write_stream(ERR, data)
+        self._events = RankEvents(console)
+        self._processes: RankProcesses | None = None
+        self._polling: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+
+    def start(self) -> None:
+        """Start the processes, and set this process's environment variables to those of rank 0. In the main thread.
+
+        Raises:
+            LaunchError: a process cannot be started.
+        """
+        self._store.serve()
+        plan = LaunchPlan(
+            Program(("windlass.serving.rank_process", self._source.to_json()), "module"),
+            (Host("localhost", tuple(range(self._source.num_ranks))),),
+        )
+        own, *others = make_rank_jobs(plan, 0, (LOOPBACK, self._store.port))
+        _take_environment(own.env)
+        self._processes = RankProcesses(others, self._events, self._selector, capture=True)
+        self._polling = asyncio.ensure_future(self._poll())
+
+    @property
+    def failure(self) -> str | None:
+        """Description of the first rank that has ended; None while all of them run."""
+        for rank, status in self._events.status_of_rank.items():
+            return f"rank {rank} of the model ended {describe_exit(status)}"
+        return None
+
+    async def wait_for_end(self) -> str:
+        """Return the description of the first rank that ends."""
+        await self._ended.wait()
+        return self.failure or ""
+
+    def give_up(self) -> None:
+        """Let this process's attempts to reach the other ranks fail."""
+        self._store.close()
+
+    async def stop(self) -> None:
+        """Wait until the ranks have ended, which they do with the engine; kill them after a few seconds."""
+        if self._processes is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wait_for_all(), _STOP_SECONDS)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+        if self._polling is not None:
+            self._polling.cancel()
+        if self._processes is not None:
+            self._processes.close(succeeded=not self._processes.alive)
+            self._processes = None
+        self._store.close()
+
+    async def _wait_for_all(self) -> None:
+        while self._processes is not None and self._processes.alive:
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _poll(self) -> None:
+        while self._processes is not None:
+            for key, _ in self._selector.select(0):
+                key.data()
+            self._processes.poll()
+            if self._events.status_of_rank:
+                self._ended.set()
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+def needs_ranks(source: EngineSource, environ: Mapping[str, str]) -> bool:
+    """Return True if the model needs other ranks, and no launcher has started them beside this process."""
+    return source.num_ranks > 1 and environ.get("WORLD_SIZE", "1") in ("", "1")
+
+
+def _take_environment(environment: Mapping[str, str]) -> None:
+    has_threads = "OMP_NUM_THREADS" in os.environ
+    os.environ.update(environment)
+    if not has_threads and "torch" in sys.modules:  # it has read the variable already
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    logger.debug("rank 0 of %s", environment["WORLD_SIZE"])
