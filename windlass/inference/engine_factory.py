@@ -132,9 +132,9 @@ def _build(
             )
         logger.info("the KV cache holds %d tokens, so requests may have as many, not %d", capacity, longest)
         longest = capacity
-    cost = (
-        measure_step_cost(runner, find_device(module), options.max_tokens_per_step) if options.check_at_load else None
-    )
+    cost = None
+    if options.check_at_load:
+        cost = measure_step_cost(runner, find_device(module), options.max_tokens_per_step, longest)
     if ranks is not None:
         if not ranks.is_leader:
             return TensorParallelWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)

@@ -32,11 +32,14 @@ from windlass.inference.outputs import (
 from windlass.inference.preempted_blocks import PreemptedBlocks
 from windlass.inference.sampler import SampledToken, SequenceSampler, sample, take_logprobs
 from windlass.inference.sampling_params import SamplingParams
-from windlass.inference.scheduler import SchedulerLimits, SequenceSnapshot, ServiceLevel, schedule
+from windlass.inference.scheduler import Policy, SchedulerLimits, SequenceSnapshot, ServiceLevel, schedule
 from windlass.inference.speculation import DraftProposer
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
 from windlass.inference.structured_output import StructuredOutputCompiler
+
+_SCALE_WEIGHT = 0.1  # of the latest step in the ratio of actual to predicted times
+_SCALE_RANGE = (0.5, 4.0)  # a step that was held up, or ran alone for once, changes little
 
 
 class LLMEngine:
@@ -69,6 +72,7 @@ class LLMEngine:
         self.runner, self.options, self.tokenizer = runner, options, tokenizer
         self.eos_ids, self.max_model_len = frozenset(eos_ids), max_model_len
         self.cost = cost or StepCost()
+        self._predicted = 0.0  # seconds of the step that is computed, on a machine as fast as at the measurement
         self._proposer = proposer if runner.computes_drafts else None
         self._clock = clock
         self._blocks = BlockManager(
@@ -238,6 +242,10 @@ class LLMEngine:
             finished=dict(self._finished_counts),
         )
 
+    def set_policy(self, policy: Policy) -> None:
+        """Schedule by another policy from the next step on."""
+        self._limits = replace(self._limits, policy=policy)
+
     def clear_prefix_cache(self) -> None:
         """Forget cached prefixes, after the weights have changed."""
         self._blocks.clear_cache()
@@ -260,10 +268,13 @@ class LLMEngine:
             began = self._clock()
             batch, sequences, rows = self._prepare(began)
             if sequences:
+                before = self._clock()
                 logits = self.runner.run(batch)
+                self._stats.forward_seconds += self._clock() - before
                 self._take_logits(sequences, rows, logits)
                 self._propose_drafts()
                 self._count_step(batch.num_tokens, self._clock() - began)
+                self._correct_cost(self._clock() - began)
         outputs = []
         for request in self._changed.values():
             if request.finished:
@@ -324,8 +335,26 @@ class LLMEngine:
             return None, [], []
         if copies:
             self.runner.copy_blocks(copies)
+        self._predicted = self._predict(chosen)
         batch, rows = self._make_batch(chosen)
         return batch, chosen, rows
+
+    def _predict(self, chosen: Sequence[tuple[GenerationSequence, int]]) -> float:
+        """Return the time of a step, without the correction by earlier ones."""
+        cached, pairs = 0, 0.0
+        for sequence, count in chosen:
+            if sequence.has_sampled:
+                cached += sequence.num_computed
+            else:
+                pairs += count * (sequence.num_computed + count / 2)
+        return self.cost.step_seconds(sum(count for _, count in chosen), cached, pairs) / self.cost.scale
+
+    def _correct_cost(self, seconds: float) -> None:
+        """Let the next predictions follow the speed of the machine, e.g. while others use its cores."""
+        if self._predicted > 0:
+            least, most = _SCALE_RANGE
+            ratio = min(max(seconds / self._predicted, least), most)
+            self.cost = replace(self.cost, scale=self.cost.scale + _SCALE_WEIGHT * (ratio - self.cost.scale))
 
     def _snapshot_running(self, sequence: GenerationSequence) -> SequenceSnapshot:
         references = self._blocks.references

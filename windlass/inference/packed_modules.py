@@ -145,7 +145,9 @@ def _pack_group(modules: list[nn.Module], weight_format: str | None) -> LinearGr
     if any(b is not None for b in biases):
         parts = [torch.zeros(size) if b is None else b.detach().float() for b, size in zip(biases, sizes, strict=True)]
         bias = torch.cat(parts)
-    panels = pack_weight(weights[0] if len(weights) == 1 else torch.cat(weights), name)
+    # int8 products of many rows are bound by arithmetic, which is four times as fast on int8 inputs
+    matrix = weights[0] if len(weights) == 1 else torch.cat(weights)
+    panels = pack_weight(matrix, name, quantize_inputs=name == "int8")
     return LinearGroup(modules, panels, bias, sizes)
 
 

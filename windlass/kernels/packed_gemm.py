@@ -91,6 +91,13 @@ class PackedPanels:
             self.quantize_inputs,
         )
 
+    def native_weight(self, bias: torch.Tensor | None) -> tuple[int, ...] | None:
+        """Return code, addresses and sizes of the weight, as `StepProgram.add_linear` takes them; None without native
+        code."""
+        if self._path.module is None:
+            return None
+        return (*self._address, 0 if bias is None else tensor_address("bias", bias))
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute `packed_linear`, whose checks have passed."""
         module = self._path.module
