@@ -67,7 +67,7 @@ class Server:
 
 
 def run_clients(port: int, model: str, load: Load, clients: int) -> dict[str, float]:
-    """Send the load, `clients` requests at a time, and return tokens a second and times in milliseconds."""
+    """Send the load, `clients` requests at a time, and return tokens per second and times in milliseconds."""
     places, firsts, gaps, errors = iter(load), [], [], []
 
     def client() -> None:

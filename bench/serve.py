@@ -1,9 +1,9 @@
-"""Generation by one random Llama: windlass beside transformers (one by one, continuous batching) and llama.cpp.
+"""Throughput of a random Llama: windlass compared with transformers (one by one, continuous batching) and llama.cpp.
 
 python bench/serve.py                                  # a few minutes, 4 GB
 python bench/serve.py --llama-bin llama/bin            # needs the package gguf
 
-All figures are of one run, in turns. The roofs are measured in it too: memory by a plain read loop on all threads,
+All contenders run alternately in one run. The roofs are measured in it too: memory by a plain read loop on all threads,
 arithmetic by MKL's 2048^3 product. The greedy tokens of windlass and transformers are compared first. Servers get the
 same mixed load from the same clients over HTTP. Where a figure has a goal, it is printed beside it.
 """
@@ -49,7 +49,7 @@ _LLAMA_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "q8_0"}
 
 @dataclass
 class Measurement:
-    """Rates of one contender in tokens a second, one for each round, and the share of other processes."""
+    """Rates of one contender in tokens per second, one per round, and the CPU share of other processes."""
 
     unit: str
     rates: list[float] = field(default_factory=list)
@@ -281,7 +281,7 @@ def _mixed_load(count: int = 24) -> list[tuple[list[int], int]]:
 
 
 def _mixed(llm: LLM) -> float:
-    """Return the generated tokens a second of 24 requests, 8 at a time."""
+    """Return the generated tokens per second of 24 requests, 8 at a time."""
     llm.reset_prefix_cache()
     load, engine = _mixed_load(), llm.engine
     began, added, generated = time.perf_counter(), 0, 0
@@ -305,12 +305,12 @@ def _generate(model: Any) -> float:
 
 
 def _continuous(model: Any) -> float:
-    """Return the generated tokens a second of transformers' own continuous batching, all requests at once."""
+    """Return the generated tokens per second of transformers' own continuous batching, all requests at once."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     load = _mixed_load()
     settings = ContinuousBatchingConfig(num_blocks=512, max_batch_tokens=512)
-    # it takes one length for all requests: the mean of the load
+    # it accepts one length for all requests: the mean of the load
     answer = sum(length for _, length in load) // len(load)
     generation = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
     began = time.perf_counter()
@@ -343,7 +343,7 @@ def _llama_files(folder: Path, model: Any, forms: Sequence[str], tools: Path) ->
 
 
 def _llama(folder: Path, files: Sequence[Path], counts: list[int]) -> dict[str, float]:
-    """Return llama.cpp's tokens a second, by file and number of requests."""
+    """Return llama.cpp's tokens per second, by file and number of requests."""
     found = {}
     for file in files:
         command = [
@@ -405,10 +405,10 @@ def _measure_server(
 
 
 def _roofs() -> tuple[float, float]:
-    """Return bytes a second of a read loop and floating-point operations a second of a product."""
+    """Return bytes per second of a read loop and floating-point operations a second of a product."""
     path = get_inference_path()
     memory = torch.empty(_ROOF_BYTES, dtype=torch.uint8)
-    prefer_huge_pages(memory)  # as the packed weights
+    prefer_huge_pages(memory)  # packed weights use huge pages too
     memory.fill_(1)
     square = torch.randn(_ROOF_SIDE, _ROOF_SIDE)
     reads, products = [], []
@@ -425,7 +425,7 @@ def _roofs() -> tuple[float, float]:
 
 
 def _roof(label: str, unit: str, parameters: int, nbytes: dict[str, int], read: float, product: float) -> float:
-    """Return the most tokens a second that memory and fp32 arithmetic allow; 0 where none is stated."""
+    """Return the upper bound of tokens per second by memory and fp32 arithmetic; 0 if none is stated."""
     form = label.split()[1].rstrip(",")
     if form not in nbytes or unit == "generated":
         return 0.0
@@ -439,7 +439,7 @@ def _roof(label: str, unit: str, parameters: int, nbytes: dict[str, int], read: 
 
 
 def _cpu_seconds() -> float:
-    """Seconds that all other processes together have computed since the start of the machine."""
+    """Return the CPU seconds of all other processes since the machine started."""
     fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 

@@ -2,7 +2,7 @@
 service levels.
 
 Clients in a closed loop send prompts and ask for answers of drawn lengths; see `service_level`. A small model on a CPU
-keeps the shape of the original and scales time by the engine's own rates: s, tokens a second of a lone prompt, and d,
+keeps the shape of the original and scales time by the engine's own rates: s, tokens per second of a lone prompt, and d,
 the gap between tokens of a lone request. The first token may take 8 times as long as alone, and gaps 4 d, 6 d and 12 d
 in place of 1/6, 1/4 and 1/2 second.
 """
@@ -35,7 +35,7 @@ from windlass.inference.sampling_params import SamplingParams
 from windlass.inference.scheduler import POLICIES, Policy, ServiceLevel
 from windlass.kernels.inference_path import get_inference_path
 
-_RATES = (6, 4, 2)  # tokens a second of FastGen's three levels
+_RATES = (6, 4, 2)  # tokens per second of FastGen's three levels
 _GAPS = {6: 4, 4: 6, 2: 12}  # limits of gaps at small scale, in gaps of a lone request
 _FIRST_TOKEN = 8  # limit of the first token at small scale, in times of a lone prompt
 _ORIGINAL_TOKENS = 512  # of a prompt, for each second to its first token
@@ -82,7 +82,7 @@ class FastgenRun:
 
     @property
     def rate(self) -> float:
-        """Return finished requests a second."""
+        """Return finished requests per second."""
         return len(self.times) / self.seconds if self.seconds else 0.0
 
     def share(self, level: Level) -> float:
@@ -187,7 +187,7 @@ def _measure(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -> F
 
 
 def _solo_rates(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -> tuple[float, float]:
-    """Return tokens a second of a lone prompt, computed whole, and the gap between tokens of a lone request."""
+    """Return tokens per second of a lone prompt, computed whole, and the gap between tokens of a lone request."""
     engine.set_policy("orca")
     load = draw_requests(_SOLO_RUNS + 1, settings.prompt_mean, 24, engine.runner.vocab_size, -1)
     found = driver.run(load, 1, None)[1:]  # the first one warms up
@@ -291,8 +291,8 @@ def _report(settings: FastgenSettings, result: FastgenResult, parameters: int, o
     console = bench_console()
     first = result.levels[_RATES[0]]
     console.print(
-        f"a lone prompt: {result.prompt_rate:.0f} tokens/s; a lone request: {result.solo_gap * 1e3:.2f} ms a token; "
-        f"first token within {first.token_seconds * 1e3:.2f} ms a token of the prompt; gaps within "
+        f"a lone prompt: {result.prompt_rate:.0f} tokens/s; a lone request: {result.solo_gap * 1e3:.2f} ms per token; "
+        f"first token within {first.token_seconds * 1e3:.2f} ms per token of the prompt; gaps within "
         + ", ".join(f"{level.gap_seconds * 1e3:.1f} ms (R{rate})" for rate, level in result.levels.items()),
         soft_wrap=True,
     )
