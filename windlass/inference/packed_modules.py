@@ -19,6 +19,7 @@ from windlass.base.log import logger
 from windlass.inference.step_recording import get_recorder
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.packed_gemm import PackedPanels, pack_weight, packed_linear
+from windlass.kernels.panel_memory import share_parameters
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
 
@@ -111,6 +112,7 @@ class PackedModules:
                     module.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
         if frees_weights:
             self._replace()
+            share_parameters(model.parameters())
         logger.debug("%d linear layers in %d packed products", len(self._forwards), len(self.groups))
 
     @property

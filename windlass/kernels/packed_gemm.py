@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 
 from windlass.base.errors import ModelError, WeightFormatError
-from windlass.kernels.huge_pages import empty_on_huge_pages
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
+from windlass.kernels.panel_memory import take_panels
 from windlass.kernels.reference.quantized_input import quantize_groups
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
 from windlass.kernels.weight_format import WeightFormat, get_weight_format
@@ -65,8 +65,12 @@ class PackedPanels:
         module = self._path.module
         assert module is not None
         code, weight = _PANEL_CODES[self.format.name], tensors["weight"].contiguous()
-        panels = empty_on_huge_pages((module.panel_bytes(code, *weight.shape),), torch.uint8)
-        module.pack(code, tensor_address("weight", weight), *weight.shape, panels.data_ptr(), torch.get_num_threads())
+
+        def fill(panels: torch.Tensor) -> None:
+            source, threads = tensor_address("weight", weight), torch.get_num_threads()
+            module.pack(code, source, *weight.shape, panels.data_ptr(), threads)
+
+        panels = take_panels(module.panel_bytes(code, *weight.shape), fill)
         packed = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "weight"}
         scales = packed.get("weight_scale")
         self._address = (code, panels.data_ptr(), *weight.shape, 0 if scales is None else scales.data_ptr())
