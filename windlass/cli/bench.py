@@ -155,7 +155,7 @@ def serve(
     model: Annotated[Path | None, typer.Option(help="Directory of a model. [a random Llama]")] = None,
     hidden: HiddenOption = 512,
     layers: LayersOption = 8,
-    clients: Annotated[str, typer.Option(help="fastgen: numbers of clients, with commas.")] = "1,2,4,8,16,32",
+    clients: Annotated[str, typer.Option(help="fastgen: numbers of clients, with commas.")] = "1,2,4,6,8,16,32",
     requests: Annotated[int | None, typer.Option(min=8, help="Requests of a run. [fastgen: 128; load: 1000]")] = None,
     prompt: Annotated[int, typer.Option(min=1, help="fastgen: mean tokens of a prompt.")] = 260,
     answer: Annotated[int, typer.Option(min=1, help="fastgen: mean tokens of an answer.")] = 60,

@@ -171,6 +171,7 @@ class _Planner:
         self.plan = StepPlan()
         self._limits, self._cost, self._now, self._free = limits, cost, now, free_blocks
         self._running = sorted(running, key=_seniority)
+        self._token_seconds = self._predict_token_seconds()
         self._waiting = sorted(waiting, key=self._urgency)
         self._admitted: set[int] = set()
         self._used_tokens = 0
@@ -329,6 +330,18 @@ class _Planner:
         total = -(-(sequence.num_computed + tokens) // self._limits.block_size)
         return max(total - sequence.num_blocks, 0) + sequence.copies_block
 
+    def _predict_token_seconds(self) -> float:
+        """Return the time that each token of a prompt takes at least, beside the decodes of this step."""
+        gap = self._gap()
+        if gap is None:
+            return 0.0
+        decodes = [sequence for sequence in self._running if sequence.is_decode]
+        within = self._cost.tokens_within(gap, sum(sequence.num_computed for sequence in decodes)) - len(decodes)
+        return gap / max(within, self._least_progress(gap))
+
+    def _prompt_seconds(self, tokens: int) -> float:
+        return max(self._cost.prefill_seconds(tokens), tokens * self._token_seconds)
+
     def _is_overdue(self, sequence: SequenceSnapshot) -> bool:
         return not sequence.has_answered and self._now - sequence.arrival > self._limits.max_wait_seconds
 
@@ -343,7 +356,7 @@ class _Planner:
         late = (
             level is not None
             and not sequence.has_answered
-            and (self._now + self._cost.prefill_seconds(sequence.remaining) > deadline)
+            and (self._now + self._prompt_seconds(sequence.remaining) > deadline)
         )
         return 1, sequence.priority, int(late), sequence.arrival if late else deadline, sequence.arrival
 

@@ -60,7 +60,7 @@ class FastgenSettings:
     model: Path | None = None
     hidden: int = 512
     layers: int = 8
-    clients: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    clients: tuple[int, ...] = (1, 2, 4, 6, 8, 16, 32)
     requests: int = 128
     prompt_mean: int = 260
     answer_mean: int = 60
@@ -166,7 +166,7 @@ def _measure(settings: FastgenSettings, engine: LLMEngine, driver: _Driver) -> F
         # slow drift of the machine affects all policies alike: they take turns with each load
         for number, (seed, clients) in enumerate([*rounds, (0, max(settings.clients))]):
             is_unlimited = number == len(rounds)
-            count = min(settings.requests, max(24, 8 * clients))
+            count = min(settings.requests, max(24, 16 * clients))
             load = draw_requests(count, settings.prompt_mean, settings.answer_mean, vocabulary, seed)
             for policy in settings.policies[:: -1 if number % 2 else 1]:
                 named = f"{policy}, {clients} clients{', no level' if is_unlimited else ''}"
