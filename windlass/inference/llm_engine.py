@@ -304,8 +304,12 @@ class LLMEngine:
     def _prepare(self, now: float) -> tuple[Any, list[tuple[GenerationSequence, int]], list[list[int]]]:
         """Schedule a step and give its sequences blocks; return the batch, the sequences with their numbers of tokens,
         and the rows of the logits of each."""
+        # blocks that a preemption frees are counted where one is possible: it takes a look at every block
+        drafts = max((len(sequence.drafts) for sequence in self._running.values()), default=0)
+        enough = len(self._running) * (2 + drafts // self._blocks.block_size + 1)
+        counts = bool(self._waiting) or self._blocks.num_free < enough
         plan = schedule(
-            [self._snapshot_running(sequence) for sequence in self._running.values()],
+            [self._snapshot_running(sequence, counts_freed=counts) for sequence in self._running.values()],
             [self._snapshot_waiting(sequence) for sequence in self._waiting.values()],
             self._blocks.num_free,
             self._limits,
@@ -356,13 +360,13 @@ class LLMEngine:
             ratio = min(max(seconds / self._predicted, least), most)
             self.cost = replace(self.cost, scale=self.cost.scale + _SCALE_WEIGHT * (ratio - self.cost.scale))
 
-    def _snapshot_running(self, sequence: GenerationSequence) -> SequenceSnapshot:
+    def _snapshot_running(self, sequence: GenerationSequence, *, counts_freed: bool) -> SequenceSnapshot:
         references = self._blocks.references
         last = sequence.num_computed // self._blocks.block_size
         return sequence.snapshot(
             num_computed=sequence.num_computed,
             num_blocks=len(sequence.blocks),
-            num_freed=sum(references(block) == 1 for block in sequence.blocks),
+            num_freed=sum(references(block) == 1 for block in sequence.blocks) if counts_freed else 0,
             copies_block=last < len(sequence.blocks) and references(sequence.blocks[last]) > 1,
             now_candidates=self._candidates(sequence),
         )
@@ -469,15 +473,13 @@ class LLMEngine:
             starts.append(len(ids))
             lengths.append(stop)
         widest = max(len(sequence.blocks) for sequence, _ in chosen)
-        table = torch.zeros(len(chosen), widest, dtype=torch.int32)
-        for row, (sequence, _) in enumerate(chosen):
-            table[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+        table = [sequence.blocks + [0] * (widest - len(sequence.blocks)) for sequence, _ in chosen]
         batch = StepBatch(
             torch.tensor(ids),
             torch.tensor(positions),
             torch.tensor(starts, dtype=torch.int32),
             torch.tensor(lengths, dtype=torch.int32),
-            table,
+            torch.tensor(table, dtype=torch.int32),
             torch.tensor(slots),
             torch.tensor(logit_rows, dtype=torch.long),
             [sequence.sequence_id for sequence, _ in chosen],
