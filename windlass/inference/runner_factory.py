@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -84,13 +85,35 @@ def make_runner(
         runner.close()
         reason = problem
     tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
-    own = OwnCacheModelRunner(
-        model, block_size=options.block_size, num_blocks=-(-tokens // options.block_size), packed=packed
+    make = partial(
+        OwnCacheModelRunner,
+        model,
+        block_size=options.block_size,
+        num_blocks=-(-tokens // options.block_size),
+        packed=packed,
     )
+    own = make()
+    problem = None if plain is None or not own.keeps_cache else _find_problem(own, plain, options)
+    if ranks is not None and not ranks.minimum(problem is None):
+        problem = problem or "another rank found a problem"
+    if problem is not None:
+        own, reason = make(uses_cache=False), f"{reason}; nor can its own cache: {problem}"
     logger.warning(
         "%s runs with %s, because a paged KV cache cannot be used: %s", type(model).__name__, own.description, reason
     )
     return own
+
+
+def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineOptions) -> str | None:
+    """Return the reason for which the model's own cache cannot be used."""
+    try:
+        return plain.find_difference(own, options)
+    except CommunicationError:
+        raise
+    except Exception as error:  # code of any model runs here; it can compute without a cache
+        return str(error).split("\n")[0] or type(error).__name__
+    finally:
+        own.close()
 
 
 def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: EngineOptions, longest: int) -> None:
