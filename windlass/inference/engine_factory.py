@@ -134,7 +134,8 @@ def _build(
         longest = capacity
     cost = None
     if options.check_at_load:
-        cost = measure_step_cost(runner, find_device(module), options.max_tokens_per_step, longest)
+        tokens = options.max_tokens_per_step
+        cost = measure_step_cost(runner, find_device(module), tokens, longest, is_sharded=ranks is not None)
     if ranks is not None:
         if not ranks.is_leader:
             return TensorParallelWorker(runner, ranks, tokenizer=tokenizer, max_model_len=longest)

@@ -205,12 +205,16 @@ def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedMod
     return PackedModules(model, probe, weight_format=options.weights, frees_weights=owned)
 
 
-def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int, longest: int) -> StepCost:
+def measure_step_cost(
+    runner: ModelRunner, device: torch.device, max_tokens: int, longest: int, *, is_sharded: bool = False
+) -> StepCost:
     """Measure steps of one token up to `max_tokens` of a single sequence, and attention to their keys.
 
     Args:
         longest: tokens of a sequence, which bounds the measurement too.
+        is_sharded: other ranks compute the same steps, so their number does not depend on times.
     """
+    long_step = float("inf") if is_sharded else _LONG_STEP
     room = min(max_tokens, longest - _LEFT_TOKENS, runner.num_blocks * runner.block_size - _LEFT_TOKENS)
     table = [list(range(min(-(-longest // runner.block_size), runner.num_blocks)))]
 
@@ -229,11 +233,11 @@ def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int
             times.append(seconds(0, count))
             many = count
             runner.release(0)
-            if points and times[-1] > _LONG_STEP:
+            if points and times[-1] > long_step:
                 break
         least = points[-1][1] * 1.001 if points else 0.0
         points.append((count, max(min(times), least, 1e-9)))
-        if len(points) > 1 and min(times) > _LONG_STEP:
+        if len(points) > 1 and min(times) > long_step:
             break
     fewest = points[0][1]
     token = points[-1][1] / points[-1][0]
@@ -241,7 +245,8 @@ def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int
         return StepCost(0.0, fewest, token, fewest / 1e5)
     seconds(0, many)  # the tokens that the next steps attend to
     decode = min(seconds(many + place, 1) for place in range(2))
-    chunk = min(seconds(many + 2, 8), seconds(many + 10, 8))
+    # a model with its own cache computes a chunk token by token
+    chunk = min(seconds(many + 2, 8), seconds(many + 10, 8)) if runner.computes_drafts else 0.0
     runner.release(0)
     expected = StepCost(points=tuple(points)).step_seconds(8, 0)
     return StepCost(
