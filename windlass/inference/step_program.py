@@ -85,6 +85,8 @@ class StepProgram:
         path = get_inference_path()
         if path.module is None:
             raise NotRecordableError("there are no native kernels")
+        if not hasattr(path.module, "StepProgram"):
+            raise NotRecordableError("the native kernels were built from older sources; install windlass again")
         self._native, self._set = path.module, path.number
         self.max_tokens = max(max_tokens, 1)
         recordings = [_record(record, *size, seed) for seed, size in enumerate(_SIZES)]
@@ -107,6 +109,11 @@ class StepProgram:
         self._programs: OrderedDict[tuple[int, int, int], tuple[list[Call], torch.Tensor]] = OrderedDict()
         self._typed: dict[tuple[StorageKey, torch.dtype], torch.Tensor] = {}
         self._parts = self._divide()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls from Python in each step, about: native runs count once."""
+        return len(self._parts)
 
     @property
     def operators(self) -> list[str]:
