@@ -165,6 +165,7 @@ def serve(
     unscaled: Annotated[
         bool, typer.Option("--unscaled", help="fastgen: lengths and times of the original, for a GPU.")
     ] = False,
+    max_gap_ms: Annotated[float, typer.Option(min=0.1, help="load: option of the server.")] = 20.0,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
     """Measure a server: FastGen's effective throughput under three scheduling policies, or a load of bad, cancelled and
@@ -175,7 +176,8 @@ def serve(
     if workload == "load":
         from windlass.cli.benches.load_bench import LoadSettings, run_load_bench
 
-        _exit_on_mismatch(run_load_bench(LoadSettings(model, hidden, layers, requests or 1000), out))
+        settings = LoadSettings(model, hidden, layers, requests or 1000, max_gap_ms=max_gap_ms)
+        _exit_on_mismatch(run_load_bench(settings, out))
         return
     from windlass.cli.benches.fastgen_bench import FastgenSettings, run_fastgen_bench
 

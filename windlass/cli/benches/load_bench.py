@@ -59,7 +59,7 @@ class LoadSettings:
     requests: int = 1000
     clients: int = 64
     short_requests: int = 100
-    max_gap_ms: float = 30.0
+    max_gap_ms: float = 20.0
     long_prompt: int = _LONG_PROMPT
 
 
