@@ -246,7 +246,7 @@ class _Planner:
 
         Prompts shorter than their share leave the rest of it to the others. If shares would become smaller than
         `_MIN_CHUNK`, the overdue prompts go first, then those with the earliest deadline, if any prompt has a service
-        level, or those with the fewest tokens left. Time is left to each in the same order.
+        level, or those with the least work left. Time is left to each in the same order.
         """
         prompts = self._prompts()
         gap = self._gap()
@@ -256,7 +256,7 @@ class _Planner:
         if any(sequence.level is not None for sequence in prompts):
             prompts.sort(key=self._urgency)
         else:
-            prompts.sort(key=lambda sequence: (*self._urgency(sequence)[:3], sequence.remaining, sequence.arrival))
+            prompts.sort(key=lambda sequence: (*self._urgency(sequence)[:3], self._work(sequence), sequence.arrival))
         sharing = prompts[: max(left // _MIN_CHUNK, 1)]
         shares = _max_min_shares([sequence.remaining for sequence in sharing], left)
         left -= sum(shares)
@@ -268,6 +268,11 @@ class _Planner:
                 continue
             self._pairs += granted * (prompt.num_computed + granted / 2)
             self._run(prompt, granted)
+
+    def _work(self, prompt: SequenceSnapshot) -> float:
+        """Return the seconds that the rest of a prompt takes: the last tokens of a long one attend to many."""
+        left = prompt.remaining
+        return self._cost.step_seconds(left, 0, left * (prompt.num_computed + left / 2))
 
     def _within(self, gap: float | None, prompt: SequenceSnapshot, most: int, *, is_first: bool) -> int:
         """Return how many tokens of a prompt, at most `most`, fit into a step of `gap` seconds.

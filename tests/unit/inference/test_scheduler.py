@@ -230,6 +230,14 @@ def test_steps_keep_the_gap_where_attention_takes_most_of_the_time() -> None:
     assert len(simulation.gaps) > 500  # the last tokens of the prompt attend to 10,000: a few fit into a step
 
 
+def test_the_end_of_a_long_prompt_does_not_pass_a_short_one() -> None:
+    cost = StepCost(0.0, 0.010, 0.001, 0.0, pair_seconds=1e-6)
+    limits = SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05)
+    running = [SequenceSnapshot(0, 0.0, 10_000, 9900, blocks(10_000), blocks(10_000))]
+    plan = schedule(running, [SequenceSnapshot(1, 1.0, 120, 0, 0)], 2000, limits, cost, 1.0)
+    assert plan.num_tokens[1] >= 40
+
+
 def test_a_gap_bounds_steps_of_prompts_alone() -> None:
     cost = StepCost(0.0, 0.010, 0.001, 0.0)
     simulation = Simulation(SchedulerLimits("splitfuse", 512, 16, BLOCK, 4000, max_gap_seconds=0.05), cost)
