@@ -83,8 +83,11 @@ def main(
             f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         )
         forms = weights.split(",")
+        # int8 inputs, as llama.cpp's for its quantized weights
+        options = {"skip_tokenizer_init": True, "kv_cache_tokens": _CACHE_TOKENS}
         engines = {
-            form: LLM(folder, weights=form, skip_tokenizer_init=True, kv_cache_tokens=_CACHE_TOKENS) for form in forms
+            form: LLM(folder, weights=form, activations="int8" if form == "int8" else "auto", **options)
+            for form in forms
         }
         _compare_tokens(model, next(iter(engines.values())))
         runs: dict[str, tuple[str, Callable[[], float]]] = {}

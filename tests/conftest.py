@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -29,6 +31,33 @@ if hasattr(os, "SCHED_BATCH"):
 # Machines that run tests are often busy: a slow example is no failure. On CI the examples are the same every time.
 settings.register_profile("windlass", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("windlass")
+
+
+# Imports create millions of objects that live until the end. Each full collection would walk through all of them, which
+# takes up to a second, and many tests collect garbage.
+gc.disable()
+_modules_at_freeze = 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Exclude the imported modules and the collected tests from garbage collection, and turn it on."""
+    _freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freeze_new_modules() -> None:
+    """Exclude what the tests before this file imported."""
+    if len(sys.modules) > _modules_at_freeze + 50:
+        _freeze()
+
+
+def _freeze() -> None:
+    global _modules_at_freeze
+    _modules_at_freeze = len(sys.modules)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

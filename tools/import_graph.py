@@ -42,16 +42,21 @@ class ImportGraph:
 
     def reached_by(self, changed: set[str]) -> set[str]:
         """Return every file that depends on a file of `changed`, directly or not, and `changed` itself."""
+        reached, waiting = set(changed), list(changed)
+        while waiting:
+            new = self._readers.get(waiting.pop(), set()) - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    @functools.cached_property
+    def _readers(self) -> dict[str, set[str]]:
+        """Files that read each file directly."""
         readers: dict[str, set[str]] = {}
         for file, read in self.edges.items():
             for item in read:
                 readers.setdefault(item, set()).add(file)
-        reached, waiting = set(changed), list(changed)
-        while waiting:
-            new = readers.get(waiting.pop(), set()) - reached
-            reached |= new
-            waiting += new
-        return reached
+        return readers
 
     def _edges(self, file: str, facts: FileFacts) -> set[str]:
         result = self._implied_edges(file) if file.endswith(".py") else set()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from windlass.base.bounded_json import parse_json
 from windlass.base.errors import CheckpointError, ModelError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+from windlass.compress.packed_model import is_packed_directory, load_packed_model
 from windlass.zero import Init
 from windlass.zero.sharded_init.weight_files import header
 
@@ -18,6 +21,9 @@ def from_pretrained(
     cls: Any, path: str | Path, *, config: Any = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> Any:
     """Call `cls.from_pretrained(path, **kwargs)` with each rank reading only its own shards. Collective.
+
+    A directory of packed weights (`quantization_config` of compressed-tensors, GPTQ, AWQ or windlass) gives a model
+    whose packed layers are frozen `PackedLinear`, whole on each rank until `windlass.initialize` shards it.
 
     Pass the result to `windlass.initialize`. Its values equal those of the unsharded call with rank 0's seed, also
     where a key is missing in the files and is initialized.
@@ -44,6 +50,8 @@ def from_pretrained(
         _check_directory(directory, needs_config="config" not in kwargs)
     elif directory.is_absolute() or str(path).startswith("."):
         raise CheckpointError(f"{path} is not a directory; pass one with config.json and safetensors files")
+    if is_packed_directory(directory):
+        return load_packed_model(directory, cls, dtype=_plain_dtype(kwargs), trust_remote_code=trust_remote_code)
     with Init(config_dict_or_path=config):
         try:
             return cls.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
@@ -51,6 +59,21 @@ def from_pretrained(
             if needs_remote_code(error):
                 raise ModelError(remote_code_refusal(path)) from error
             raise
+
+
+def _plain_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype of the tensors that are not packed.
+
+    Raises:
+        ModelError: there are other arguments, which no packed model takes.
+    """
+    dtype = arguments.pop("dtype", arguments.pop("torch_dtype", None))
+    if arguments or not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise ModelError(
+            f"a directory of packed weights is loaded with dtype=torch.float32 or alike and no other arguments, not "
+            f"with {', '.join(sorted(arguments)) or repr(dtype)}; leave those out"
+        )
+    return dtype
 
 
 def _check_directory(directory: Path, *, needs_config: bool) -> None:

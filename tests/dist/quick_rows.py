@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+MANY = 6
+
 
 def quick_rows(rows: Iterable[Mapping[str, Hashable]]) -> list[bool]:
     """Return for each row of a test whether it is quick.
 
     A row of the other parameters runs at the highest stage and at one other, in turn, and each of these on one
-    transport, in turn. Every value of every parameter is in a quick row. A test without other parameters keeps all its
-    stages, and the highest one, or the only one, keeps all its transports.
+    transport, in turn. Where there are `MANY` rows of the other parameters, each runs at one stage: two of three at the
+    highest, and every third at another, in turn. Every value of every parameter is in a quick row. A test without other
+    parameters keeps all its stages, and the highest one, or the only one, keeps all its transports.
 
     Args:
         rows: parameters by name; those named `transport` and `stage` are thinned out.
@@ -26,8 +29,12 @@ def quick_rows(rows: Iterable[Mapping[str, Hashable]]) -> list[bool]:
     quick: set[tuple[int, Hashable, Hashable]] = set()
     for other in set(others):
         *lower, highest = _distinct(stage for number, stage, _ in cells if number == other)
-        share = min(len(lower), len(set(others))) or 1
-        for stage in (*(item for j, item in enumerate(lower) if j % share == other % share), highest):
+        if lower and len(set(others)) >= MANY:
+            stages = [lower[other // 3 % len(lower)]] if other % 3 == 2 else [highest]
+        else:
+            share = min(len(lower), len(set(others))) or 1
+            stages = [*(item for j, item in enumerate(lower) if j % share == other % share), highest]
+        for stage in stages:
             there = _distinct(transport for *cell, transport in cells if cell == [other, stage])
             all_kept = alone and stage == highest
             quick |= {(other, stage, t) for t in (there if all_kept else [there[(other + places[stage]) % len(there)]])}

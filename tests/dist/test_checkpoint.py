@@ -258,6 +258,6 @@ def apart(folder: str) -> list[str]:
 
 
 def test_ranks_with_different_directories_all_raise(tmp_path: Path) -> None:
-    for text in run_ranks(apart, 2, str(tmp_path), timeout=30.0):
+    for text in run_ranks(apart, 2, str(tmp_path)):
         assert "failed on rank 1: the checkpoint directory" in text[0] and "elsewhere does not exist" in text[0]
         assert text[1] == "client_state is a list; give a dict of plain data"

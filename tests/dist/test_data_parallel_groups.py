@@ -123,7 +123,7 @@ def _values(one: Any) -> tuple[Any, ...]:
 _COMBINED = [(name, stage, kind) for kind in ("gloo", "shm") for name in GRIDS for stage in range(4)]
 
 
-@pytest.mark.parametrize(("name", "stage", "kind"), _some(_COMBINED, 5))
+@pytest.mark.parametrize(("name", "stage", "kind"), _some(_COMBINED, 7))
 def test_parameter_parts_train_like_the_full_parameter(name: str, stage: int, kind: str) -> None:
     actual = run_ranks(_train, WORLDS.get(name, 4), _config(stage, GRIDS[name], kind), STEPS, None, None)
     readers = 1 + max(entry["reader"] for entry in actual)
@@ -150,7 +150,7 @@ _LAYOUTS = [("tp2", 3), ("dp2-ep2", 2), ("ep2-tp2", 3), ("copies2-tp2", 1), ("tp
 _PAIRS = [(saved, loaded) for saved in _LAYOUTS for loaded in _LAYOUTS]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), _some(_PAIRS, 4))
+@pytest.mark.parametrize(("saved", "loaded"), _some(_PAIRS, 5))
 def test_checkpoint_of_one_layout_resumes_in_another(
     saved: tuple[str, int], loaded: tuple[str, int], tmp_path: Path
 ) -> None:

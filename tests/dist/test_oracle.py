@@ -45,18 +45,25 @@ def ddp_rank(name: str, recipe: Recipe) -> RankTrace:
     return trace
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+SPECIMENS = [
+    ("mlp", 4, 3),
+    ("four_blocks", 2, 1),
+    ("tied", 3, 3),
+    ("batch_norm", 2, 1),
+    ("buffer_in_forward", 3, 1),
+    ("attention", 2, 3),
+    ("odd_shapes", 4, 1),
+    ("cross_attention", 3, 1),
+]
+
+
+# each specimen with one optimizer, in turn; the other rows are slow
 @pytest.mark.parametrize(
-    ("name", "ranks", "accumulation"),
+    ("name", "ranks", "accumulation", "optimizer"),
     [
-        ("mlp", 4, 3),
-        ("four_blocks", 2, 1),
-        ("tied", 3, 3),
-        ("batch_norm", 2, 1),
-        ("buffer_in_forward", 3, 1),
-        ("attention", 2, 3),
-        ("odd_shapes", 4, 1),
-        ("cross_attention", 3, 1),
+        pytest.param(*specimen, optimizer, marks=[pytest.mark.slow] if (number + turn) % 2 else [])
+        for number, specimen in enumerate(SPECIMENS)
+        for turn, optimizer in enumerate(("SGD", "AdamW"))
     ],
 )
 def test_ddp_equals_the_oracle(name: str, ranks: int, accumulation: int, optimizer: str) -> None:

@@ -35,6 +35,7 @@ from tests.models.specimen import Batch, mse
 from tests.oracle import Recipe, relative_error
 from windlass.checkpoint.safetensors_export import export_safetensors
 from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.weight_format import get_weight_format
 from windlass.zero.core.sharded_parameter import raw_data
 
 WIDTH, HIDDEN, LOW = 37, 53, 4  # scales of 53 rows begin at offsets where float32 would not be aligned
@@ -73,7 +74,9 @@ class AdaptedModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(AdaptedBlock(formats) for formats in (("int8", "bf16"), ("fp32", "int8")))
+        self.blocks = nn.ModuleList(
+            AdaptedBlock(formats) for formats in (("int8", "bf16"), ("int4_g32_zp", "int3_g32"))
+        )
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ def test_packed_layers_train_as_in_plain_pytorch(stage: int, ranks: int, transpo
     expected = oracle.train(ADAPTED, recipe)
     by_place = torch.stack(input_gradients).view(recipe.steps, recipe.accumulation, ranks, ROWS, WIDTH)
     start_bytes = packed_bytes(oracle.build(ADAPTED).state_dict())
-    assert len(start_bytes) == 6
+    assert len(start_bytes) == 2 + 1 + 4 + 3
     actual = run_ranks(train_rank, ranks, recipe, Setting(stage, transport=transport), transport=transport)
     kept = packed_bytes(actual[0][0].model)
     assert kept.keys() == start_bytes.keys() and all(torch.equal(kept[name], start_bytes[name]) for name in kept)
@@ -208,10 +211,17 @@ def bytes_at_rest(precision: str) -> tuple[int, int]:
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "shm"), (2, "gloo"), (4, "gloo")])
 def test_packed_bytes_are_sharded_over_the_ranks(ranks: int, transport: str, precision: str) -> None:
     full = sum(value.numel() for value in packed_bytes(oracle.build(ADAPTED).state_dict()).values())
-    assert full == 2 * (HIDDEN * WIDTH + 4 * HIDDEN) - 4 * (HIDDEN - WIDTH) + (2 + 4) * HIDDEN * WIDTH
+    shapes = {
+        "int8": (HIDDEN, WIDTH),
+        "bf16": (WIDTH, HIDDEN),
+        "int4_g32_zp": (HIDDEN, WIDTH),
+        "int3_g32": (WIDTH, HIDDEN),
+    }
+    forms = [get_weight_format(name).file_form(*shape) for name, shape in shapes.items()]
+    assert full == sum(form.nbytes for parts in forms for form in parts.values())
     for held, padding in run_ranks(bytes_at_rest, ranks, precision, transport=transport):
         assert held * ranks == full + padding
-        assert padding < 2 * 16 * (6 + ranks), "two blocks of six packed tensors, each aligned to 16 bytes"
+        assert padding < 2 * 16 * (10 + ranks), "two blocks of ten packed tensors, each aligned to 16 bytes"
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

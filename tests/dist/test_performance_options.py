@@ -20,7 +20,7 @@ ZERO_KNOBS: list[Knob] = [
     ("round_robin_gradients", True),
     ("sub_group_size", 100),
     ("reduce_bucket_size", 50),
-    ("allgather_bucket_size", 1),
+    ("allgather_bucket_size", 7),
     ("stage3_prefetch_bucket_size", 100),
     ("stage3_max_live_parameters", 500),
     ("stage3_max_reuse_distance", 500),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -57,16 +58,28 @@ def test_every_schedule_and_number_of_micro_batches(ranks: int) -> None:
     _hold("row", ranks, _settings(ranks, range(1, 9)))
 
 
-@pytest.mark.parametrize("name", ["several", "named", "in place", "tied", "thrice", "row frozen", "row ragged"])
-def test_any_nested_value_passes_between_layers(name: str) -> None:
-    _hold(name, 3, _settings(3, (1, 4)))
-    _hold(name, 4, [Setting("1f1b", 5), Setting("interleaved", 3, 2), Setting("zero-bubble", 6)])
+def _on_few_and_four(names: list[str], few: int, four: tuple[str, ...]) -> list[Any]:
+    """Return a row of each name on `few` ranks, and one on four ranks, which is slow but for the names `four`."""
+    marks = [[] if name in four else [pytest.mark.slow] for name in names]
+    return [(name, few) for name in names] + [
+        pytest.param(name, 4, marks=mark) for name, mark in zip(names, marks, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "llama checkpointed", "gpt2", "mixtral", "falcon"])
-def test_transformers_models(name: str) -> None:
-    _hold(name, 2, _settings(2, (1, 3)))
-    _hold(name, 4, [Setting("1f1b", 5), Setting("interleaved", 5, 2), Setting("zero-bubble", 4)])
+NESTED = ["several", "named", "in place", "tied", "thrice", "row frozen", "row ragged"]
+TRANSFORMERS = ["llama", "llama tied", "llama checkpointed", "gpt2", "mixtral", "falcon"]
+
+
+@pytest.mark.parametrize(("name", "ranks"), _on_few_and_four(NESTED, 3, ("several", "tied")))
+def test_any_nested_value_passes_between_layers(name: str, ranks: int) -> None:
+    on_four = [Setting("1f1b", 5), Setting("interleaved", 3, 2), Setting("zero-bubble", 6)]
+    _hold(name, ranks, on_four if ranks == 4 else _settings(3, (1, 4)))
+
+
+@pytest.mark.parametrize(("name", "ranks"), _on_few_and_four(TRANSFORMERS, 2, ("llama tied", "mixtral")))
+def test_transformers_models(name: str, ranks: int) -> None:
+    on_four = [Setting("1f1b", 5), Setting("interleaved", 5, 2), Setting("zero-bubble", 4)]
+    _hold(name, ranks, on_four if ranks == 4 else _settings(2, (1, 3)))
 
 
 def _row_bytes(micros: int) -> int:
@@ -141,4 +154,4 @@ def test_in_16_bits_losses_fall(name: str) -> None:
 
 def test_changing_output_shape_raises_and_names_the_option() -> None:
     with pytest.raises(RankError, match=r"stage 0 returned torch.float32 \[2, 2, 8\] .* dynamic_shape=True"):
-        run_ranks(unlike, 2, timeout=20.0)
+        run_ranks(unlike, 2)

@@ -77,7 +77,7 @@ def test_schedules_and_models(case: Case) -> None:
         (Case(name="llama tied", stage=3), Case(name="llama tied", pp=4, stage=1, micros=8)),
         (Case(name="llama tied", pp=4, stage=1, micros=8), Case(name="llama tied", pp=1, stage=3, micros=2)),
         (Case(name="gpt2", pp=1, stage=2, micros=2), Case(name="gpt2", schedule="interleaved", chunks=2, stage=2)),
-        (Case(name="tied", pp=4, stage=0, micros=8), Case(name="tied", stage=3)),
+        pytest.param(Case(name="tied", pp=4, stage=0, micros=8), Case(name="tied", stage=3), marks=pytest.mark.slow),
         (Case(name="tied", stage=2), Case(name="tied", schedule="interleaved", chunks=2, stage=2)),
     ],
     ids=str,
@@ -99,7 +99,10 @@ def test_run_resumes_in_another_layout(before: Case, after: Case, tmp_path: Path
     [
         Case(name="llama", beside=("tp",), stage=3),
         Case(name="gpt2", beside=("tp",), stage=1, schedule="interleaved", chunks=2),
-        Case(name="llama tied", beside=("tp",), stage=2, schedule="zero-bubble", optimizer="SGD"),
+        pytest.param(
+            Case(name="llama tied", beside=("tp",), stage=2, schedule="zero-bubble", optimizer="SGD"),
+            marks=pytest.mark.slow,
+        ),
         Case(name="llama", beside=("sp",), stage=3, micros=3),
         Case(name="llama tied", beside=("sp",), stage=1, schedule="interleaved", chunks=2),
         Case(name="mixtral", beside=("ep",), stage=2),

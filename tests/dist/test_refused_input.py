@@ -124,7 +124,7 @@ def apart() -> list[str]:
 
 
 def test_ranks_with_different_models_raise_with_the_parameter() -> None:
-    for frozen, other, narrow, group in run_ranks(apart, 2, timeout=20):
+    for frozen, other, narrow, group in run_ranks(apart, 2):
         for text in (frozen, other, narrow, group):
             assert text.startswith("ModelError: the model is not the same on all ranks"), text
         assert (
@@ -256,6 +256,7 @@ def test_files_are_private_and_only_those_of_dead_processes_are_removed(tmp_path
 ENDS = """
 import os, signal, sys, torch, windlass
 import torch._dynamo  # as every optimizer does: here, once for all that are forked
+windlass.initialize  # imported at its first use
 folder = sys.argv[1]
 def train():
     away = {"device": "nvme", "nvme_path": folder}

@@ -162,7 +162,7 @@ def hold(cases: list[Any], warm: int, steps: int, growth: int, transport: str, f
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_steps_leave_no_objects(transport: str, tmp_path: Path) -> None:
-    hold([CASES[3], "pipeline", "ep", "offloaded activations"], 10, 40, 64 << 20, transport, tmp_path, 300)
+    hold([CASES[3], "pipeline", "ep", "offloaded activations"], 8, 24, 64 << 20, transport, tmp_path, 300)
 
 
 @pytest.mark.slow

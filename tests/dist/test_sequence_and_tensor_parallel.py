@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.dist.harness import run_ranks
+from tests.dist.quick_rows import in_shares, share
 from tests.dist.test_sequence_parallel import axis_of_all, batch, build, check_close, loss_and_gradients
 
 Case = tuple[str, dict[str, Any], str]
@@ -56,17 +57,20 @@ CASES: list[Case] = [
 PARTS = {"tiled_mlp": 3, "tiled_loss": 4}
 
 
+@in_shares
 @pytest.mark.parametrize(
-    ("kind", "tp", "long"),
+    ("number", "kind", "tp", "long"),
     [
-        ("ulysses", {}, None),
-        ("ring", {}, PARTS),
-        ("ulysses", {"tp_overlap_chunks": 2}, PARTS),
-        ("ring", {"tp_sequence_norms": True}, {"tiled_mlp": False, "tiled_loss": 4}),
+        (0, "ulysses", {}, None),
+        (0, "ring", {}, PARTS),
+        (1, "ulysses", {"tp_overlap_chunks": 2}, PARTS),
+        (1, "ring", {"tp_sequence_norms": True}, {"tiled_mlp": False, "tiled_loss": 4}),
     ],
 )
-def test_tensor_and_sequence_parallel(kind: str, tp: dict[str, Any], long: dict[str, Any] | None) -> None:
-    run_ranks(law, 4, CASES, kind, tp, long)
+def test_tensor_and_sequence_parallel(
+    number: int, kind: str, tp: dict[str, Any], long: dict[str, Any] | None, every: bool
+) -> None:
+    run_ranks(law, 4, share(CASES, number, 2, every), kind, tp, long)
 
 
 def refused() -> str:

@@ -163,9 +163,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 BATCHES = ("plain", "packed", "left", "right", "holes", "answers")
 ON = [(2, "ulysses"), (2, "ring"), (3, "ulysses"), (3, "ring"), (4, "ring, unbalanced"), (4, "both")]
+SLOW = [pytest.param(4, way, marks=pytest.mark.slow) for way in ("ulysses", "ring")]
 
 
-@pytest.mark.parametrize(("world", "way"), [*ON, (4, "ulysses"), (4, "ring"), (4, "both, unbalanced")])
+@pytest.mark.parametrize(("world", "way"), [*ON, (4, "both, unbalanced"), *SLOW])
 def test_every_kind_of_batch_with_odd_length(world: int, way: str) -> None:
     run_ranks(law, world, way, [("llama", {}, kind, 13) for kind in BATCHES])
 
@@ -183,7 +184,10 @@ def test_every_kind_of_head(world: int, way: str) -> None:
 
 
 @in_shares
-@pytest.mark.parametrize(("number", "world", "way"), [(n, *on) for n, on in enumerate([*ON, (4, "ulysses")])])
+@pytest.mark.parametrize(
+    ("number", "world", "way"),
+    [*((n, *on) for n, on in enumerate(ON)), pytest.param(6, 4, "ulysses", marks=pytest.mark.slow)],
+)
 def test_models_of_other_architectures(number: int, world: int, way: str, every: bool) -> None:
     models: list[tuple[str, dict[str, Any], str, int]] = [
         ("gpt2", {}, "plain", 13),

@@ -66,9 +66,15 @@ LAWS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
 
 
 def _quick(law: tuple[str, dict[str, Any], int, dict[str, Any]]) -> Any:
-    """Mark most three-rank cases as slow: they add little to those on two ranks."""
+    """Mark as slow most three-rank cases, the second four-rank case of a model, and most on sharded sequences.
+
+    They add little to the others, on two ranks and of models that are alike.
+    """
     name, changes, ranks, options = law
-    marks = [pytest.mark.slow] if ranks > 2 and not changes and name not in ("llama", "gpt2", "mixtral") else []
+    alike = ranks > 2 and not changes and name not in ("llama", "gpt2", "mixtral")
+    alike |= ranks == 4 and (name == "gpt2" or "attention_bias" in changes and options != NORMS)
+    alike |= ranks == 2 and options == NORMS and name in ("bert", "bloom", "phi3")
+    marks = [pytest.mark.slow] if alike else []
     return pytest.param(name, changes, ranks, options, marks=marks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from tests.dist.harness import run_ranks
 from tests.dist.parallel_runs import STEPS, Case, check, hold, plain, train
 
-pytest.importorskip("peft")
+if importlib.util.find_spec("peft") is None:  # an import takes seconds, in processes that run no test of this file too
+    pytest.skip("peft is not installed", allow_module_level=True)
 
 _CASES = [
     Case("llama-lora", (("tp", 2),), stage=0),

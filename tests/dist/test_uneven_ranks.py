@@ -197,7 +197,7 @@ def meets_elsewhere_and_goes_on() -> list[int]:
 
 
 def test_units_to_be_kept_are_resharded_if_ranks_sync_elsewhere() -> None:
-    for users in run_ranks(meets_elsewhere_and_goes_on, 2, transport="gloo", timeout=20):
+    for users in run_ranks(meets_elsewhere_and_goes_on, 2, transport="gloo"):
         assert not any(users)
 
 
@@ -240,7 +240,7 @@ def alone_before_a_step(transport: str) -> float:
 
 
 def test_rank_that_waits_for_buffers_joins_the_evaluation_of_another() -> None:
-    first, second = run_ranks(alone_before_a_step, 2, "gloo", transport="gloo", timeout=20)
+    first, second = run_ranks(alone_before_a_step, 2, "gloo", transport="gloo")
     assert first == second
 
 

@@ -180,10 +180,10 @@ def thawed_apart(alone: bool, stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_that_unfreeze_different_parameters_raise(stage: int, transport: str) -> None:
-    for text in run_ranks(thawed_apart, 2, False, stage, transport=transport, timeout=20):
+    for text in run_ranks(thawed_apart, 2, False, stage, transport=transport):
         assert "'layers.1.weight'" in text and "trained, in group 0 of the optimizer on rank 0" in text
         assert "frozen, in group 0 of the optimizer on rank 1" in text
-    for text in run_ranks(thawed_apart, 2, True, stage, transport=transport, timeout=20):
+    for text in run_ranks(thawed_apart, 2, True, stage, transport=transport):
         assert "rank 0 is at a change of parameters or states, rank 1 is at a step" in text
 
 

@@ -61,6 +61,6 @@ def divergent(stage: int, transport: str) -> list[dict[str, Any]]:
 def test_ranks_can_run_different_modules(stage: int, transport: str) -> None:
     """Ranks may run different modules. More cases are in test_uneven_ranks.py."""
     expected = oracle.train(specimen("unused_by_rank"), Recipe(ranks=2, steps=5))
-    for snapshots in run_ranks(divergent, 2, stage, transport, transport=transport, timeout=30):
+    for snapshots in run_ranks(divergent, 2, stage, transport, transport=transport):
         error, where = relative_error(snapshots[-1], expected.params)
         assert error < 1e-6, where

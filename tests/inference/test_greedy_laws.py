@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -88,9 +90,16 @@ def test_a_cache_that_fails_at_load_is_not_used(
     assert ("no such cache" if wrong == "raises" else "its first logits differ") in caplog.text
 
 
-@pytest.mark.parametrize("policy", ["splitfuse", "prefill-first", "orca"])
-@pytest.mark.parametrize("budget", [1, 7, 64])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def _schedules() -> Iterator[Any]:
+    """Yield each policy with each budget, for one model in turn; the other rows are slow."""
+    rows = product(
+        enumerate(["llama", "gemma3"]), enumerate([1, 7, 64]), enumerate(["splitfuse", "prefill-first", "orca"])
+    )
+    for (i, name), (j, budget), (k, policy) in rows:
+        yield pytest.param(name, budget, policy, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+
+
+@pytest.mark.parametrize(("name", "budget", "policy"), list(_schedules()))
 def test_policies_chunks_and_preemption(name: str, policy: str, budget: int) -> None:
     """40 requests of mixed lengths arrive during a run whose cache holds only some of them."""
     model = longer(name)

@@ -23,22 +23,33 @@ def model_of(seed: int = 0, **changes: Any) -> Any:
     return build("llama", seed, **{"max_position_embeddings": 96, **changes}).eval()
 
 
-def proposers() -> dict[str, dict[str, Any]]:
-    return {
-        "ngram": {"num_tokens": 4},
-        "same": {"method": "draft", "num_tokens": 3, "model": model_of()},
-        "other": {"method": "draft", "num_tokens": 2, "model": model_of(5, num_hidden_layers=1)},
-        "short": {"method": "draft", "num_tokens": 3, "model": model_of(max_position_embeddings=20)},
-        "own cache": {"method": "draft", "num_tokens": 2, "model": build("bloom").eval()},
-    }
+def proposer(name: str) -> dict[str, Any]:
+    if name == "ngram":
+        return {"num_tokens": 4}
+    tokens, model = {
+        "same": (3, model_of),
+        "other": (2, lambda: model_of(5, num_hidden_layers=1)),
+        "short": (3, lambda: model_of(max_position_embeddings=20)),
+        "own cache": (2, lambda: build("bloom").eval()),
+    }[name]
+    return {"method": "draft", "num_tokens": tokens, "model": model()}
 
 
 def tokens_of(outputs: Any) -> list[list[int]]:
     return [answer.token_ids for output in outputs for answer in output.outputs]
 
 
-@pytest.mark.parametrize("name", sorted(proposers()))
-@pytest.mark.parametrize("cache", [112, 2048])
+PROPOSERS = ("ngram", "same", "other", "short", "own cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        *((name, 112) for name in PROPOSERS),
+        *((name, 2048) for name in PROPOSERS[:2]),
+        *(pytest.param(name, 2048, marks=pytest.mark.slow) for name in PROPOSERS[2:]),
+    ],
+)
 def test_drafts_change_no_token(name: str, cache: int) -> None:
     """Covers preemption in a small cache, shared prefixes, and answers up to the maximum length."""
     model = model_of()
@@ -47,7 +58,7 @@ def test_drafts_change_no_token(name: str, cache: int) -> None:
     longest = GREEDY.replace(max_tokens=None)
     options = {"kv_cache_tokens": cache, "max_model_len": 80, "max_tokens_per_step": 24, "max_sequences": 6}
     found = []
-    for speculative in (None, proposers()[name]):
+    for speculative in (None, proposer(name)):
         with LLM(model, check_at_load=False, speculative=speculative, **options) as llm:
             greedy = llm.generate(prompts, GREEDY)
             after_greedy = llm.stats()

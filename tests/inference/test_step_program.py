@@ -9,6 +9,8 @@ import pytest
 
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.base.errors import ConfigError
+from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.inference_path import get_inference_path
@@ -60,22 +62,30 @@ def test_recorded_steps_generate_what_the_plain_model_does(name: str, tmp_path: 
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
-def test_weight_formats_serve_the_rounded_model(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [
+        ("fp32", "auto"), ("bf16", "auto"), ("int8", "auto"), ("fp8", "auto"), ("int4_g32_zp", "float"),
+        ("int3_g64", "float"), ("ternary", "float"), ("binary_g32", "float"), ("int4_g128", "auto"), ("int8", "int8"),
+    ],
+)  # fmt: skip
+def test_weight_formats_serve_the_rounded_model(weights: str, activations: str, tmp_path: Path) -> None:
     import torch
 
     from windlass.kernels.weight_format import get_weight_format
 
     model = saved("llama", tmp_path)
-    with LLM(tmp_path, weights=weights, max_tokens_per_step=64, max_sequences=8, skip_tokenizer_init=True) as llm:
+    options = {"max_tokens_per_step": 64, "max_sequences": 8, "skip_tokenizer_init": True}
+    with LLM(tmp_path, weights=weights, activations=activations, **options) as llm:
+        assert llm.engine.runner.program is not None
         outputs = llm.generate(make_prompts(10, VOCABULARY, 30), GREEDY)
     chosen = get_weight_format(weights)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.copy_(chosen.unpack(chosen.pack(module.weight)))
-    # int8 products round their input too
-    assert_greedy(model, outputs, tolerance=0.05 if weights == "int8" else 1e-3)
+    coarse = activations == "int8" or weights in ("int8", "int4_g128")  # whose inputs are rounded too
+    assert_greedy(model, outputs, tolerance=0.05 if coarse else 1e-3)
 
 
 def test_the_weights_of_a_loaded_model_are_held_once(tmp_path: Path) -> None:
@@ -84,3 +94,10 @@ def test_the_weights_of_a_loaded_model_are_held_once(tmp_path: Path) -> None:
         model = llm.engine.runner.model
         held = [name for name, p in model.named_parameters() if p.dim() == 2 and p.device.type != "meta"]
         assert held == ["model.embed_tokens.weight"]
+
+
+def test_formats_and_activations_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights is 'int5'; write one of .*int4_g128, "):
+        EngineOptions(weights="int5")
+    with pytest.raises(ConfigError, match="activations is 'fp4'; write auto, float or int8"):
+        EngineOptions(activations="fp4")

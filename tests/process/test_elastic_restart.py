@@ -142,7 +142,7 @@ def test_losses_equal_a_manually_resumed_run(tmp_path: Path, stage: int) -> None
     for path in (tmp_path / "killed").glob("pid.*"):
         pid, port = map(int, path.read_text().split())
         while os.path.exists(f"/proc/{pid}") and str(source) in Path(f"/proc/{pid}/cmdline").read_text():
-            assert time.monotonic() - ended < 10, f"{path.name} is still there"
+            assert time.monotonic() - ended < 60, f"{path.name} is still there"
             time.sleep(0.1)
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still served"

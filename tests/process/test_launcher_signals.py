@@ -101,9 +101,9 @@ def test_every_exit_ends_all_ranks(tmp_path: Path) -> None:
         requested.send(signal.SIGINT)
         ignored.send(signal.SIGINT)
         until(lambda: all(launched.status() is not None for launched in everyone), "launchers end")
-        until(lambda: not any(is_alive(pid) for launched in everyone for pid in launched.pids()), "ranks end", 10)
+        until(lambda: not any(is_alive(pid) for launched in everyone for pid in launched.pids()), "ranks end")
         strays = [int(path.read_text()) for path in ignored.folder.glob("stray*")]
-        until(lambda: not any(map(is_alive, strays)), "what ranks started ends", 10)
+        until(lambda: not any(map(is_alive, strays)), "what ranks started ends")
         assert len(strays) == RANKS
     finally:
         for launched in everyone:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-
-import pytest
 
 from tests.ports import free_port
 
@@ -18,8 +16,33 @@ comm.init_distributed(distributed_port={port}, verbose=False)
 mine = torch.tensor([comm.get_rank() + 1])
 comm.all_reduce(mine, comm.ReduceOp.PROD)
 assert comm.get_local_rank() == int(os.environ["LOCAL_RANK"])
-print("met", comm.get_rank(), comm.get_world_size(), os.environ["LOCAL_RANK"], mine.item(), flush=True)
+met = (comm.get_rank(), comm.get_world_size(), os.environ["LOCAL_RANK"], mine.item())
+os.write(1, " ".join(map(str, (kind, "met", *met, "\\n"))).encode())  # one write, since ranks share the output
 comm.barrier()
+"""
+# Runs each script with its variables in a child.
+FORKS = """
+import json, os, sys, traceback
+import torch, torch.distributed
+from windlass.compat import collectives
+ranks = json.load(sys.stdin)
+children = []
+for kind, variables, script in ranks:
+    child = os.fork()
+    if child == 0:
+        os.environ.update(variables)
+        code = 1
+        try:
+            exec(script, {"kind": kind})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    children.append(child)
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+sys.exit(any(codes))
 """
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL", "MASTER", "OMPI", "PMI", "SLURM", "MPI", "CROSS", "GROUP", "TORCHELASTIC")
 
@@ -39,26 +62,25 @@ def pods(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
-@pytest.mark.parametrize("variables", [open_mpi, slurm, pods])
-def test_two_processes_rendezvous(variables: Callable[[int], dict[str, str]]) -> None:
-    port = free_port() if variables is not slurm else 29500  # Slurm's port is computed from the job id
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+def test_two_processes_rendezvous() -> None:
+    """All six ranks are forked from a process that has imported torch, which takes seconds."""
+    kinds = (open_mpi, slurm, pods)
+    # Slurm's port is computed from the job id
+    ports = [29500 if kind is slurm else free_port() for kind in kinds]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT.format(port=port)],
-            env={**plain, "OMP_NUM_THREADS": "1", **variables(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        (kind.__name__, kind(rank), SCRIPT.format(port=port))
+        for kind, port in zip(kinds, ports, strict=True)
         for rank in range(2)
     ]
-    try:
-        for rank, process in enumerate(ranks):
-            output, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-            assert f"met {rank} 2 {rank} 2" in output
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        input=json.dumps(ranks),
+        env={**plain, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    met = sorted(line for line in done.stdout.splitlines() if "met" in line)
+    assert met == sorted(f"{kind.__name__} met {rank} 2 {rank} 2 " for kind in kinds for rank in range(2))

@@ -73,6 +73,7 @@ class FakeEngine:
         max_waiting: requests above this number are refused.
         answer: text of all answers.
         fails_at: prompt at which the engine dies.
+        gate: file that must exist for a request to go beyond its first token.
     """
 
     def __init__(
@@ -85,12 +86,14 @@ class FakeEngine:
         lora_names: tuple[str, ...] = (),
         tokenizer: CharacterTokenizer | None = None,
         fails_at: str | None = None,
+        gate: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer or CharacterTokenizer()
         self.max_model_len = max_model_len
         self.lora_names = list(lora_names)
         self.answer = answer
         self.fails_at = fails_at
+        self.gate = gate
         self.step_seconds = step_seconds
         self.max_running = max_running
         self.running: dict[str, asyncio.Event] = {}
@@ -154,6 +157,8 @@ class FakeEngine:
                 if self.error is not None:
                     raise self.error
                 await asyncio.sleep(self.step_seconds)
+                while count > 1 and self.gate and not os.path.exists(self.gate) and not cancelled.is_set():
+                    await asyncio.sleep(0.01)
                 output = self._state(request_id, prompt, params, count, metrics, cancelled.is_set())
                 self.tokens["generated"] += params.n
                 yield output

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.harness import ServerProcess, wait_until
+from tests.serving.harness import WAIT_SECONDS, ServerProcess, wait_until
 
 TEXT = "/v1/completions"
 
 
 def test_sigterm_drains_and_ends_with_0(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, step_seconds=0.05) as server:
+    gate = tmp_path / "gate"  # the request runs until it exists
+    with ServerProcess(tmp_path, step_seconds=0.01, gate=str(gate)) as server:
         server.wait_until_ready()
         response = server.open("POST", TEXT, {"prompt": "abc", "max_tokens": 40, "stream": True})
         response.readline()
@@ -27,9 +28,10 @@ def test_sigterm_drains_and_ends_with_0(tmp_path: Path) -> None:
         assert server.request("GET", "/health")[0] == 200
         status, body = server.request("POST", TEXT, {"prompt": "abc"})
         assert status == 503 and json.loads(body)["error"]["code"] == "draining"
+        gate.touch()
         rest = response.read().decode()
         assert rest.endswith("data: [DONE]\n\n") and rest.count('"text":') == 39
-        assert server.process.wait(60) == 0
+        assert server.process.wait(WAIT_SECONDS) == 0
         assert "Traceback" not in server.log()
 
 
@@ -42,7 +44,7 @@ def test_requests_that_outlast_the_drain_are_cut_with_a_last_event(tmp_path: Pat
         server.process.send_signal(signal.SIGTERM)
         rest = response.read().decode()
         assert rest.endswith("data: [DONE]\n\n") and '"code":"draining"' in rest
-        assert server.process.wait(60) == 0
+        assert server.process.wait(WAIT_SECONDS) == 0
         assert "1 request did not end in time" in server.log()
 
 
@@ -54,32 +56,32 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         wait_until(lambda: server.request("GET", "/ready")[0] == 503)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 128 + signal.SIGTERM
+        assert server.process.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_error_at_start_is_the_whole_message(tmp_path: Path, replicas: int) -> None:
     with ServerProcess(tmp_path, model="broken", replicas=replicas) as server:
-        assert server.process.wait(60) == 1
+        assert server.process.wait(WAIT_SECONDS) == 1
         assert server.log() == "windlass: the model is broken\n"
 
 
 def test_a_bug_at_start_shows_its_traceback(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, model="bug") as server:
-        assert server.process.wait(60) == 1
+        assert server.process.wait(WAIT_SECONDS) == 1
         assert "ZeroDivisionError: a bug at load" in server.log()
 
 
 def test_a_bug_at_the_start_of_a_replica_shows_its_traceback(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, model="bug", replicas=2) as server:
-        assert server.process.wait(60) == 1
+        assert server.process.wait(WAIT_SECONDS) == 1
         assert "[replica 0] ZeroDivisionError: a bug at load" in server.log()
         assert "\nwindlass: ZeroDivisionError: a bug at load; its traceback is above\n" in server.log()
 
 
 def test_a_replica_that_dies_at_start_ends_the_server(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, model="dies", replicas=2) as server:
-        assert server.process.wait(60) == 1
+        assert server.process.wait(WAIT_SECONDS) == 1
         assert "ended at its start with exit code 9" in server.log()
 
 
@@ -102,12 +104,13 @@ def test_an_engine_that_fails_ends_the_server_with_its_own_exit_code(tmp_path: P
         assert server.request("POST", TEXT, {"prompt": "abc", "max_tokens": 3})[0] == 200
         status, body = server.request("POST", TEXT, {"prompt": "x", "max_tokens": 3})
         assert status == 500 and "the device is gone" not in body
-        assert server.process.wait(60) == 3
+        assert server.process.wait(WAIT_SECONDS) == 3
         assert "the device is gone" in server.log()
 
 
 def test_a_replica_that_dies_fails_its_requests_alone_and_is_started_again(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, replicas=2, step_seconds=0.05) as server:
+    gate = tmp_path / "gate"  # the requests run until it exists
+    with ServerProcess(tmp_path, replicas=2, step_seconds=0.01, gate=str(gate)) as server:
         server.wait_until_ready()
         # two conversations with different beginnings go to different replicas
         streams = [
@@ -118,6 +121,7 @@ def test_a_replica_that_dies_fails_its_requests_alone_and_is_started_again(tmp_p
         children = _children(server.process.pid)
         assert len(children) == 2
         os.kill(children[0], signal.SIGKILL)
+        gate.touch()
         rests = [stream.read().decode() for stream in streams]
         failed = ["replica_ended" in rest for rest in rests]
         assert sorted(failed) == [False, True]
@@ -149,14 +153,17 @@ def test_equal_prefixes_go_to_one_replica_and_others_to_the_other(tmp_path: Path
 
 
 def test_a_drain_of_replicas_ends_their_processes(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, replicas=2, step_seconds=0.05) as server:
+    gate = tmp_path / "gate"  # the request runs until it exists
+    with ServerProcess(tmp_path, replicas=2, step_seconds=0.01, gate=str(gate)) as server:
         server.wait_until_ready()
         response = server.open("POST", TEXT, {"prompt": "abc", "max_tokens": 30, "stream": True})
         response.readline()
         children = _children(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.request("GET", "/ready")[0] == 503)
+        gate.touch()
         assert response.read().decode().count('"text":') == 29
-        assert server.process.wait(60) == 0
+        assert server.process.wait(WAIT_SECONDS) == 0
         assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 

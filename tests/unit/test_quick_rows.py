@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dist.quick_rows import quick_rows, share
+from tests.dist.quick_rows import MANY, quick_rows, share
 
 SIZES = st.fixed_dictionaries(
     {"transport": st.integers(1, 2), "stage": st.integers(1, 4)}, optional={"model": st.integers(1, 7)}
@@ -43,11 +43,19 @@ def test_one_row_of_the_other_parameters_keeps_both_transports_at_the_highest_st
     assert {row["transport"] for row in kept if row["stage"] == 3} == {"shm", "gloo"}
 
 
-def test_many_rows_run_at_two_stages_on_one_transport_each() -> None:
+def test_some_rows_run_at_two_stages_on_one_transport_each() -> None:
+    rows = all_rows({"model": MANY - 1, "stage": 4, "transport": 2})
+    kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
+    assert len(kept) == 2 * (MANY - 1)
+    assert {row["model"] for row in kept if row["stage"] == 3} == set(range(MANY - 1))
+
+
+def test_many_rows_run_at_one_stage_on_one_transport_each() -> None:
     rows = all_rows({"model": 30, "stage": 4, "transport": 2})
     kept = [row for row, quick in zip(rows, quick_rows(rows), strict=True) if quick]
-    assert len(kept) == 60
+    assert len(kept) == 30
     assert {(row["stage"], row["transport"]) for row in kept} == set(product(range(4), range(2)))
+    assert sum(row["stage"] == 3 for row in kept) == 20
 
 
 def test_rows_without_transport_and_stage_stay() -> None:

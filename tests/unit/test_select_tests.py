@@ -86,17 +86,23 @@ def test_toy_selection(toy: Path, changed: str, selected: set[str]) -> None:
     assert {Path(test).stem.removeprefix("test_") for test in tests} == selected
 
 
-@pytest.fixture(scope="module")
-def graph() -> ImportGraph:
-    return ImportGraph(ROOT, repository_files(ROOT))
-
-
 def reached_tests(graph: ImportGraph, changed: str) -> set[str]:
     assert changed in graph.files, f"{changed} was renamed: name a file that exists"
     return {file for file in graph.reached_by({changed}) if is_test(file)}
 
 
-def test_every_test_reaches_itself_and_its_harness(graph: ImportGraph) -> None:
+def test_selection_in_this_repository(subtests: pytest.Subtests) -> None:
+    """One test, because reading all files takes seconds."""
+    graph = ImportGraph(ROOT, repository_files(ROOT))
+    with subtests.test("every test reaches itself and its harness"):
+        every_test_reaches_itself_and_its_harness(graph)
+    with subtests.test("errors reach nearly every test"):
+        errors_reach_nearly_every_test(graph)
+    with subtests.test("a command reaches only tests that run commands"):
+        a_command_reaches_only_tests_that_run_commands(graph)
+
+
+def every_test_reaches_itself_and_its_harness(graph: ImportGraph) -> None:
     tests = {file for file in graph.files if is_test(file)}
     assert len(tests) > 200
     assert reached_tests(graph, "tests/conftest.py") == tests
@@ -104,12 +110,12 @@ def test_every_test_reaches_itself_and_its_harness(graph: ImportGraph) -> None:
         assert test in reached_tests(graph, test)
 
 
-def test_errors_reach_nearly_every_test(graph: ImportGraph) -> None:
+def errors_reach_nearly_every_test(graph: ImportGraph) -> None:
     tests = {file for file in graph.files if is_test(file)}
     assert len(reached_tests(graph, "windlass/base/errors.py")) > 0.8 * len(tests)
 
 
-def test_a_command_reaches_only_tests_that_run_commands(graph: ImportGraph) -> None:
+def a_command_reaches_only_tests_that_run_commands(graph: ImportGraph) -> None:
     reached = reached_tests(graph, "windlass/cli/generate.py")
     assert "tests/unit/optim/test_muon.py" not in reached
     assert "tests/dist/test_collectives.py" not in reached

@@ -58,8 +58,11 @@ def serve(
         Path | None, typer.Option(help="Directory for the KV blocks that do not fit into --swap-bytes.")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Format of packed weights: fp32, bf16, int8, ... [as they are]")
+        str | None, typer.Option(help="Format of packed weights: fp32, bf16, int8, int4_g128, ... [as they are]")
     ] = None,
+    activations: Annotated[
+        str, typer.Option(help="Inputs of packed layers: float, int8, or auto (int8 for weights below 8 bits).")
+    ] = "auto",
     deterministic: Annotated[
         bool | None,
         typer.Option("--deterministic/--no-deterministic", help="The same bits whatever else runs. [where free]"),
@@ -126,6 +129,7 @@ def serve(
         "swap_bytes": swap_bytes,
         "swap_directory": None if swap_directory is None else str(swap_directory),
         "weights": weights,
+        "activations": activations,
         "deterministic": deterministic,
         "lora": parse_adapters(lora or [], settings.model_names),
         "speculative": _speculative_options(speculative, speculative_tokens),

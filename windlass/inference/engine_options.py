@@ -11,6 +11,7 @@ import torch
 
 from windlass.base.errors import ConfigError
 from windlass.inference.scheduler import POLICIES, Policy
+from windlass.kernels.weight_format import list_weight_formats
 
 KvDtype = Literal["auto", "fp32", "bf16", "int8"]
 
@@ -86,7 +87,10 @@ class EngineOptions:
         deterministic: tokens and log-probabilities of a request have the same bits whatever else is in the batch and
             however its prompt is split. None: where it costs nothing, which is where weights are packed. True packs a
             copy of the weights of a live module too. Experts in stacked matrices are not covered.
-        weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, ...; None: as they are.
+        weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None: as
+            they are. Formats below 8 bits that nothing prepared the model for lose much; see `docs/compression.md`.
+        activations: inputs of packed layers: `float`, `int8` (rounded for each token and 128 features), or `auto`,
+            which is `int8` for weights of less than 8 bits.
         check_at_load: compare some greedy tokens with those of the plain model.
         tp: ranks along the tensor-parallel axis.
         ep: ranks along the expert axis, each of which holds a part of the experts.
@@ -111,6 +115,7 @@ class EngineOptions:
     seed: int | None = None
     deterministic: bool | None = None
     weights: str | None = None
+    activations: str = "auto"
     check_at_load: bool = True
     tp: int = 1
     ep: int = 1
@@ -126,6 +131,10 @@ class EngineOptions:
             raise ConfigError(f"policy is {self.policy!r}; write one of {', '.join(POLICIES)}")
         if self.kv_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_dtype is {self.kv_dtype!r}; write one of {', '.join(_KV_DTYPES)}")
+        if self.weights is not None and self.weights not in list_weight_formats():
+            raise ConfigError(f"weights is {self.weights!r}; write one of {', '.join(list_weight_formats())}")
+        if self.activations not in ("auto", "float", "int8"):
+            raise ConfigError(f"activations is {self.activations!r}; write auto, float or int8")
         if self.block_size % 16:
             raise ConfigError(f"block_size is {self.block_size}; write a multiple of 16")
         if self.max_gap_ms is not None and not 0 < self.max_gap_ms < 1e9:

@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+from windlass.compress.packed_model import is_packed_directory, load_packed_model
 
 _DTYPES = {
     "auto": None,
@@ -49,7 +50,8 @@ def load_model(
     """Load a causal language model of transformers, in eval mode.
 
     Args:
-        path: directory with `config.json` and safetensors files, or a name on the hub.
+        path: directory with `config.json` and safetensors files, or a name on the hub. A directory of packed weights
+            (compressed-tensors, GPTQ, AWQ) gives a model with `PackedLinear` layers.
         dtype: of the weights; `auto`: that of the files. On the CPU 16-bit floats other than bfloat16 are widened to
             float32, since there is no fast arithmetic for them.
 
@@ -65,9 +67,12 @@ def load_model(
             "a decoder alone"
         )
     wanted = parse_dtype(dtype)
-    model = _load(
-        transformers.AutoModelForCausalLM, path, trust_remote_code, dtype=wanted or "auto", use_safetensors=None
-    )
+    if is_packed_directory(path):
+        model = load_packed_model(path, dtype=wanted, trust_remote_code=trust_remote_code)
+    else:
+        model = _load(
+            transformers.AutoModelForCausalLM, path, trust_remote_code, dtype=wanted or "auto", use_safetensors=None
+        )
     if torch.device(device).type == "cpu" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
     found: nn.Module = model.to(device).eval()

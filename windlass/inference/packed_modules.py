@@ -17,9 +17,19 @@ from torch import nn
 
 from windlass.base.log import logger
 from windlass.inference.step_recording import get_recorder
+from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import get_inference_path
-from windlass.kernels.packed_gemm import PackedPanels, pack_weight, packed_linear
+from windlass.kernels.packed_gemm import (
+    PackedPanels,
+    can_quantize_inputs,
+    join_packed,
+    pack_panels,
+    pack_weight,
+    packed_linear,
+)
+from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.panel_memory import share_parameters
+from windlass.kernels.weight_format import WeightFormat, get_weight_format
 
 _LEAST_FEATURES = 16  # smaller layers gain nothing
 
@@ -86,7 +96,10 @@ class PackedModules:
     Args:
         model: on the CPU, in float32 or bfloat16.
         probe: runs a forward, so that layers with the same input are found.
-        weight_format: registered name; None: the dtype of the weights.
+        weight_format: registered name; None: the dtype of the weights. Layers that are packed already keep their
+            format.
+        activations: "int8" rounds inputs to int8 where the format allows that, "float" does not, "auto" does so for
+            integers of less than 8 bits, whose own rounding is coarser by far.
         frees_weights: each weight is freed as soon as it is packed, if no other layer uses it, and the layers stay
             replaced. Otherwise the model is as it was outside of `active`.
     """
@@ -97,19 +110,19 @@ class PackedModules:
         probe: Callable[[], Any],
         *,
         weight_format: str | None = None,
+        activations: str = "auto",
         frees_weights: bool = False,
     ) -> None:
         self.groups: list[LinearGroup] = []
         self._forwards: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = []
         self._permanent = frees_weights
         for modules in _find_groups(model, probe):
-            group = _pack_group(modules, weight_format)
+            group = _pack_group(modules, weight_format, activations)
             self.groups.append(group)
             self._forwards += zip(modules, group.forwards(), strict=True)
             if frees_weights:
                 for module in modules:
-                    weight = module.get_parameter("weight").detach()
-                    module.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+                    _free_weight(module)
         if frees_weights:
             self._replace()
             share_parameters(model.parameters())
@@ -138,19 +151,38 @@ class PackedModules:
             module.__dict__["forward"] = forward
 
 
-def _pack_group(modules: list[nn.Module], weight_format: str | None) -> LinearGroup:
-    weights = [_matrix(module) for module in modules]
-    name = weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32")
-    sizes = [len(weight) for weight in weights]
+def _pack_group(modules: list[nn.Module], weight_format: str | None, activations: str) -> LinearGroup:
+    sizes = [_matrix_kind(module)[0] for module in modules]
     biases = [getattr(module, "bias", None) for module in modules]
     bias = None
     if any(b is not None for b in biases):
         parts = [torch.zeros(size) if b is None else b.detach().float() for b, size in zip(biases, sizes, strict=True)]
         bias = torch.cat(parts)
-    # int8 products of many rows are bound by arithmetic, which is four times as fast on int8 inputs
-    matrix = weights[0] if len(weights) == 1 else torch.cat(weights)
-    panels = pack_weight(matrix, name, quantize_inputs=name == "int8")
+    packed = [module for module in modules if isinstance(module, PackedLinear)]
+    if packed:
+        form = packed[0].format
+        tensors = join_packed(form, [module.packed() for module in packed])
+        panels = pack_panels(tensors, form, quantize_inputs=_quantizes(form, activations))
+    else:
+        weights = [_matrix(module) for module in modules]
+        form = get_weight_format(weight_format or ("bf16" if weights[0].dtype == torch.bfloat16 else "fp32"))
+        joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+        panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations))
     return LinearGroup(modules, panels, bias, sizes)
+
+
+def _quantizes(form: WeightFormat, activations: str) -> bool:
+    if activations == "auto":
+        return isinstance(form, CodedWeightFormat) and form.bits < 8
+    return activations == "int8" and can_quantize_inputs(form)
+
+
+def _free_weight(module: nn.Module) -> None:
+    """Give up the memory of a layer's weight."""
+    names = [name for name, _ in module.named_parameters() if name != "bias"]
+    for name in names:
+        weight = module.get_parameter(name).detach()
+        module.register_parameter(name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -160,6 +192,8 @@ def can_pack(model: nn.Module) -> bool:
 
 
 def _is_packable(module: nn.Module) -> bool:
+    if type(module) is PackedLinear:
+        return "forward" not in module.__dict__
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or "forward" in module.__dict__:
         return False
@@ -197,7 +231,7 @@ def _find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Mod
     previous: torch.Tensor | None = None
     for module, x in calls:
         once = times[module] == 1
-        like = groups and _matrix_kind(groups[-1][-1]) == _matrix_kind(module)
+        like = groups and _matrix_kind(groups[-1][-1])[1:] == _matrix_kind(module)[1:]
         if once and x is previous and like and times[groups[-1][-1]] == 1:
             groups[-1].append(module)
         elif not any(module in group for group in groups):
@@ -209,6 +243,9 @@ def _find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Mod
     return groups
 
 
-def _matrix_kind(module: nn.Module) -> tuple[int, torch.dtype]:
+def _matrix_kind(module: nn.Module) -> tuple[int, int, str]:
+    """Return output features, input features, and the format or dtype of a layer."""
+    if isinstance(module, PackedLinear):
+        return module.out_features, module.in_features, module.format.name
     weight = _matrix(module)
-    return weight.shape[1], weight.dtype
+    return weight.shape[0], weight.shape[1], str(weight.dtype)

@@ -20,6 +20,9 @@ from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
+from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
+from windlass.kernels.weight_format import get_weight_format
 from windlass.storage.staging_memory import available_memory
 
 _CHECKED_TOKENS = 8
@@ -57,11 +60,19 @@ def make_runner(
     longest = options.max_model_len or max_model_len
     shards = ranks is not None and not is_sharded(model)
     if ranks is not None and shards:
+        if (held := _packed_format(model)) is not None:
+            raise ConfigError(
+                f"the model is packed as {held!r}, which tp and ep do not shard; give the wide model, and weights"
+            )
         ranks.broadcast_model(model)
-    plain = PlainLogits(model, longest) if options.check_at_load else None
+    # Few bits change the logits by more than any error of a runner: it is compared with the model of packed weights.
+    coarse = isinstance(options.weights and get_weight_format(options.weights), CodedWeightFormat)
+    plain = PlainLogits(model, longest) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
     packed = _pack(model, options, owned=owned)
+    if options.check_at_load and coarse and ranks is None:
+        plain = PlainLogits(model, longest)
     try:
         runner: ModelRunner = PagedModelRunner(
             model,
@@ -186,14 +197,26 @@ class PlainLogits:
         return 2e-3
 
 
+def _packed_format(model: nn.Module) -> str | None:
+    """Return the format of the first packed layer, if there is one."""
+    return next((module.format.name for module in model.modules() if isinstance(module, PackedLinear)), None)
+
+
 def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedModules | None:
     """Return packed weights of the model if they are asked for, or are free of cost."""
     wanted = owned if options.deterministic is None else options.deterministic
     if options.weights is not None and not owned:
         raise ConfigError(f"weights is {options.weights!r}, but a live module is served as it is; give its directory")
+    held = _packed_format(model)
+    if options.weights is not None and held is not None:
+        raise ConfigError(
+            f"weights is {options.weights!r}, but the model is packed as {held!r} already; leave weights out"
+        )
     if not (wanted or options.weights) or not can_pack(model):
         if options.deterministic:
             raise ConfigError("deterministic needs the native kernels and a model on the CPU in float32 or bfloat16")
+        if options.weights is not None:
+            pack_linear_layers(model, options.weights)
         return None
     forward = CausalForward(model)
 
@@ -202,7 +225,9 @@ def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedMod
         with torch.inference_mode():
             forward(ids, None, ids[:1])
 
-    return PackedModules(model, probe, weight_format=options.weights, frees_weights=owned)
+    return PackedModules(
+        model, probe, weight_format=options.weights, activations=options.activations, frees_weights=owned
+    )
 
 
 def measure_step_cost(

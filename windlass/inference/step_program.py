@@ -32,6 +32,7 @@ from windlass.inference.step_recording import (
     unify,
 )
 from windlass.kernels.inference_path import get_inference_path
+from windlass.kernels.kernel_dispatch import REFERENCE_PATH
 from windlass.kernels.packed_gemm import PackedPanels
 
 _SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # tokens and rows of the recordings
@@ -91,6 +92,9 @@ class StepProgram:
         self.max_tokens = max(max_tokens, 1)
         recordings = [_record(record, *size, seed) for seed, size in enumerate(_SIZES)]
         recording = unify(recordings, _SIZES)
+        for panels in (operator.target[0] for operator in recording.operators if operator.name == "linear"):
+            if panels.path == REFERENCE_PATH:
+                raise NotRecordableError(f"weights of format {panels.format.name!r} have no native product here")
         before = len(recording.operators)
         self._recording = fuse(recording)
         logger.debug("step program: %d operators of %d", len(self._recording.operators), before)
@@ -228,8 +232,8 @@ class StepProgram:
         panels, bias = operator.target
         x, out = binder.tensor(operator.inputs[0]), binder.tensor(operator.outputs[0])
         assert isinstance(panels, PackedPanels)
-        arguments = panels.native_arguments(x, out, bias)
-        return self._native.linear, arguments, {}
+        function, arguments = panels.native_call(x, out, bias)
+        return function, arguments, {}
 
     def _norm(self, operator: Operator, binder: _Binder) -> Call:
         call = operator.target

@@ -14,10 +14,14 @@ an offset of 128) input features of each output, side by side in 32 bits. All in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from windlass.base.errors import ModelError, WeightFormatError
+from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import InferencePath, get_inference_path, tensor_address
+from windlass.kernels.low_bit_panels import LowBitFormat, LowBitPanels, has_native_codes
 from windlass.kernels.panel_memory import take_panels
 from windlass.kernels.reference.quantized_input import quantize_groups
 from windlass.kernels.weight_format import PackedWeight as FormatTensors
@@ -40,15 +44,24 @@ class PackedPanels:
     def __init__(
         self, weight_format: WeightFormat, tensors: FormatTensors, path: InferencePath, quantize_inputs: bool
     ) -> None:
-        if quantize_inputs and weight_format.name != "int8":
+        if quantize_inputs and not can_quantize_inputs(weight_format):
             raise WeightFormatError(
-                f"inputs cannot be quantized with weights of format {weight_format.name!r}; use 'int8'"
+                f"inputs cannot be quantized with weights of format {weight_format.name!r}; use 'int8' or integers of "
+                "fewer bits"
             )
         self.format, self.quantize_inputs = weight_format, quantize_inputs
-        self.out_features, self.in_features = tensors["weight"].shape
-        native = path.module is not None and weight_format.name in _PANEL_CODES and tensors["weight"].numel() > 0
+        self.out_features, self.in_features = matrix_shape(tensors)
+        coded = has_native_codes(weight_format)
+        native = path.module is not None and (coded or weight_format.name in _PANEL_CODES)
+        native = native and self.out_features * self.in_features > 0
         self._path = path if native else get_inference_path("reference")
-        self._tensors = self._pack(tensors) if native else tensors
+        self._low_bit: LowBitPanels | None = None
+        self._tensors: FormatTensors = {}
+        if native and coded:
+            assert isinstance(weight_format, LowBitFormat)
+            self._low_bit = LowBitPanels(weight_format, tensors, self.out_features, self.in_features)
+        else:
+            self._tensors = self._pack(tensors) if native else tensors
 
     @property
     def path(self) -> str:
@@ -58,6 +71,8 @@ class PackedPanels:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weight, scales and padding included."""
+        if self._low_bit is not None:
+            return self._low_bit.nbytes
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def _pack(self, tensors: FormatTensors) -> FormatTensors:
@@ -76,14 +91,21 @@ class PackedPanels:
         self._address = (code, panels.data_ptr(), *weight.shape, 0 if scales is None else scales.data_ptr())
         return {"panels": panels, **packed}
 
-    def native_arguments(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> tuple[object, ...]:
-        """Return the arguments of the native `linear` for tensors at fixed addresses.
+    def native_call(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Callable[..., object], tuple[object, ...]]:
+        """Return the native function for tensors at fixed addresses, and its arguments.
 
         Args:
             x, out: contiguous `[..., in_features]` and `[..., out_features]` of one dtype.
             bias: float32 `[out_features]`, or None.
         """
-        return (
+        module = self._path.module
+        assert module is not None
+        if self._low_bit is not None:
+            arguments = self._low_bit.arguments(self._path.number, x, out, bias, self.quantize_inputs)
+            return self._low_bit.module.linear, arguments
+        return module.linear, (
             self._path.number,
             *self._address,
             0 if bias is None else tensor_address("bias", bias),
@@ -96,16 +118,15 @@ class PackedPanels:
         )
 
     def native_weight(self, bias: torch.Tensor | None) -> tuple[int, ...] | None:
-        """Return code, addresses and sizes of the weight, as `StepProgram.add_linear` takes them; None without native
-        code."""
-        if self._path.module is None:
+        """Return code, addresses and sizes of the weight, as `StepProgram.add_linear` takes them; None where other
+        code, or none, multiplies it."""
+        if self._path.module is None or self._low_bit is not None:
             return None
         return (*self._address, 0 if bias is None else tensor_address("bias", bias))
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute `packed_linear`, whose checks have passed."""
-        module = self._path.module
-        if module is None:
+        if self._path.module is None:
             x = quantize_groups(x) if self.quantize_inputs else x
             return self.format.linear(x, self._tensors, None if bias is None else bias.to(x.dtype))
         x = x.contiguous()
@@ -113,11 +134,37 @@ class PackedPanels:
         if out.numel() == 0:
             return out
         wide_bias = None if bias is None else bias.to(torch.float32).contiguous()
-        module.linear(*self.native_arguments(x, out, wide_bias))
+        function, arguments = self.native_call(x, out, wide_bias)
+        function(*arguments)
         return out
 
     def __repr__(self) -> str:
         return f"PackedPanels({self.out_features}, {self.in_features}, format={self.format.name!r}, path={self.path!r})"
+
+
+def can_quantize_inputs(weight_format: WeightFormat) -> bool:
+    """Return True if weights of the format are multiplied by int8 inputs; see [Note: int8 inputs]."""
+    return weight_format.name == "int8" or isinstance(weight_format, CodedWeightFormat)
+
+
+def matrix_shape(tensors: FormatTensors) -> tuple[int, int]:
+    """Return output and input features of a packed matrix; (0, 0) if the tensors are not those of one."""
+    if "weight_shape" in tensors and tensors["weight_shape"].numel() == 2:
+        rows, columns = tensors["weight_shape"].tolist()
+        return int(rows), int(columns)
+    if "weight" in tensors and tensors["weight"].dim() == 2:
+        rows, columns = tensors["weight"].shape
+        return rows, columns
+    return 0, 0
+
+
+def join_packed(weight_format: WeightFormat, parts: Sequence[FormatTensors]) -> FormatTensors:
+    """Return the packed matrix whose rows are those of all parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(weight_format, CodedWeightFormat):
+        return weight_format.join(parts)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def pack_weight(
@@ -164,7 +211,7 @@ def pack_panels(
     """
     chosen = get_weight_format(format) if isinstance(format, str) else format
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    rows, columns = tensors["weight"].shape if "weight" in tensors else (0, 0)
+    rows, columns = matrix_shape(tensors)
     requested = {name: (form.dtype, form.shape) for name, form in chosen.file_form(rows, columns).items()}
     if found != requested:
         raise WeightFormatError(f"packed tensors {found} are not of format {chosen.name!r}; give those that it packed")

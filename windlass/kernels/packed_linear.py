@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -111,7 +111,8 @@ class PackedLinear(nn.Module):
             )
         with torch.no_grad():
             for name, tensor in packed.items():
-                self.get_parameter(self._parameter_name(name)).copy_(tensor.contiguous().view(torch.uint8))
+                stored = self.get_parameter(self._parameter_name(name))
+                stored.copy_(tensor.reshape(-1).contiguous().view(torch.uint8).view(stored.shape))
 
     def packed(self) -> PackedWeight:
         """Return the packed tensors by the names of the format's `file_form`: views of the parameters' bytes, or copies
@@ -164,3 +165,27 @@ class PackedLinear(nn.Module):
                     f"{self.format.name!r}; load a plain weight into an nn.Linear and use PackedLinear.from_linear"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def pack_linear_layers(
+    model: nn.Module, weight_format: WeightFormat | str, chosen: Callable[[str], bool] = lambda name: True
+) -> list[str]:
+    """Replace linear layers of a model by packed ones, in place and one after the other.
+
+    Args:
+        chosen: returns True for the names of the layers to be packed.
+
+    Returns:
+        The names of the packed layers. Layers of other classes than `nn.Linear` stay as they are.
+
+    Raises:
+        WeightFormatError: a weight does not fit the format. The layers before it are packed then.
+    """
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear and chosen(name)]
+    for name in names:
+        try:
+            packed = PackedLinear.from_linear(model.get_submodule(name), weight_format)  # type: ignore[arg-type]
+        except WeightFormatError as error:
+            raise WeightFormatError(f"layer {name!r}: {error}") from error
+        model.set_submodule(name, packed)
+    return names

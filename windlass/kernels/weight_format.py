@@ -7,27 +7,16 @@ no state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from windlass.base.errors import WeightFormatError
+from windlass.kernels.coded_formats import Float8WeightFormat, make_coded_formats
 from windlass.kernels.packed_matmul import packed_matmul
-
-PackedWeight = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class PackedTensorForm:
-    """Dtype and shape of one packed tensor, in memory and in a safetensors file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+from windlass.kernels.packed_tensors import PackedTensorForm as PackedTensorForm
+from windlass.kernels.packed_tensors import PackedWeight as PackedWeight
+from windlass.kernels.packed_tensors import check_finite, check_matrix
 
 
 class WeightFormat(Protocol):
@@ -81,9 +70,9 @@ class CastWeightFormat:
         return {"weight": PackedTensorForm(self._dtype, (out_features, in_features))}
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        _check_matrix(weight, self.name)
+        check_matrix(weight, self.name)
         packed = weight.detach().to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        _check_finite(packed, self.name, f"is outside of the range of {self._dtype}")
+        check_finite(packed, self.name, f"is outside of the range of {self._dtype}")
         return {"weight": packed}
 
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
@@ -110,9 +99,9 @@ class Int8WeightFormat:
         }
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        _check_matrix(weight, self.name)
+        check_matrix(weight, self.name)
         wide = weight.detach().to(torch.float32)
-        _check_finite(wide, self.name, "is outside of the range of torch.float32")
+        check_finite(wide, self.name, "is outside of the range of torch.float32")
         columns = wide.shape[1]
         scale = wide.abs().amax(1, keepdim=True) / 127 if columns else wide.new_zeros(wide.shape[0], 1)
         # a row of zeros (or of numbers so small that its scale is 0) divides by 1
@@ -132,27 +121,6 @@ def _cast_rows(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 def _scaled_rows(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return (rows[0].to(torch.float32) * rows[1]).to(dtype)
-
-
-def _check_matrix(weight: torch.Tensor, name: str) -> None:
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise WeightFormatError(
-            f"format {name!r} packs floating-point matrices, not {weight.dtype} of shape {tuple(weight.shape)}; pass "
-            "the weight of a linear layer before it is packed"
-        )
-    if weight.is_meta:
-        raise WeightFormatError(f"a weight on the meta device has no values to pack as {name!r}; load them first")
-    _check_finite(weight, name, "is not finite")
-
-
-def _check_finite(weight: torch.Tensor, name: str, problem: str) -> None:
-    finite = torch.isfinite(weight.float() if weight.dtype.itemsize == 1 else weight)  # torch has none for float8
-    if not bool(finite.all()):
-        row, column = (int(index) for index in (~finite).nonzero()[0])
-        raise WeightFormatError(
-            f"format {name!r} cannot pack element [{row}, {column}] of a weight of shape {tuple(weight.shape)}: it "
-            f"{problem}; correct the weight before it is packed"
-        )
 
 
 _formats: dict[str, WeightFormat] = {}
@@ -197,3 +165,6 @@ def bits_per_weight(weight_format: WeightFormat, out_features: int, in_features:
 register_weight_format(CastWeightFormat("fp32", torch.float32))
 register_weight_format(CastWeightFormat("bf16", torch.bfloat16))
 register_weight_format(Int8WeightFormat())
+register_weight_format(Float8WeightFormat())
+for _coded in make_coded_formats():
+    register_weight_format(_coded)

@@ -25,7 +25,7 @@ def test_waits_of_the_writer_thread_are_not_waits_of_training(tmp_path: Path, mo
     def late(ranks: CheckpointRanks, item: Any) -> list[Any]:
         if threading.current_thread() is not threading.main_thread():
             meets.set()
-            assert goes_on.wait(10)
+            assert goes_on.wait(60)
         return gather(ranks, item)
 
     monkeypatch.setattr(CheckpointRanks, "_all_gather_object", late)
@@ -33,7 +33,7 @@ def test_waits_of_the_writer_thread_are_not_waits_of_training(tmp_path: Path, mo
     background = AsyncSave((0,))
     with WaitScope("gather"):
         background.start(CheckpointSave(tmp_path, "t", STATE, ranks, True), ranks, pin=False)
-        assert meets.wait(10) and activity.current_wait is not None and activity.current_wait.operation == "gather"
+        assert meets.wait(60) and activity.current_wait is not None and activity.current_wait.operation == "gather"
     goes_on.set()
     background.finish()
     assert activity.current_wait is None

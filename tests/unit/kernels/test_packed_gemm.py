@@ -17,10 +17,11 @@ from windlass.kernels.weight_format import CastWeightFormat, get_weight_format
 
 PATHS = list_inference_paths()
 NATIVE = PATHS[:-1]
-FORMATS = ("fp32", "bf16", "int8", "int8, int8 inputs")
+CODED = ("int8_g64", "int4_g128", "int4_g32_zp", "int3_g64", "int2_g128", "ternary", "binary_g32", "binary", "int4_zp")
+FORMATS = ("fp32", "bf16", "int8", "int8, int8 inputs", "fp8", *CODED, *(f"{name}, int8 inputs" for name in CODED))
 DTYPES = (torch.float32, torch.bfloat16)
 
-sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 257]))
+sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 160, 257]))
 kinds = {"path": st.sampled_from(PATHS), "format": st.sampled_from(FORMATS), "dtype": st.sampled_from(DTYPES)}
 native_kinds = {**kinds, "path": st.sampled_from(NATIVE or PATHS)}
 
@@ -157,7 +158,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(path: str, format: str, v
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("format", FORMATS[:3])
+@pytest.mark.parametrize("format", [name for name in FORMATS if "," not in name])
 def test_packed_tensors_of_a_file_give_the_same_product(path: str, format: str) -> None:
     weight, x = random(37, 50), random(5, 50, seed=1)
     packed = pack_panels(get_weight_format(format).pack(weight), format, path=path)

@@ -12,7 +12,7 @@ from windlass.base.errors import WeightFormatError
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.weight_format import CastWeightFormat
 
-NAMES = ("fp32", "bf16", "int8")
+NAMES = ("fp32", "bf16", "int8", "fp8", "int4_g32_zp", "int3", "ternary", "binary_g64")
 
 
 def linear(bias: bool = True) -> nn.Linear:
@@ -70,8 +70,9 @@ def test_state_dict_round_trip(name: str) -> None:
         RuntimeError, match=f"(?s)Missing key.*{other.format.name}_weight.*Unexpected key.*{name}_weight"
     ):
         other.load_state_dict(packed.state_dict())
-    wrong = {**packed.state_dict(), f"{name}_weight": packed.unpack().float()}
-    with pytest.raises(WeightFormatError, match=rf"'{name}_weight' is torch\.float32, not the bytes"):
+    first = f"{name}_{next(iter(packed.format.file_form(11, 37)))}"
+    wrong = {**packed.state_dict(), first: packed.unpack().float()}
+    with pytest.raises(WeightFormatError, match=rf"'{first}' is torch\.float32, not the bytes"):
         empty.load_state_dict(wrong)
     again = PackedLinear(37, 11, weight_format=name)
     again.set_packed(packed.packed())

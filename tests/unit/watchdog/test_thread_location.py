@@ -100,12 +100,12 @@ def test_waits_are_thread_local() -> None:
     def save() -> None:
         with WaitScope("a save"):
             begun.set()
-            over.wait(10)
+            over.wait(60)
 
     thread = Thread(target=save)
     with WaitScope("gather"):
         thread.start()
-        begun.wait(10)
+        begun.wait(60)
         assert activity.current_wait is not None and activity.current_wait.operation == "gather"
         assert thread.ident is not None and (mark := activity.wait_of(thread.ident)) is not None
         assert mark.operation == "a save"

@@ -1,0 +1,136 @@
+"""Tests of checkpoints of GPTQ and AWQ: the same numbers as their layouts define."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.compress.test_packed_directory import IDS, saved
+from windlass.base.errors import ModelError
+from windlass.compress.packed_model import load_packed_model
+from windlass.kernels.packed_linear import PackedLinear
+
+
+def bits_of(values: list[int], bits: int) -> list[int]:
+    """Return signed 32-bit words that have the values bit after bit."""
+    whole = sum(value << (bits * place) for place, value in enumerate(values))
+    words = [whole >> (32 * i) & 0xFFFFFFFF for i in range(len(values) * bits // 32)]
+    return [word - (1 << 32) if word >> 31 else word for word in words]
+
+
+def gptq(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int, version: int) -> dict[str, Tensor]:
+    """Codes `[in, out]` and zero points `[groups, out]` in the layout of AutoGPTQ."""
+    columns = [bits_of(column.tolist(), bits) for column in codes.t()]
+    stored = (zeros - int(version == 1)) % 2**bits
+    return {
+        "qweight": torch.tensor(columns, dtype=torch.int32).t().contiguous(),
+        "qzeros": torch.tensor([bits_of(row.tolist(), bits) for row in stored], dtype=torch.int32),
+        "scales": scales,
+        "g_idx": groups.to(torch.int32),
+    }
+
+
+def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """The same in the layout of AutoAWQ."""
+
+    def words(matrix: Tensor) -> Tensor:
+        ordered = matrix.view(len(matrix), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
+        return torch.tensor([bits_of(row.tolist(), 4) for row in ordered], dtype=torch.int32)
+
+    return {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+
+
+def quantized_copy(
+    source: Path, target: Path, entry: dict[str, Any], symmetric: bool, ordered: bool = True
+) -> dict[str, Tensor]:
+    """Write a checkpoint with random codes. Return the weight of each layer that they stand for."""
+    target.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
+    tensors, weights = load_file(source / "model.safetensors"), {}
+    bits, size, generator = entry["bits"], entry["group_size"], torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if "proj" in name]:
+        out, features = tensors.pop(name).shape
+        groups = torch.arange(features) // (size if size > 0 else features)
+        if not ordered:
+            groups = groups[torch.randperm(features, generator=generator)]
+        shape = (int(groups.max()) + 1, out)
+        codes = torch.randint(2**bits, (features, out), generator=generator)
+        zeros = (
+            torch.full(shape, 2 ** (bits - 1)) if symmetric else torch.randint(1, 2**bits, shape, generator=generator)
+        )
+        scales = (torch.rand(shape, generator=generator) / 20 + 0.001).half()
+        layer = name.removesuffix(".weight")
+        weights[layer] = ((codes - zeros[groups]) * scales[groups].float()).t().contiguous()
+        version = 2 if entry.get("checkpoint_format") == "gptq_v2" else 1
+        made = (
+            awq(codes, zeros, scales)
+            if entry["quant_method"] == "awq"
+            else gptq(codes, zeros, scales, groups, bits, version)
+        )
+        tensors |= {f"{layer}.{part}": tensor for part, tensor in made.items()}
+    save_file(tensors, target / "model.safetensors")
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("entry", "symmetric", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, True, "int4_g32"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}, False, "int4_g32_zp"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 32}, False, "int3_g32_zp"),
+        ({"quant_method": "gptq", "bits": 2, "group_size": -1}, False, "int2_zp"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32}, True, "int8_g32"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, True, "int8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, False, "int4_g32_zp"),
+    ],
+    ids=str,
+)
+def test_checkpoints_have_the_numbers_of_their_layout(
+    entry: dict[str, Any], symmetric: bool, name: str, tmp_path: Path
+) -> None:
+    model = saved(tmp_path / "wide")
+    weights = quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, symmetric)
+    found = load_packed_model(tmp_path / "packed")
+    for layer, weight in weights.items():
+        packed = found.get_submodule(layer)
+        assert isinstance(packed, PackedLinear) and packed.format.name == name
+        assert torch.equal(packed.unpack(), weight), layer
+        model.get_submodule(layer).weight.data.copy_(weight)
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_groups_of_scattered_features_keep_their_numbers(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    weights = quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, False, ordered=False)
+    found = load_packed_model(tmp_path / "packed")
+    for layer, weight in weights.items():
+        packed = found.get_submodule(layer)
+        assert packed.format.name == "fp32" and torch.equal(packed.unpack(), weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bits": 5}, "bits is 5; windlass reads 2, 3, 4 and 8"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', is not read"),
+        ({"group_size": 16}, "groups of 16, with zero points"),
+    ],
+)
+def test_checkpoints_of_other_kinds_are_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    entry = {"quant_method": "gptq", "bits": 4, "group_size": change.get("group_size", 32)}
+    quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, False)
+    path = tmp_path / "packed" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": {**entry, **change}}))
+    with pytest.raises(ModelError, match=said):
+        load_packed_model(tmp_path / "packed")

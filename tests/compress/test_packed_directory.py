@@ -1,0 +1,180 @@
+"""Tests of directories of packed weights: written from a wide model, loaded and served with the rounded numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import windlass
+from tests.causal_models import VOCABULARY, build
+from tests.inference.greedy_reference import assert_greedy, make_prompts
+from windlass.base.errors import ModelError, WeightFormatError
+from windlass.compress import packed_directory
+from windlass.compress.packed_directory import write_packed_directory
+from windlass.compress.packed_model import is_packed_directory, load_packed_model
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels.packed_linear import PackedLinear
+from windlass.kernels.weight_format import get_weight_format
+
+IDS = torch.arange(20).view(2, 10)
+
+
+def saved(directory: Path, name: str = "llama") -> Any:
+    torch.manual_seed(3)
+    model = build(name, hidden_size=64, intermediate_size=96, max_position_embeddings=96).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def rounded(model: Any, formats: Callable[[str], str | None]) -> Any:
+    """Round the linear layers of a model in place."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            chosen = formats(name) if isinstance(module, torch.nn.Linear) else None
+            if chosen is not None:
+                form = get_weight_format(chosen)
+                module.weight.copy_(form.unpack(form.pack(module.weight)))
+    return model
+
+
+def body(name: str) -> Callable[[str], str | None]:
+    return lambda layer: None if layer == "lm_head" else name
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "fp8", "int8_g32", "int4_g32", "int4_g64_zp", "int3", "ternary", "binary_g32"]
+)
+def test_a_written_directory_has_the_rounded_numbers(name: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide")
+    report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", name)
+    assert set(report.layers.values()) == {name} and report.kept == {"lm_head": "the output head stays wide"}
+    sizes = sum(path.stat().st_size for path in (tmp_path / "packed").glob("*.safetensors"))
+    assert report.bytes_after < sizes < report.bytes_after + 20_000
+    assert report.packed_after < report.packed_before / 3
+    found = load_packed_model(tmp_path / "packed")
+    packed = [layer for layer, module in found.named_modules() if isinstance(module, PackedLinear)]
+    assert sorted(packed) == sorted(report.layers) and len(packed) == 7 * model.config.num_hidden_layers
+    with torch.no_grad():
+        wanted = rounded(model, body(name))(IDS).logits
+        torch.testing.assert_close(found(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_different_formats_and_several_files(tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide")
+
+    def formats(layer: str) -> str | None:
+        return "int4_g32" if "mlp" in layer else "int8_g64_zp" if "self_attn" in layer else None
+
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", formats, file_bytes=20_000)
+    entry = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert entry["format"] == "pack-quantized" and len(entry["config_groups"]) == 2
+    assert len(list((tmp_path / "packed").glob("model-*.safetensors"))) > 3
+    found = windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "packed")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, rounded(model, formats)(IDS).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ModelError, match="no other arguments, not with attn_implementation"):
+        windlass.from_pretrained(AutoModelForCausalLM, tmp_path / "packed", attn_implementation="eager")
+
+
+@pytest.mark.parametrize(("name", "head"), [("int4_g32_zp", True), ("int2_g64", False), ("binary_g64", False)])
+def test_packed_directories_are_served(name: str, head: bool, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", name, head=head)
+    options = {"max_tokens_per_step": 64, "max_sequences": 8, "skip_tokenizer_init": True}
+    with LLM(tmp_path / "packed", activations="float", **options) as llm:
+        panels = [group.panels for group in llm.engine.runner._packed.groups]
+        assert {one.format.name for one in panels} == ({name} if head else {name, "fp32"})
+        assert len(panels) == 4 * model.config.num_hidden_layers + 1, "query, key and value are joined, and gate and up"
+        assert llm.engine.runner.program is not None
+        held = [p for p in llm.engine.runner.model.parameters() if p.device.type != "meta" and p.dim() == 2]
+        assert [tuple(p.shape) for p in held] == [(VOCABULARY, 64)], "weights are held once, in panels"
+        outputs = llm.generate(make_prompts(6, VOCABULARY, 30), SamplingParams(temperature=0, max_tokens=8, logprobs=2))
+    assert_greedy(rounded(model, lambda layer: name if head or layer != "lm_head" else None), outputs)
+    with pytest.raises(windlass.WindlassError, match=f"'int8', but the model is packed as '{name}' already"):
+        LLM(tmp_path / "packed", weights="int8", **options)
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    layers = []
+
+    def fail(layer: str, weight: torch.Tensor, form: Any) -> Any:
+        layers.append(layer)
+        if len(layers) == 4:
+            raise KeyboardInterrupt
+        return form.pack(weight)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", pack=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+    before = load_file(tmp_path / "packed" / "model.safetensors")
+    with pytest.raises(ModelError, match="packed exists"):
+        write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8")
+    layers.clear()
+    with pytest.raises(KeyboardInterrupt):
+        write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8", pack=fail, overwrite=True)
+    after = load_file(tmp_path / "packed" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "wide")
+    read = packed_directory.ModelDirectory.read
+    alive: list[Any] = []
+
+    def watched(self: Any, name: str) -> torch.Tensor:
+        import weakref
+
+        assert not [ref for ref in alive if ref() is not None], "the tensor before is still held"
+        tensor = read(self, name)
+        alive[:] = [weakref.ref(tensor)]
+        return tensor
+
+    monkeypatch.setattr(packed_directory.ModelDirectory, "read", watched)
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+
+
+def test_directories_that_cannot_be_packed_or_loaded(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    assert not is_packed_directory(tmp_path / "wide") and not is_packed_directory(tmp_path)
+    with pytest.raises(ModelError, match="not quantized"):
+        load_packed_model(tmp_path / "wide")
+    with pytest.raises(WeightFormatError, match="no weight format named 'nf4'"):
+        write_packed_directory(tmp_path / "wide", tmp_path / "no", "nf4")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        write_packed_directory(tmp_path, tmp_path / "no", "int8")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32")
+    assert is_packed_directory(tmp_path / "packed")
+    with pytest.raises(ModelError, match=r"quantized already \(compressed-tensors\)"):
+        write_packed_directory(tmp_path / "packed", tmp_path / "no", "int8")
+    path = tmp_path / "packed" / "config.json"
+    config = json.loads(path.read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    for change, said in (({"num_bits": 5}, "no weight format has 5 bits"), ({"group_size": 48}, "group size 48")):
+        path.write_text(json.dumps({**config, "quantization_config": {
+            **config["quantization_config"],
+            "config_groups": {"group_0": {"format": "pack-quantized", "weights": {**weights, **change}}},
+        }}))  # fmt: skip
+        with pytest.raises(ModelError, match=said):
+            load_packed_model(tmp_path / "packed")
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(ModelError, match="quant_method is 'bitsandbytes'"):
+        load_packed_model(tmp_path / "packed")
+    path.write_text(json.dumps(config))
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({key: tensor for key, tensor in tensors.items() if key != "model.norm.weight"}, file)
+    with pytest.raises(ModelError, match=r"lacks 1 tensors of the model: model\.norm\.weight"):
+        load_packed_model(tmp_path / "packed")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        load_packed_model(tmp_path / "packed")

@@ -1,0 +1,245 @@
+"""GGUF files: whole models of the Llama family out, tensors in. The container is written by the package `gguf`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.base.atomic_file import temporary_path_beside
+from windlass.base.bounded_json import parse_json
+from windlass.base.errors import ModelError
+from windlass.base.log import logger
+from windlass.compress.gguf_blocks import BLOCK_TYPES, decode_blocks, encode_blocks, find_block_type
+from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.quantization_config import read_formats
+from windlass.kernels.weight_format import PackedWeight, get_weight_format
+
+# model_type of transformers -> architecture of GGUF, and whether rows of query and key are in another order there
+_ARCHITECTURES = {
+    "llama": ("llama", True),
+    "mistral": ("llama", True),
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+}
+_LAYER_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_OUTER_PARTS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def write_gguf(source: str | Path, target: str | Path, *, name: str = "model") -> list[str]:
+    """Write a directory of packed weights as a GGUF file, which appears complete or not at all.
+
+    Packed layers keep their numbers (see `find_block_type`); the other matrices keep their dtype, vectors become
+    float32. Byte-level BPE tokenizers are written; of others the file has no vocabulary.
+
+    Returns:
+        The GGUF type of each tensor, as `name: type`.
+
+    Raises:
+        ModelError: the package gguf is missing, the model is of another family, or a format has no GGUF type.
+    """
+    gguf = _import_gguf()
+    directory = ModelDirectory(source)
+    kind = directory.config.get("model_type")
+    if kind not in _ARCHITECTURES:
+        raise ModelError(f"{source} is of type {kind!r}; GGUF is written for {', '.join(_ARCHITECTURES)}")
+    architecture, permutes = _ARCHITECTURES[kind]
+    layers = sorted({one.rpartition(".")[0] for one in directory.places if one.endswith(".weight_scale")})
+    formats = read_formats(directory.quantization or {}, layers) if layers else {}
+    to = Path(target)
+    staging = temporary_path_beside(to.absolute())
+    writer = gguf.GGUFWriter(staging, architecture)
+    _write_settings(writer, directory.config, name)
+    _write_tokenizer(gguf, writer, directory)
+    sources = list(_sources(directory, formats))
+    for label, _, type_name, shape in sources:
+        raw = gguf.GGMLQuantizationType[type_name]
+        size = torch.Size(shape).numel()
+        writer.add_tensor_info(label, shape, torch.zeros(0, dtype=torch.uint8).numpy().dtype, size, raw)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for label, tensor, type_name, shape in sources:
+            data = _read_data(directory, tensor, type_name, formats, permutes)
+            if tuple(data.shape) != shape:
+                raise ModelError(f"tensor {label!r} has {tuple(data.shape)} bytes and not {shape}")
+            writer.write_tensor_data(data.numpy())
+        writer.close()
+        staging.replace(to)
+    except OSError as error:
+        raise ModelError(f"{to} cannot be written: {error}; free some space or choose another file") from error
+    finally:
+        staging.unlink(missing_ok=True)
+    return [f"{label}: {type_name}" for label, _, type_name, _ in sources]
+
+
+def read_gguf(path: str | Path) -> dict[str, tuple[str, PackedWeight]]:
+    """Return the weight format and the packed tensors of each tensor of a GGUF file, by GGUF's names.
+
+    Tensors of Q8_0, Q4_0, TQ2_0 and Q1_0 have the formats of `BLOCK_TYPES`; F32, F16 and BF16 have "fp32" and "bf16",
+    with one tensor `weight` of any shape (F16 widened to float32).
+
+    Raises:
+        ModelError: the package gguf is missing, or the file is damaged or has other types.
+    """
+    gguf = _import_gguf()
+    try:
+        reader = gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+        raise ModelError(f"{path} cannot be read as GGUF: {error}; copy the file again") from error
+    found = {}
+    for tensor in reader.tensors:
+        type_name = tensor.tensor_type.name
+        data = torch.from_numpy(tensor.data.copy())
+        if type_name in BLOCK_TYPES:
+            block = BLOCK_TYPES[type_name]
+            found[tensor.name] = block.format, decode_blocks(data, block)
+        elif type_name in ("F32", "F16"):
+            found[tensor.name] = "fp32", {"weight": data.float()}
+        elif type_name == "BF16":
+            found[tensor.name] = "bf16", {"weight": data.view(torch.uint8).contiguous().view(torch.bfloat16)}
+        else:
+            raise ModelError(
+                f"tensor {tensor.name!r} of {path} is {type_name}; windlass reads F32, F16, BF16 and "
+                f"{', '.join(BLOCK_TYPES)}"
+            )
+    return found
+
+
+def _import_gguf() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ModelError("GGUF files need the package gguf: pip install 'windlass[gguf]'") from error
+    return gguf
+
+
+def _write_settings(writer: Any, config: Mapping[str, Any], name: str) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ModelError(
+            f"rope of type {rope.get('rope_type', rope.get('type'))!r} is not written to GGUF; 'default' is"
+        )
+    writer.add_name(name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _write_tokenizer(gguf: Any, writer: Any, directory: ModelDirectory) -> None:
+    path = directory.path / "tokenizer.json"
+    stored = parse_json(path.read_bytes()) if path.is_file() else {}
+    model = stored.get("model") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        writer.add_tokenizer_model("no_vocab")
+        logger.warning("%s has no byte-level BPE tokenizer, so the GGUF file has no vocabulary", directory.path)
+        return
+    size = directory.config["vocab_size"]
+    tokens = [f"[PAD{number}]" for number in range(size)]
+    types = [int(gguf.TokenType.UNUSED)] * size
+    for text, number in model["vocab"].items():
+        if number < size:
+            tokens[number], types[number] = text, int(gguf.TokenType.NORMAL)
+    for added in stored.get("added_tokens", ()):
+        if added["id"] < size:
+            kind = gguf.TokenType.CONTROL if added.get("special") else gguf.TokenType.USER_DEFINED
+            tokens[added["id"]], types[added["id"]] = added["content"], int(kind)
+    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    for key, add in (("bos_token_id", writer.add_bos_token_id), ("eos_token_id", writer.add_eos_token_id)):
+        number = directory.config.get(key)
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(number, int) and number < size:
+            add(number)
+
+
+def _sources(directory: ModelDirectory, formats: Mapping[str, str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+    """Yield GGUF's name, the source's name (of a packed layer: `<layer>.weight`), the type and the shape in bytes."""
+    used = {f"{layer}.{part}" for layer, name in formats.items() for part in get_weight_format(name).file_form(1, 1)}
+    for layer, name in formats.items():
+        form = get_weight_format(name)
+        shape = directory.places[
+            f"{layer}.weight_packed" if f"{layer}.weight_packed" in used else f"{layer}.weight"
+        ].shape
+        columns = int(directory.read(f"{layer}.weight_shape")[1]) if f"{layer}.weight_shape" in used else shape[1]
+        kind = find_block_type(form, columns)
+        yield (
+            _gguf_name(f"{layer}.weight"),
+            f"{layer}.weight",
+            kind.name,
+            (shape[0], columns // kind.weights * kind.nbytes),
+        )
+    for name, place in directory.places.items():
+        if name in used:
+            continue
+        if place.dtype not in _PLAIN:
+            raise ModelError(f"tensor {name!r} is {place.dtype}, which GGUF files of windlass do not hold")
+        dtype = torch.float32 if len(place.shape) == 1 else place.dtype
+        shape = (*place.shape[:-1], place.shape[-1] * dtype.itemsize)
+        yield _gguf_name(name), name, _PLAIN[dtype], shape
+
+
+def _gguf_name(name: str) -> str:
+    module, _, leaf = name.rpartition(".")
+    layer = _LAYER.fullmatch(module)
+    if layer is not None and layer[2] in _LAYER_PARTS:
+        return f"blk.{layer[1]}.{_LAYER_PARTS[layer[2]]}.{leaf}"
+    if module in _OUTER_PARTS:
+        return f"{_OUTER_PARTS[module]}.{leaf}"
+    raise ModelError(f"tensor {name!r} has no name in GGUF's {', '.join(_ARCHITECTURES)} models")
+
+
+def _read_data(
+    directory: ModelDirectory, name: str, type_name: str, formats: Mapping[str, str], permutes: bool
+) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8 with one row for each output."""
+    layer = name.rpartition(".")[0]
+    if type_name in BLOCK_TYPES:
+        form = get_weight_format(formats[layer])
+        packed = {part: directory.read(f"{layer}.{part}") for part in form.file_form(1, 1)}
+        data = encode_blocks(form, packed, BLOCK_TYPES[type_name])
+    else:
+        tensor = directory.read(name)
+        tensor = tensor.float() if tensor.dim() == 1 else tensor
+        data = tensor.contiguous().view(torch.uint8)
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(layer.rpartition(".")[2])
+    if permutes and heads is not None:
+        count = directory.config.get(heads) or directory.config["num_attention_heads"]
+        itemsize = 4 if data.dim() == 1 else 1
+        rows = data.view(-1, itemsize) if data.dim() == 1 else data
+        order = torch.arange(len(rows)).view(count, 2, -1).transpose(1, 2).flatten()
+        data = rows[order].reshape(data.shape)
+    return data.contiguous()

@@ -1,0 +1,155 @@
+"""Tensors of a model's directory, read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from windlass.base.bounded_json import parse_json
+from windlass.base.errors import ModelError
+from windlass.base.regular_file import open_regular
+from windlass.storage.safetensors_header import DTYPES, SafetensorsHeaderError, read_safetensors_header
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """File, dtype and shape of a tensor of a directory."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class ModelDirectory:
+    """Directory with `config.json` and safetensors files. Headers are read at once, tensors when they are asked for.
+
+    Raises:
+        ModelError: there is no such directory, or a file of it is missing or damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "config.json").is_file():
+            raise ModelError(f"{path} is no model: it has no config.json; give a directory that save_pretrained wrote")
+        self.config: dict[str, Any] = self._read_json(self.path / "config.json")
+        self.places: dict[str, TensorPlace] = {}
+        for file in self._files():
+            self._read_header(file)
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """Entry `quantization_config` of the configuration, if there is one."""
+        found = self.config.get("quantization_config")
+        return found if isinstance(found, dict) else None
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor.
+
+        Raises:
+            ModelError: there is none of this name, or it cannot be read.
+        """
+        if name not in self.places:
+            raise ModelError(f"{self.path} has no tensor {name!r}; copy the model again")
+        path = self.places[name].path
+        try:
+            with safe_open(path, framework="pt") as file:
+                found: torch.Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"tensor {name!r} of {path} cannot be read: {error}; copy the file again") from error
+        return found
+
+    def _files(self) -> list[Path]:
+        index = self.path / INDEX
+        if not index.is_file():
+            if not (self.path / SINGLE).is_file():
+                raise ModelError(f"{self.path} has neither {SINGLE} nor {INDEX}; save the model as safetensors")
+            return [self.path / SINGLE]
+        names = self._read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ModelError(f"{index} has no weight_map from tensors to files; copy it again")
+        return [self.path / name for name in sorted(set(names.values()))]
+
+    def _read_header(self, path: Path) -> None:
+        try:
+            with open_regular(path) as file:
+                header = read_safetensors_header(file)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}; copy the file again") from error
+        except SafetensorsHeaderError as error:
+            raise ModelError(f"{path} is truncated or damaged: {error}; copy the file again") from error
+        for name, entry in header.entries.items():
+            if entry.dtype not in DTYPES:
+                raise ModelError(f"tensor {name!r} of {path} has dtype {entry.dtype!r}, which torch does not have")
+            self.places[name] = TensorPlace(path, DTYPES[entry.dtype], entry.shape)
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        try:
+            found = parse_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read as JSON: {error}; copy the file again") from error
+        if not isinstance(found, dict):
+            raise ModelError(f"{path} is not a JSON object; copy the file again")
+        return found
+
+
+def build_empty(directory: ModelDirectory, model_class: Any = None, *, trust_remote_code: bool = False) -> Any:
+    """Build the model of a directory with its parameters on the meta device and its buffers on the CPU.
+
+    Args:
+        model_class: of transformers; None: `AutoModelForCausalLM`.
+
+    Raises:
+        ModelError: transformers is missing, or cannot build the model.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("models of a directory need transformers: pip install 'windlass[hf]'") from error
+    config = transformers.AutoConfig.from_pretrained(directory.path, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    source = model_class or transformers.AutoModelForCausalLM
+    with _parameters_on_meta():
+        try:
+            if hasattr(source, "from_config"):
+                return source.from_config(config, trust_remote_code=trust_remote_code)
+            return source(config)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"transformers cannot build the model of {directory.path}: {error}") from error
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when it is registered; memory that nothing wrote was never taken."""
+    before = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        before(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = before  # type: ignore[method-assign]
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file as transformers writes its own."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

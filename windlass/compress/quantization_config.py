@@ -1,0 +1,116 @@
+"""Entry `quantization_config` of a model's `config.json`, in compressed-tensors' words where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.base.errors import ModelError
+from windlass.kernels.coded_formats import CodedWeightFormat, IntegerWeightFormat, TernaryWeightFormat
+from windlass.kernels.weight_format import get_weight_format, list_weight_formats
+
+_KEY = "quantization_config"
+_OWN = "windlass"  # method of formats that compressed-tensors has no words for
+_PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+
+
+def describe_formats(layers: Mapping[str, str], ignored: list[str]) -> dict[str, Any]:
+    """Return the entry for layers packed in formats.
+
+    Args:
+        layers: format of each packed layer, by the layer's name.
+        ignored: linear layers that are not packed.
+    """
+    names: dict[str, list[str]] = {}
+    for layer, name in layers.items():
+        names.setdefault(name, []).append(layer)
+    groups = {name: _scheme(name) for name in names}
+    if any(scheme is None for scheme in groups.values()):
+        return {"quant_method": _OWN, "formats": names, "ignore": ignored}
+    kinds = {str(scheme["format"]) for scheme in groups.values() if scheme is not None}
+    schemes = {
+        f"group_{number}": {**(scheme or {}), "targets": ["Linear"] if len(groups) == 1 else names[name]}
+        for number, (name, scheme) in enumerate(groups.items())
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": schemes,
+        "ignore": ignored,
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+    }
+
+
+def read_formats(entry: Mapping[str, Any], layers: list[str]) -> dict[str, str]:
+    """Return the format of each packed layer.
+
+    Args:
+        entry: `quantization_config`.
+        layers: names of layers whose tensors are packed.
+
+    Raises:
+        ModelError: the entry asks for something that no weight format is.
+    """
+    method = entry.get("quant_method")
+    if method == _OWN:
+        found = {layer: name for name, names in entry.get("formats", {}).items() for layer in names}
+        unknown = set(found.values()) - set(list_weight_formats())
+        if unknown or not set(layers) <= set(found):
+            raise ModelError(
+                f"{_KEY}.formats names no known format for {sorted(set(layers) - set(found))[:4] or sorted(unknown)}; "
+                f"formats are {', '.join(list_weight_formats())}"
+            )
+        return {layer: found[layer] for layer in layers}
+    if method != "compressed-tensors":
+        raise ModelError(f"{_KEY}.quant_method is {method!r}; windlass reads compressed-tensors, gptq, awq and its own")
+    groups = list(entry.get("config_groups", {}).values())
+    if not groups:
+        raise ModelError(f"{_KEY}.config_groups is empty, so that no format of the packed layers is known")
+    formats = {}
+    for layer in layers:
+        group = next((one for one in groups if layer in one.get("targets", ())), groups[0])
+        formats[layer] = _format_of(group.get("weights") or {}, group.get("format") or entry.get("format"))
+    return formats
+
+
+def _scheme(name: str) -> dict[str, Any] | None:
+    """Return a group of compressed-tensors, without its targets, for a format; None if it has no such words."""
+    form = get_weight_format(name)
+    weights: dict[str, Any] = {"type": "int", "symmetric": True, "dynamic": False}
+    inputs = None
+    if isinstance(form, (IntegerWeightFormat, TernaryWeightFormat)):
+        kind = _PACKED
+        weights |= {"num_bits": form.bits, "symmetric": not form.has_zeros}
+        weights |= {"strategy": "channel"} if form.group is None else {"strategy": "group", "group_size": form.group}
+    elif name == "int8":
+        kind = _INTEGERS
+        weights |= {"num_bits": 8, "strategy": "channel"}
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    elif name == "fp8":
+        kind = _FLOATS
+        weights |= {"num_bits": 8, "type": "float", "strategy": "channel"}
+    else:
+        return None
+    return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": kind}
+
+
+def _format_of(weights: Mapping[str, Any], kind: Any) -> str:
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    zeros = "" if weights.get("symmetric", True) else "_zp"
+    if kind == _PACKED:
+        group = f"_g{weights.get('group_size')}" if strategy == "group" else ""
+        name = f"int{bits}{group}{zeros}" if weights.get("type", "int") == "int" else ""
+    elif strategy == "channel" and bits == 8 and not zeros:
+        name = {_INTEGERS: "int8", _FLOATS: "fp8"}.get(str(kind), "")
+    else:
+        name = ""
+    if name not in list_weight_formats() or (
+        kind == _PACKED and not isinstance(get_weight_format(name), CodedWeightFormat)
+    ):
+        raise ModelError(
+            f"{_KEY}: no weight format has {bits} bits, type {weights.get('type')!r}, strategy {strategy!r}, group "
+            f"size {weights.get('group_size')} and file format {kind!r}; formats are {', '.join(list_weight_formats())}"
+        )
+    return name

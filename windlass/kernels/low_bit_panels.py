@@ -1,0 +1,124 @@
+"""Codes of 1 to 8 bits in panels, for native products.
+
+[Note: low-bit panels] A unit is 32 input features of the 16 outputs of a panel: a step of bytes is a cache line with 4
+features of each output, and the steps of narrower codes lie over each other in as many lines as a code has bits. A
+product of few rows expands codes in registers; for many rows a thread first expands its panels to bytes, so that
+every width is multiplied by the same micro-kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat, TritWeightFormat
+from windlass.kernels.inference_path import tensor_address
+from windlass.kernels.packed_tensors import PackedWeight
+from windlass.kernels.panel_memory import take_panels
+
+LowBitFormat = CodedWeightFormat | Float8WeightFormat
+
+_FLOAT8_CODES = 9
+_PANEL = 16
+_ROW_GROUP = 128  # features that are summed before they are scaled, where a row has one scale
+
+
+class LowBitPanels:
+    """Packed tensors of a coded format in panels; see [Note: low-bit panels].
+
+    Args:
+        weight_format: format of `tensors`.
+        tensors: as the format packed them. Nothing refers to them afterwards.
+    """
+
+    def __init__(self, weight_format: LowBitFormat, tensors: PackedWeight, out_features: int, in_features: int) -> None:
+        module = low_bit_module()
+        assert module is not None
+        self.module: Any = module
+        coded = weight_format if isinstance(weight_format, CodedWeightFormat) else None
+        codes = tensors["weight" if coded is None else "weight_packed"].contiguous()
+        code = _FLOAT8_CODES if coded is None else coded.bits
+
+        def fill(panels: torch.Tensor) -> None:
+            module.pack(
+                code,
+                isinstance(coded, TritWeightFormat),
+                tensor_address("packed weight", codes),
+                codes.shape[1] * codes.element_size(),
+                out_features,
+                in_features,
+                panels.data_ptr(),
+                torch.get_num_threads(),
+            )
+
+        self._panels = take_panels(module.panel_bytes(code, out_features, in_features), fill)
+        self._scales = self._group_scales = self._zeros = None
+        group, zero = (_ROW_GROUP, 0.0) if coded is None else (coded.group or _ROW_GROUP, coded.zero)
+        if coded is None or coded.group is None:
+            self._scales = tensors["weight_scale"].to(torch.float32).flatten().contiguous()
+        else:
+            self._group_scales = _in_panels(tensors["weight_scale"])
+        zeros = None if coded is None else coded.unpack_zeros(tensors)
+        if coded is not None and zeros is not None:
+            self._zeros = _in_panels(zeros.expand(-1, -(-in_features // group)) if coded.group is None else zeros)
+        if code == 1:  # native code counts a bit twice: 0 or 2, minus 1, times half the scale
+            zero = 1.0
+            if self._scales is not None:
+                self._scales /= 2
+            if self._group_scales is not None:
+                self._group_scales /= 2
+        self._weight = (code, self._panels.data_ptr(), out_features, in_features, group)
+        self._more = (_address(self._group_scales), _address(self._zeros), int(zero), _address(self._scales))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points, padding included."""
+        held = (self._panels, self._scales, self._group_scales, self._zeros)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def arguments(
+        self, number: int, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, quantize_inputs: bool
+    ) -> tuple[object, ...]:
+        """Return the arguments of the native `linear`; see `PackedPanels.native_call`."""
+        return (
+            number,
+            *self._weight,
+            *self._more,
+            0 if bias is None else tensor_address("bias", bias),
+            tensor_address("input", x),
+            tensor_address("output", out),
+            out.numel() // self._weight[2],
+            x.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+            quantize_inputs,
+        )
+
+
+def has_native_codes(weight_format: object) -> bool:
+    """Return True if native code multiplies weights of the format by way of `LowBitPanels`."""
+    return isinstance(weight_format, LowBitFormat) and low_bit_module() is not None
+
+
+@lru_cache(maxsize=1)
+def low_bit_module() -> ModuleType | None:
+    """Return the native module, or None if it was not built."""
+    try:
+        return importlib.import_module("windlass.kernels._low_bit")
+    except ImportError:  # the reason is logged for the optimizers' kernels, which are built together with this module
+        return None
+
+
+def _in_panels(values: torch.Tensor) -> torch.Tensor:
+    """Return `[outputs, groups]` as `[panels, groups, 16]`, with zeros after the last output."""
+    outputs, groups = values.shape
+    padded = values.new_zeros(-(-outputs // _PANEL) * _PANEL, groups)
+    padded[:outputs] = values
+    return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,233 @@
+// The module windlass.kernels._low_bit: products of packed codes of 1 to 8 bits on raw addresses, linked against nothing
+// but Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "low_bit_job.hpp"
+#include "parallel.hpp"
+
+namespace nb = nanobind;
+
+namespace windlass {
+namespace {
+
+constexpr std::int64_t kCacheBytes = 384 << 10;  // of codes that a core keeps in its second-level cache
+constexpr std::int64_t kRowsAtOnce = 1020;       // of a product, so that their packed input stays small
+constexpr std::int64_t kPartsOfThread = 8;       // of a product: a thread that is held up leaves its parts to others
+constexpr std::int64_t kSerialPack = 64 << 10;   // bytes of packed input below which one thread packs it
+constexpr std::int64_t kSerialLines = 64 << 10;  // bytes of codes that one thread multiplies before a second one starts
+
+struct NamedSet {
+    std::string name;
+    const LowBitSet* set;
+};
+
+// Best first.
+const std::vector<NamedSet>& supported_sets() {
+    static const std::vector<NamedSet> found = [] {
+        std::vector<NamedSet> sets;
+#if defined(__x86_64__)
+        __builtin_cpu_init();
+        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+        const bool dot = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+        if (dot) sets.push_back({"AVX-512-BF16", &kLowBitAvx512Dot});
+        if (avx512) sets.push_back({"AVX-512", &kLowBitAvx512});
+        if (avx2) sets.push_back({"AVX2", &kLowBitAvx2});
+        sets.push_back({"baseline", &kLowBitBaseline});
+#elif defined(__aarch64__)
+        sets.push_back({"NEON", &kLowBitBaseline});
+#else
+        sets.push_back({"baseline", &kLowBitBaseline});
+#endif
+        return sets;
+    }();
+    return found;
+}
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const NamedSet& set : supported_sets()) names.push_back(set.name);
+    return names;
+}
+
+// Memory that a thread keeps for the next call, aligned to cache lines.
+class Scratch {
+   public:
+    char* get(std::int64_t bytes) {
+        if (bytes > size_) {
+            memory_.reset();
+            size_ = (bytes + 4095) / 4096 * 4096;
+            memory_.reset(static_cast<char*>(std::aligned_alloc(4096, size_)));
+            if (memory_ == nullptr) {
+                size_ = 0;
+                throw std::bad_alloc();
+            }
+        }
+        return memory_.get();
+    }
+
+   private:
+    struct Free {
+        void operator()(char* memory) const { std::free(memory); }
+    };
+    std::unique_ptr<char, Free> memory_;
+    std::int64_t size_ = 0;
+};
+
+void refuse(bool wrong, const char* problem) {
+    if (wrong) throw std::invalid_argument(problem);
+}
+
+LowBitJob make_job(int codes, std::int64_t outputs, std::int64_t features) {
+    refuse(codes < 1 || codes > 9 || (codes > 4 && codes < 8), "there are no such codes");
+    refuse(outputs <= 0 || features <= 0, "codes need sizes above 0");
+    LowBitJob job{};
+    job.codes = static_cast<Codes>(codes);
+    job.outputs = outputs;
+    job.features = features;
+    job.span_units = kGroupUnits;
+    return job;
+}
+
+std::int64_t panel_bytes(int codes, std::int64_t outputs, std::int64_t features) {
+    const LowBitJob job = make_job(codes, outputs, features);
+    return job.num_panels() * job.panel_bytes();
+}
+
+// Writes the code of feature `i` of a unit into its lines, which are 0 there.
+void put_code(Codes codes, unsigned code, std::int64_t lane, std::int64_t i, std::uint8_t* unit) {
+    const std::int64_t step = i / 4, byte = lane * 4 + i % 4;
+    const auto put = [&](std::int64_t line, unsigned value, std::int64_t shift) {
+        unit[line * kStepBytes + byte] |= static_cast<std::uint8_t>(value << shift);
+    };
+    switch (codes) {
+        case Codes::one:
+            return put(0, code, step);
+        case Codes::two:
+            return put(step / 4, code, step % 4 * 2);
+        case Codes::three:
+            put(step / 4, code & 3, step % 4 * 2);
+            return put(2, code >> 2, step);
+        case Codes::four:
+            return put(step / 2, code, step % 2 * 4);
+        default:
+            return put(step, code, 0);
+    }
+}
+
+// Packs the codes of a file. `bits` of a code in the file are those of `codes`, or 5 digits of base 3 are in a byte.
+void pack(int codes, bool trits, std::uint64_t from, std::int64_t row_bytes, std::int64_t outputs,
+          std::int64_t features, std::uint64_t panels, int threads) {
+    const LowBitJob job = make_job(codes, outputs, features);
+    const int bits = job.codes == Codes::float8 ? 8 : lines_of(job.codes);
+    refuse(from == 0 || panels == 0 || threads <= 0, "codes to be packed need addresses and threads");
+    refuse(trits && job.codes != Codes::two, "digits of base 3 become codes of two bits");
+    refuse(row_bytes < (trits ? (features + 4) / 5 : (features * bits + 7) / 8), "a row of codes has too few bytes");
+    const CodeRows rows{reinterpret_cast<const std::uint8_t*>(from), row_bytes, trits, bits};
+    const nb::gil_scoped_release released;
+    run_parallel(threads, static_cast<int>(job.num_panels()), [&](int panel) {
+        auto* to = reinterpret_cast<std::uint8_t*>(panels) + panel * job.panel_bytes();
+        std::memset(to, 0, job.panel_bytes());
+        for (std::int64_t lane = 0; lane < kPanel && panel * kPanel + lane < outputs; ++lane) {
+            for (std::int64_t feature = 0; feature < features; ++feature) {
+                put_code(job.codes, rows.at(panel * kPanel + lane, feature), lane, feature % kUnit,
+                         to + feature / kUnit * kStepBytes * lines_of(job.codes));
+            }
+        }
+    });
+}
+
+void multiply_all(const LowBitSet& set, const LowBitJob& job, int threads) {
+    static thread_local Scratch scratch;
+    static thread_local std::vector<RowBlock> blocks;
+    blocks.resize(job.rows);
+    std::int64_t bytes = 0;
+    const std::int64_t number = set.divide_rows(job, blocks.data(), &bytes);
+    char* packed = scratch.get(bytes);
+    const RowBlock* divided = blocks.data();
+    run_parallel(bytes < kSerialPack ? 1 : threads, static_cast<int>(number),
+                 [&](int block) { set.pack_rows(job, divided[block], packed); });
+
+    LowBitJob multiplied = job;
+    multiplied.expanded = set.expands(job);
+    const std::int64_t panels = job.num_panels(), group = set.panel_group(job);
+    const std::int64_t groups = (panels + group - 1) / group;
+    const std::int64_t fitting = std::max<std::int64_t>(1, kCacheBytes / (group * multiplied.panel_bytes()));
+    const int used = panels * job.panel_bytes() * number < kSerialLines ? 1 : threads;
+    const std::int64_t chunks =
+        std::min(groups, std::max<std::int64_t>(used * kPartsOfThread, (groups + fitting - 1) / fitting));
+    // Rows are divided too where there are fewer groups of outputs than threads could take.
+    const std::int64_t wanted = (used * kPartsOfThread + chunks - 1) / chunks;
+    const std::int64_t bands = used == 1 || groups >= 4 * used ? 1 : std::min(wanted, number);
+    run_parallel(used, static_cast<int>(chunks * bands), [&](int part) {
+        const std::int64_t chunk = part / bands, band = part % bands;
+        const std::int64_t begin = groups * chunk / chunks * group;
+        const std::int64_t end = std::min(groups * (chunk + 1) / chunks * group, panels);
+        LowBitJob own = multiplied;
+        if (own.expanded) {
+            static thread_local Scratch kept;
+            char* wide = kept.get((end - begin) * own.panel_bytes());
+            set.expand(job, begin, end, wide);
+            own.panels = wide - begin * own.panel_bytes();
+        }
+        set.multiply(own, divided, number * band / bands, number * (band + 1) / bands, packed, begin, end);
+    });
+}
+
+// y = x @ ((codes - zeros) * group_scales * scales).T + bias. Addresses are 0 where there is nothing.
+void linear(int set, int codes, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::int64_t group,
+            std::uint64_t group_scales, std::uint64_t zeros, int zero, std::uint64_t scales, std::uint64_t bias,
+            std::uint64_t x, std::uint64_t y, std::int64_t rows, bool is_bf16, int threads, bool codes_inputs) {
+    const auto& sets = supported_sets();
+    refuse(set < 0 || set >= static_cast<int>(sets.size()), "there is no such instruction set");
+    const LowBitSet& chosen = *sets[set].set;
+    LowBitJob job = make_job(codes, outputs, features);
+    refuse(group != 32 && group != 64 && group != 128, "a group has 32, 64 or 128 features");
+    refuse(panels == 0 || x == 0 || y == 0, "a product needs the addresses of weight, input and output");
+    refuse(rows <= 0 || threads <= 0, "a product needs rows and threads above 0");
+    refuse(panels % kStepBytes != 0, "packed codes begin at a multiple of 64 bytes");
+    refuse(codes_inputs && job.codes == Codes::float8, "8-bit floats take float inputs");
+    job.panels = reinterpret_cast<const char*>(panels);
+    job.span_units = group / kUnit;
+    job.group_scales = reinterpret_cast<const std::uint16_t*>(group_scales);
+    job.zeros = reinterpret_cast<const std::uint8_t*>(zeros);
+    job.zero = zero;
+    job.scales = reinterpret_cast<const float*>(scales);
+    job.bias = reinterpret_cast<const float*>(bias);
+    job.is_bf16 = is_bf16;
+    job.codes_inputs = codes_inputs;
+    const nb::gil_scoped_release released;
+    const std::int64_t width = is_bf16 ? 2 : 4;
+    for (std::int64_t first = 0; first < rows; first += kRowsAtOnce) {
+        job.rows = std::min(kRowsAtOnce, rows - first);
+        job.x = reinterpret_cast<const char*>(x) + first * features * width;
+        job.y = reinterpret_cast<char*>(y) + first * outputs * width;
+        multiply_all(chosen, job, threads);
+    }
+}
+
+}  // namespace
+}  // namespace windlass
+
+NB_MODULE(_low_bit, module) {
+    using namespace nb::literals;
+    module.def("instruction_sets", windlass::instruction_sets);
+    module.def("panel_bytes", windlass::panel_bytes, "codes"_a, "outputs"_a, "features"_a);
+    module.def("pack", windlass::pack, "codes"_a, "trits"_a, "codes_of_rows"_a, "row_bytes"_a, "outputs"_a,
+               "features"_a, "panels"_a, "threads"_a);
+    module.def("linear", windlass::linear, "instruction_set"_a, "codes"_a, "panels"_a, "outputs"_a, "features"_a,
+               "group"_a, "group_scales"_a, "zeros"_a, "zero"_a, "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a,
+               "is_bf16"_a, "threads"_a, "codes_inputs"_a);
+}

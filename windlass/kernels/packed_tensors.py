@@ -1,0 +1,44 @@
+"""Tensors of a packed matrix: their dtypes and shapes, and the checks of a matrix before it is packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from windlass.base.errors import WeightFormatError
+
+PackedWeight = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PackedTensorForm:
+    """Dtype and shape of one packed tensor, in memory and in a safetensors file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def check_matrix(weight: torch.Tensor, name: str) -> None:
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise WeightFormatError(
+            f"format {name!r} packs floating-point matrices, not {weight.dtype} of shape {tuple(weight.shape)}; pass "
+            "the weight of a linear layer before it is packed"
+        )
+    if weight.is_meta:
+        raise WeightFormatError(f"a weight on the meta device has no values to pack as {name!r}; load them first")
+    check_finite(weight, name, "is not finite")
+
+
+def check_finite(weight: torch.Tensor, name: str, problem: str) -> None:
+    finite = torch.isfinite(weight.float() if weight.dtype.itemsize == 1 else weight)  # torch has none for float8
+    if not bool(finite.all()):
+        row, column = (int(index) for index in (~finite).nonzero()[0])
+        raise WeightFormatError(
+            f"format {name!r} cannot pack element [{row}, {column}] of a weight of shape {tuple(weight.shape)}: it "
+            f"{problem}; correct the weight before it is packed"
+        )
