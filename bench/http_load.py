@@ -68,7 +68,10 @@ class Server:
 
 def run_clients(port: int, model: str, load: Load, clients: int) -> dict[str, float]:
     """Send the load, `clients` requests at a time, and return tokens per second and times in milliseconds."""
-    places, firsts, gaps, errors = iter(load), [], [], []
+    places = iter(load)
+    firsts: list[float] = []
+    gaps: list[float] = []
+    errors: list[Exception] = []
 
     def client() -> None:
         for prompt, tokens in places:  # threads may share the iterator of a list

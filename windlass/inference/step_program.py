@@ -402,7 +402,7 @@ class _NativeRun:
     def _address(self, ref: TensorRef) -> int | None:
         if ref.offset[1:] != (0, 0) or ref.dtype not in (torch.float32, torch.bfloat16):
             return None
-        return self._program.storage_tensor(ref).data_ptr() + ref.offset[0] * ref.dtype.itemsize
+        return int(self._program.storage_tensor(ref).data_ptr()) + ref.offset[0] * ref.dtype.itemsize
 
     def _rows(self, ref: TensorRef, features: int) -> tuple[int, Count] | None:
         """Return the address and number of rows of a contiguous tensor."""
@@ -414,6 +414,7 @@ class _NativeRun:
     def _add_linear(self, operator: Operator) -> bool:
         panels, bias = operator.target
         source, target = operator.inputs[0], operator.outputs[0]
+        assert target is not None
         x, out = self._rows(source, panels.in_features), self._rows(target, panels.out_features)
         fixed = panels.native_weight(bias)
         if x is None or out is None or fixed is None or x[1] != out[1] or source.dtype != target.dtype:
@@ -469,7 +470,9 @@ class _NativeRun:
         call = operator.target
         assert isinstance(call, AttentionCall)
         places = [self._heads(ref) for ref in operator.inputs[:3]]
-        out = self._rows(operator.outputs[0], 1)
+        target = operator.outputs[0]
+        assert target is not None
+        out = self._rows(target, 1)
         if out is None or any(place is None for place in places):
             return False
         query, key, value = (place for place in places if place is not None)

@@ -329,7 +329,9 @@ def _report(settings: FastgenSettings, result: FastgenResult, parameters: int, o
         )
         for rate, level in result.levels.items()
     ]
-    gaps = {policy: [run.gaps()[1] * 1e3 for run in result.of(policy)] for policy in settings.policies}
+    gaps: dict[str, list[float]] = {
+        policy: [run.gaps()[1] * 1e3 for run in result.of(policy)] for policy in settings.policies
+    }
     panels.append(LinePanel("P95 of gaps", "ms", "clients", settings.clients, gaps, first.gap_seconds * 1e3))
     title = f"FastGen's effective throughput, {parameters / 1e6:.0f}M parameters"
     drawn = draw_lines(panels, out / "fastgen.png", title)
