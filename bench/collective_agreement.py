@@ -48,7 +48,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "agreement",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Time the cases in turns, print a table for each stage and transport, write the JSON."""
+    """Time the cases alternately, print a table for each stage and transport, write the JSON."""
     from torch.multiprocessing.spawn import spawn
 
     os.environ.update(OMP_NUM_THREADS="1", WINDLASS_LOG_LEVEL="WARNING")

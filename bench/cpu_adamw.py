@@ -90,7 +90,7 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if a target is missed.")] = False,
 ) -> None:
-    """Time the cases in turns, print a table and the ratios, write the JSON."""
+    """Time the cases alternately, print a table and the ratios, write the JSON."""
     if threads is not None:
         torch.set_num_threads(threads)
     console, count = bench_console(), int(elements)

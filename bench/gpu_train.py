@@ -73,7 +73,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the file in --results.")] = "gpu_train",
     results: Annotated[Path, typer.Option(help="Folder of the JSON.")] = _RESULTS,
 ) -> None:
-    """Measure each engine against `master` in turns, print a table, write the JSON; exit code 1 if losses differ."""
+    """Measure each engine against `master` alternately, print a table, write the JSON; exit code 1 if losses differ."""
     place = _select_device(device)
     shape, console = Shape(hidden, layers, vocabulary, length, batch), bench_console()
     best = roofs(place)

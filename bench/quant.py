@@ -66,7 +66,7 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON file.")] = Path(__file__).parent / "results",
     name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "quant",
 ) -> None:
-    """Measure all contenders in turns."""
+    """Measure all contenders alternately."""
     if threads:
         torch.set_num_threads(threads)
     chosen = get_inference_path(path or None)

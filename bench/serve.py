@@ -71,7 +71,7 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON file.")] = _RESULTS,
     name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "serve",
 ) -> None:
-    """Measure all contenders in turns."""
+    """Measure all contenders alternately."""
     console = bench_console()
     path = get_inference_path()
     counts = [int(count) for count in requests.split(",")]

@@ -61,7 +61,7 @@ def main(
         f"together {result['per_cent']:.3f} per cent of a step"
     )
     if in_turns:
-        console.print(f"in turns, with / without: {result['with_over_without']:.4f} (median of {rounds} rounds)")
+        console.print(f"alternately, with / without: {result['with_over_without']:.4f} (median of {rounds} rounds)")
     console.print(f"written: {path}", soft_wrap=True)
     raise typer.Exit(int(result["per_cent"] > PROMISED_PER_CENT))
 

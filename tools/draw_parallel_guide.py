@@ -1,6 +1,6 @@
 """Draw the pictures of docs/guides/parallel.md and write its generated table, from the formulas alone.
 
-`python tools/draw_parallel_guide.py` writes them; with `--check` it only says whether the table is out of date.
+`python tools/draw_parallel_guide.py` writes them; with `--check` it only reports whether the table is out of date.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names and paths that one file of the repository mentions: what the import graph needs of its text."""
+"""Names and paths in the text of one file of the repository, for the import graph."""
 
 from __future__ import annotations
 

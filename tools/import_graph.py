@@ -20,7 +20,7 @@ class ImportGraph:
     Args:
         root: folder of the repository.
         files: paths of the files that exist, relative to `root`.
-        cache: file that keeps what was read of unchanged files.
+        cache: file that keeps the facts of unchanged files.
     """
 
     def __init__(self, root: Path, files: list[str], cache: Path | None = None) -> None:

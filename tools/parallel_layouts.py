@@ -54,7 +54,7 @@ class GpuLayout:
         return compute_bubble_fraction("1f1b", self.grid.pp, self.workload.micro_batches)
 
     def state_bytes(self, model: ModelShape) -> float:
-        """Bytes of parameters (2), gradients (4), masters and Adam's moments (12) per element, between steps."""
+        """Return the bytes of parameters (2), gradients (4), masters and Adam's moments (12) per element."""
         dense, experts = max((count_local_parameters(model, self.grid, p) for p in range(self.grid.pp)), key=sum)
         cut = self.grid.dp_shard * self.grid.ep * self.grid.sp
         cuts = [cut if self.zero_stage >= first else 1 for first in (3, 2, 1)]

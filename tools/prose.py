@@ -2,8 +2,8 @@
 
     python tools/prose.py [PATH ...]
 
-Checks the first word of every docstring, retired words in docstrings and comments, and names of classes that occur
-twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there is any.
+Checks the first word of every docstring, retired words in docstrings, comments and messages, and names of classes that
+occur twice in the package. Prints `path:line: reason` for each finding and exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from pathlib import Path
 
 _DEFAULT_PATHS = ("windlass", "tests", "bench", "tools", "examples")
 _FIRST_WORDS = re.compile(r"(what|whether|who|whose|whom|how|which|where|when|if|of|to whom|it|they)\b", re.IGNORECASE)
+# A function's docstring begins with a verb.
+_NO_VERB = re.compile(
+    r"(the|an?|one|two|some|every|each|both|as|in|on|for|from|with|by|at|after|before|under|this|these|there)\b",
+    re.IGNORECASE,
+)
 
 # Words of earlier versions of windlass, and the term that replaces each.
 _RETIRED = {
@@ -57,8 +62,22 @@ _RETIRED = {
     r"\bbehind the user's back\b": "implicitly",
     r"\bshall\b": "must, or rewrite in the present tense",
     r"\bas it were\b": "delete",
+    r"\bin the place of\b": "instead of",
+    r"\bin turns\b": "alternately",
+    r"\bheld against\b": "compared with",
+    r"\bkept back\b": "held back",
+    r"\bthe very \w+(?<!end)\b": "the same",
+    r"\bfor so many\b|\bover so many\b|\bafter so many\b": "name the number",
+    r"\bwithout a word\b": "silently",
+    r"\bwhoever\b|\bin any company\b": "rewrite with a noun",
+    r"\bgoes home\b|\bcomes? back on its way\b": "rewrite with a noun",
+    r"\bmakes no such promise\b": "does not guarantee this",
+    r"\bare not there yet\b|\bis not there yet\b": "is missing, or is not loaded yet",
+    r"\bforetold\b|\bforetells?\b": "predicted",
+    r"\btwins?\b": "counterpart, or clone",
     r"\bhitherto\b|\bthereof\b|\bwherein\b|\bwhereof\b|\bthereby\b": "rewrite in present-day English",
 }
+_MESSAGE_CALLS = {"add_argument", "debug", "echo", "error", "fail", "info", "print", "skip", "warn", "warning"}
 _ANY_RETIRED = re.compile("|".join(_RETIRED), re.IGNORECASE)
 _RETIRED_PATTERNS = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in _RETIRED.items()]
 
@@ -78,17 +97,45 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the constant parts of the texts of raised errors, log calls, prints and options."""
+    for node in ast.walk(tree):
+        name = getattr(node, "func", None)
+        is_call = isinstance(node, ast.Call) and getattr(name, "attr", getattr(name, "id", "")) in _MESSAGE_CALLS
+        if not (isinstance(node, ast.Raise) or is_call):
+            continue
+        for part in ast.walk(node):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value:
+                yield part.lineno, part.value
+
+
+def _actions(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of functions, except tests, properties and fixtures."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
+            continue
+        text = ast.get_docstring(node)
+        decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+        if text and not any(word in decorators for word in ("property", "fixture", "setter")):
+            yield node.lineno, text
+
+
 def find_problems(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield `(line, reason)` for each docstring or comment of a Python file that breaks a rule."""
+    """Yield `(line, reason)` for each docstring, comment or message of a Python file that breaks a rule."""
     source = path.read_text()
-    docstrings = list(_docstrings(ast.parse(source, filename=str(path))))
+    tree = ast.parse(source, filename=str(path))
+    docstrings = list(_docstrings(tree))
     for line, text in docstrings:
         first_word = _FIRST_WORDS.match(text.strip())
         if first_word:
             yield line, f"a docstring begins with {first_word.group()!r}: begin with a verb or a noun phrase"
+    for line, text in _actions(tree):
+        first_word = _NO_VERB.match(text)
+        if first_word:
+            yield line, f"a function's docstring begins with {first_word.group()!r}: begin with a verb"
     if _ANY_RETIRED.search(source) is None:  # most files: to find their comments takes long
         return
-    for line, text in [*docstrings, *_comments(source)]:
+    for line, text in [*docstrings, *_comments(source), *_messages(tree)]:
         if _ANY_RETIRED.search(text) is None:
             continue
         for pattern, instead in _RETIRED_PATTERNS:

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 _SO_MAX_PACING_RATE = 47  # Linux's number; Python has no name for it
-_FREE = -1  # of 32 bits, as a signed number: no limit
+_FREE = -1  # the largest unsigned 32-bit number, which means no limit, as a signed number
 
 
 def pace(rate: int) -> int:

@@ -31,7 +31,7 @@ class Sizes:
     chosen: int = 0
 
     def plain(self) -> dict[str, Any]:
-        """Arguments of the transformers configuration."""
+        """Return the arguments of the transformers configuration."""
         results = {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,

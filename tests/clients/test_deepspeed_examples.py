@@ -1,9 +1,9 @@
 """Scripts of DeepSpeedExamples as they are: their losses are those of the same training in plain PyTorch.
 
-A script that has a plain twin is held against it. The others run twice, once with `clients/plain/deepspeed` in the
-place of DeepSpeed, over as many ranks. What they use of torchvision is in `clients/local`.
+A script with a plain counterpart is compared with it. The others run twice, once with `clients/plain/deepspeed` as
+DeepSpeed, over the same number of ranks. `clients/local` has the parts of torchvision that they use.
 
-Versions: DeepSpeedExamples 45b4b71, transformers 4.57.6 (DeepSpeed-Chat imports what later ones have elsewhere).
+Versions: DeepSpeedExamples 45b4b71, transformers 4.57.6 (DeepSpeed-Chat imports names that later versions moved).
 """
 
 from __future__ import annotations
@@ -116,8 +116,10 @@ GAN = rf"Loss_D: {NUMBER} Loss_G: {NUMBER} D\(x\): {NUMBER} D\(G\(z\)\): {NUMBER
 @pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_gan_trains_as_in_plain_pytorch(run: Run, tmp_path: Path, clips: bool, ranks: int) -> None:
-    """Law: two engines, of which one's gradients go through the other's model, give what the plain twin prints. The
-    script's own configuration clips to norm 1, as DeepSpeed does where nothing is said; the plain twin does not."""
+    """Law: two engines, where one's gradients go through the other's model, print what the plain counterpart prints.
+
+    The script's own configuration clips to norm 1, as DeepSpeed does by default; the plain counterpart does not.
+    """
     config = {"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": 0.0002, "betas": [0.5, 0.999]}}}
     (tmp_path / "ds_config.json").write_text(json.dumps(config if clips else {**config, "gradient_clipping": 0}))
     options = ("--dataset", "fake", "--workers", 0, "--batchSize", 16, "--ngf", 8, "--ndf", 8)

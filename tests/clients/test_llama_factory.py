@@ -1,4 +1,4 @@
-"""LLaMA-Factory as it is: its losses with windlass in the place of DeepSpeed are those without either.
+"""LLaMA-Factory as it is: its losses with windlass as DeepSpeed are those without DeepSpeed.
 
 Versions: LLaMA-Factory 0.9.6.dev0 (ff6d4d1), transformers 5.8.0, accelerate 1.11.0, peft 0.18.1, trl 0.24.0.
 """

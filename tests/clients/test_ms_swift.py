@@ -1,4 +1,4 @@
-"""ms-swift as it is: its losses with windlass in the place of DeepSpeed are those without either.
+"""ms-swift as it is: its losses with windlass as DeepSpeed are those without DeepSpeed.
 
 Versions: ms-swift 4.6.0.dev0 (3602360), transformers 5.16.1, trl 0.29.1, peft 0.20.0.
 """

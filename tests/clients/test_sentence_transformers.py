@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer: its losses with windlass in the place of DeepSpeed are those without.
+"""sentence-transformers' trainer: its losses with windlass as DeepSpeed are those without DeepSpeed.
 
 Versions: sentence-transformers 6.2.0, with transformers 5.23.0, accelerate 1.15.0.
 """

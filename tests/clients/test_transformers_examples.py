@@ -1,4 +1,4 @@
-"""transformers' example scripts as they are: their losses with windlass in the place of DeepSpeed are those without.
+"""transformers' example scripts as they are: their losses with windlass as DeepSpeed are those without DeepSpeed.
 
 Versions: the scripts of transformers d6a6c82 (5.0.0.dev0), with transformers 5.23.0, accelerate 1.15.0, datasets 5.2.0,
 evaluate 0.4.6, torchvision 0.28.0, torchcodec 0.13.0.

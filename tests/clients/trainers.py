@@ -42,7 +42,7 @@ class Comparison:
     """Losses of a client's runs. The plain runs are made once.
 
     Args:
-        run: trains what is named with a configuration over so many ranks, or plainly with None and 0.
+        run: trains the named case with a configuration on `ranks` ranks, or plainly with None and 0.
     """
 
     def __init__(self, run: Callable[[str, str | None, int], Losses]) -> None:

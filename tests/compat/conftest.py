@@ -1,4 +1,4 @@
-"""Functions that run a client's script over ranks, with windlass in the place of `deepspeed`."""
+"""Functions that run a client's script over ranks, with windlass as `deepspeed`."""
 
 from __future__ import annotations
 

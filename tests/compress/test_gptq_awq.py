@@ -37,7 +37,7 @@ def gptq(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int
 
 
 def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """The same in the layout of AutoAWQ."""
+    """Return the same tensors in the layout of AutoAWQ."""
 
     def words(matrix: Tensor) -> Tensor:
         ordered = matrix.view(len(matrix), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)

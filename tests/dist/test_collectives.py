@@ -434,7 +434,7 @@ def test_groups_use_global_ranks() -> None:
 
 
 def out_of_order() -> None:
-    """Works can be waited for in any order, polled, or turned into futures, while the rank does other work."""
+    """Wait for works in any order, poll them, and turn them into futures, while the rank does other work."""
     from windlass.compat import collectives as comm
 
     rank = comm.get_rank()

@@ -53,6 +53,65 @@ def test_step_with_nonfinite_gradient_is_skipped() -> None:
     run_ranks(_bad_step, 2, [0, 3])
 
 
+def _applied_bad_step(stages: list[int]) -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+
+    for stage in stages:
+        bf16 = {"enabled": True, "check_grad_overflow": False}
+        engine, optimizer, _, _ = initialize(model=_net(), config=_config(stage, bf16=bf16))
+        x = torch.ones(2, 6, dtype=torch.bfloat16)
+        engine.backward(engine(x * (math.nan if engine.global_rank else 1.0)).mean())
+        engine.step()
+        applied = stage < 3
+        assert engine.was_step_applied() == applied and optimizer.overflow != applied
+        assert (engine.skipped_steps, engine.global_steps) == (int(not applied), 1)
+        if applied:
+            assert bool(next(engine.module.parameters()).isnan().all())
+        engine.destroy()
+
+
+def test_unchecked_gradients_are_applied() -> None:
+    """`bf16.check_grad_overflow: false` updates with non-finite gradients at stages 1 and 2, as in DeepSpeed."""
+    run_ranks(_applied_bad_step, 2, [1, 2, 3])
+
+
+def _states_by_group(stages: list[int]) -> None:
+    from windlass.compat.deepspeed_initialize import initialize
+    from windlass.compat.optimizer_group_views import MASTER_ATTRIBUTES
+    from windlass.compat.tensor_fragment_api import safe_get_local_optimizer_state
+
+    for stage in stages:
+        engine, optimizer, _, _ = initialize(model=_net(), config=_config(stage))
+        below = optimizer.optimizer
+        for step in (1, 2):
+            engine.backward(engine(torch.ones(2, 6)).square().mean())
+            engine.step()
+            flat = getattr(optimizer, MASTER_ATTRIBUTES[stage])[0]
+            of_group, parameters = below.state[flat], list(engine.module.parameters())
+            assert of_group["step"] == step == engine.global_steps and optimizer.state[flat]["step"] == step
+            for name in ("exp_avg", "exp_avg_sq"):
+                pieces = [safe_get_local_optimizer_state(parameter, name) for parameter in parameters]
+                pieces = [piece for piece in pieces if piece is not None]
+                torch.testing.assert_close(of_group[name], torch.cat([piece.view(-1) for piece in pieces]))
+                assert of_group[name].numel() == flat.numel()
+            own = next(p for p in parameters if safe_get_local_optimizer_state(p, "exp_avg") is not None)
+            assert set(below.state[own]) == {"step", "exp_avg", "exp_avg_sq"} and len(below.state[own]) == 3
+            with pytest.raises(KeyError, match="momentum"):
+                below.state[own]["momentum"]
+        assert not below.state and below.state["other"] == {}  # torch's own behavior for any other key
+        if stage < 3:
+            assert optimizer.nccl_start_alignment_factor == 2
+            (parts,), (whole,) = optimizer.parallel_partitioned_bit16_groups, optimizer.bit16_groups_flat
+            assert len(parts) == dist.get_world_size() and all(part.data_ptr() % 4 == 0 for part in parts)
+            assert torch.equal(torch.cat(parts)[: whole.numel()], whole)
+        engine.destroy()
+
+
+def test_states_are_found_by_flat_master_weights() -> None:
+    """`optimizer.optimizer.state` has the states of a group under its flat master weights, and of a parameter."""
+    run_ranks(_states_by_group, 2, [1, 2, 3])
+
+
 def _nothing_to_train() -> None:
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.compat.unwrap_for_generation import unwrap_model_for_generation
@@ -181,10 +240,10 @@ def _read_apart() -> None:
     from windlass.compat.deepspeed_initialize import initialize
     from windlass.compat.partition_parameters import Init
 
-    for born in (False, True):
-        with Init(config_dict_or_path=_config(3), enabled=born):
+    for under_init in (False, True):
+        with Init(config_dict_or_path=_config(3), enabled=under_init):
             net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        engine = initialize(model=net, config=_config(3))[0] if not born else None
+        engine = initialize(model=net, config=_config(3))[0] if not under_init else None
         result = net.state_dict()
         with pytest.raises(ShardedParameterError, match=r"rank 0: .*, rank 1: .*; save"):
             result[f"{dist.get_rank()}.weight"].sum()
@@ -273,6 +332,11 @@ def _coalesced(stages: list[int]) -> None:
     with pytest.raises(AssertionError, match="scalar"):
         engine.scale(torch.ones(2))
     with pytest.raises(NotBuiltError, match="stage 1, 2 or 3"), engine.coalesce_grad_reduction():
+        pass
+    engine.destroy()
+    wide = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    engine = initialize(model=_net(), config=_config(1, **wide))[0]
+    with pytest.raises(NotBuiltError, match="optimizer wrapper"), engine.coalesce_grad_reduction():
         pass
     engine.destroy()
     engine = initialize(model=_net(), config=_config(2, managed_gradient_accumulation=False))[0]

@@ -346,7 +346,7 @@ def test_access_to_a_gradient_raises_and_names_the_function(stage: int) -> None:
 
 
 def as_deepspeed(stage: int) -> None:
-    """Under the compat layer `.grad` is None after a backward. At stage 0 DeepSpeed has a value, and this raises."""
+    """Read `.grad` under the compat layer: None after a backward. At stage 0 DeepSpeed has a value, and this raises."""
     from windlass.compat.deepspeed_initialize import initialize
 
     subject = specimen("tied")

@@ -38,9 +38,47 @@ ODD = (
     *(b'"auto"', b'"_comment": 1,', b'"\\u001b[31m": 1,', b"\xf0\x9f\x9a\x80", b" " * 3000, b"=", b"@", b"slots="),
 )
 
+ODD_VALUES: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2**31,
+        2**63,
+        10**30,
+        -(10**30),
+        0.5,
+        -0.5,
+        1e308,
+        5e-324,
+        "",
+        "x",
+        "\0",
+        "\x1b[31m",
+    ),
+    *("\U0001f600", "a" * 3000, [], [None], [[]], [[[]]], {}, {"": None}, {"a": {"b": [1]}}, ["a", 1], [True], [1.5]),
+    *({"type": "function"}, {"type": "json_schema", "json_schema": {}}, [{"role": "user"}], {"$ref": "#"}),
+)
+
+
+def replace_somewhere(data: dict[str, Any], draw: random.Random) -> None:
+    """Replace one or two values of a JSON object, perhaps deep inside, by odd ones."""
+    for _ in range(draw.choice((1, 1, 2))):
+        place: Any = data
+        while True:
+            key: Any = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            if isinstance(place[key], (dict, list)) and place[key] and draw.random() < 0.6:
+                place = place[key]
+                continue
+            place[key] = draw.choice(ODD_VALUES)
+            break
+
 
 def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
-    """Yield the seeds, then `count` mutations of them, or as many as fit into the share of a timed run."""
+    """Yield the seeds, then `count` mutations of them, or the number that fits into the share of a timed run."""
     yield from seeds
     draw = random.Random(SEED)
     end = time.monotonic() + SECONDS * SHARE
@@ -54,7 +92,10 @@ def mutants(seeds: Sequence[bytes], count: int) -> Iterator[bytes]:
 
 
 def examples(count: int, per_second: int) -> int:
-    """Return the number of examples of a hypothesis test: `count`, or as many as fit into the share of a timed run."""
+    """Return the number of examples of a hypothesis test:
+
+    `count`, or the number that fits into its share of a timed run.
+    """
     return max(count, int(SECONDS * SHARE * per_second)) if LONG else count
 
 

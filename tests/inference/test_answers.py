@@ -317,3 +317,18 @@ def test_texts_that_each_token_is_compared_with_are_bounded(name: str, texts: li
     with pytest.raises(RequestError) as raised:
         SamplingParams(**{name: texts})
     assert raised.value.parameter == name
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_the_text_of_a_stop_token_is_kept_if_asked_for(include: bool) -> None:
+    tokenizer = byte_level_tokenizer()
+    (letter,) = tokenizer("q", add_special_tokens=False).input_ids
+    with serve(text_model(tokenizer), tokenizer=tokenizer) as llm:
+        params = GREEDY.replace(allowed_token_ids=[letter], stop_token_ids=[letter], include_stop_str_in_output=include)
+        (output,) = llm.generate("the ", params)
+        assert output.outputs[0].stop_reason == letter and output.outputs[0].token_ids == [letter]
+        assert output.outputs[0].text == ("q" if include else "")
+        special = params.replace(allowed_token_ids=[tokenizer.eos_token_id], stop_token_ids=[tokenizer.eos_token_id])
+        assert llm.generate("the ", special)[0].outputs[0].text == ""
+        shown = llm.generate("the ", special.replace(skip_special_tokens=False))[0].outputs[0].text
+        assert shown == (END if include else "")

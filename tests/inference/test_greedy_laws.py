@@ -73,21 +73,37 @@ def test_a_cache_that_fails_at_load_is_not_used(
     wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = recurrent("MambaForCausalLM")
-    update = model._update_model_kwargs_for_generation
+    forward = OwnCacheModelRunner._forward_with_cache
 
-    def broken(outputs: Any, kwargs: Any, **others: Any) -> Any:
+    def broken(runner: Any, state: Any, ids: Any, **others: Any) -> Any:
         if wrong == "raises":
             raise ValueError("no such cache")
-        found = update(outputs, kwargs, **others)
-        found["cache_params"].reset()
+        found = forward(runner, state, ids, **others)
+        state.model_kwargs["cache_params"].reset()
         return found
 
-    monkeypatch.setattr(model, "_update_model_kwargs_for_generation", broken)
+    monkeypatch.setattr(OwnCacheModelRunner, "_forward_with_cache", broken)
     with caplog.at_level("WARNING"), LLM(model, max_sequences=6, kv_cache_tokens=320, max_model_len=32) as llm:
         outputs = llm.generate(make_prompts(6, VOCABULARY), GREEDY)
         assert not llm.engine.runner.keeps_cache
     assert_greedy(model, outputs)
     assert ("no such cache" if wrong == "raises" else "its first logits differ") in caplog.text
+
+
+def test_a_model_that_is_not_causal_generates_as_its_own_generate_does() -> None:
+    """The tokens of CPM-Ant's prompt see each other, so that its cache and a forward without it differ."""
+    torch.manual_seed(0)
+    size = {"vocab_size": VOCABULARY, "hidden_size": 32, "dim_head": 8, "num_attention_heads": 4, "dim_ff": 48}
+    model = model_of("CpmAntForCausalLM", **size, num_hidden_layers=2, prompt_length=4).eval()
+    prompts = make_prompts(4, VOCABULARY)
+    with LLM(model, max_sequences=6, kv_cache_tokens=320, max_model_len=48) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        assert llm.engine.runner.keeps_cache
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        settings = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "use_cache": True}
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        assert output.outputs[0].token_ids == wanted[0, len(prompt) :].tolist()
 
 
 def _schedules() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Law: a request with a LoRA adapter gets the tokens of peft's own model, whatever adapters its batch has."""
+"""Law: a request with a LoRA adapter gets the tokens of peft's own model, for any adapters in its batch."""
 
 from __future__ import annotations
 

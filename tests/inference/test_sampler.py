@@ -182,7 +182,7 @@ def test_a_nucleus_by_selection_is_that_by_sorting_everything(spread: float, top
     count = max(int((cumulative - ordered < float(weights.sum()) * top_p).sum()), 1)
     found = _nucleus(weights.numpy(), None, top_p).tolist()
     assert found == sorted(found)
-    # sums in another order may round at the very end
+    # sums in another order may differ by rounding at the end of the range
     assert len(set(found) ^ set(ids[:count].tolist())) <= (0 if count < 100 else 2)
     some = torch.arange(0, 20_000, 3)
     few = _nucleus(weights.numpy(), some.numpy(), top_p).tolist()

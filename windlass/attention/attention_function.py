@@ -1,4 +1,4 @@
-"""Attention function for modules of one's own, in the place of `F.scaled_dot_product_attention`."""
+"""Attention function for user-defined modules, as a replacement for `F.scaled_dot_product_attention`."""
 
 from __future__ import annotations
 

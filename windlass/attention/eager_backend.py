@@ -1,4 +1,4 @@
-"""Attention by matrix products that hold the scores of all pairs, with every variation that models ask for."""
+"""Attention by matrix products that materialize the scores of all pairs, with every variation that models use."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class RecognizedMask:
 
 
 def recognize_mask(function: MaskFunction, *, needs_vmap: bool = False) -> RecognizedMask:
-    """Take a mask function apart. A function that is not built of known parts becomes a `MaskPredicate` as a whole.
+    """Decompose a mask function. A function with unknown parts becomes a `MaskPredicate` as a whole.
 
     Args:
         needs_vmap: `use_vmap` of transformers: the function has a part that its caller wrote.
@@ -70,7 +70,8 @@ def _collect(function: MaskFunction, found: RecognizedMask) -> bool:
     window = values["sliding_window"]
     if kind == "sliding_window_overlay":
         return _add_pattern(MaskBand(None, window - 1), found)
-    reach = window if bool(function(0, 0, window, 0)) else window - 1  # releases differ in whether the edge belongs
+    # transformers' releases differ in whether the window includes its edge
+    reach = window if bool(function(0, 0, window, 0)) else window - 1
     return _add_pattern(MaskBand(-reach, reach), found)
 
 

@@ -111,7 +111,7 @@ def attention_forward(
         attention_mask: made by `make_transformers_mask`, or by the model itself.
 
     Returns:
-        `[samples, queries, heads, value features]`, and None in the place of the weights.
+        `[samples, queries, heads, value features]`, and None instead of the weights.
 
     Raises:
         ModelError: the layer passes an argument that the backend does not support.

@@ -90,7 +90,7 @@ class FlatShard:
         start: the flat position of this range's first element.
         tensor: [elements of the range], contiguous; read by a save, filled in place by a load. It may be empty, or a
             lazy tensor.
-        part_placement: the part of the full tensor that `shape` is; None: all of it. The range lies in this part.
+        part_placement: the part of the full tensor that has `shape`; None: all of it. The range lies in this part.
     """
 
     name: str
@@ -115,7 +115,7 @@ class FlatShard:
 
     @property
     def placement(self) -> Placement:
-        """Part of the full tensor that `shape` is."""
+        """Part of the full tensor that has `shape`."""
         return (
             self.part_placement
             if self.part_placement is not None

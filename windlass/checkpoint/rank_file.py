@@ -35,9 +35,9 @@ class RankFile:
 
     [Note: saving while training goes on] An async save copies resident tensors to a host buffer with the layout of the
     file; from there whole pages are written to disk without another copy. Offloaded values are not copied but read one
-    storage handle after the other. An update that wants to change the values of a handle before that waits, and that
-    handle is written next (`OffloadedStorage`). So the memory is the size of this rank's resident tensors, kept for the
-    next save, and one storage handle.
+    storage handle after the other. An update waits before it changes the values of a handle that is not yet written,
+    and that handle is written next (`OffloadedStorage`). So the memory is the size of this rank's resident tensors,
+    kept for the next save, and one storage handle.
 
     Args:
         items: entries in file order, except that wide dtypes come first.
@@ -61,7 +61,7 @@ class RankFile:
         return sum(page_up(stop - start) + 2 * PAGE for _, start, stop in self._resident_runs())
 
     def copy_resident(self, buffer: torch.Tensor) -> None:
-        """Copy the resident tensors. `write` writes the copy, whatever happens to the tensors.
+        """Copy the resident tensors. `write` writes the copy, so the tensors may change.
 
         Args:
             buffer: `[bytes]` uint8 on the CPU, at least `copy_nbytes`; not to be modified until `write` is over.

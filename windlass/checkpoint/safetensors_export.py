@@ -80,7 +80,7 @@ def export_safetensors(
 ) -> ExportResult:
     """Write parameters and buffers of a checkpoint to the directory `target`, which appears atomically.
 
-    Memory: some megabytes, whatever the size of a tensor. A tied parameter is stored once, under its first name; its
+    Memory: some megabytes, for any size of a tensor. A tied parameter is stored once, under its first name; its
     aliases are in the files' header, as `safetensors.torch.save_model` writes them.
 
     Args:

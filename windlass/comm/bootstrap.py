@@ -157,7 +157,7 @@ def _with_master(place: RankEnvironment, port: int | None) -> RankEnvironment:
     if place.port is None or (reckoned and port not in (None, DEFAULT_PORT)):
         place = replace(place, port=port or DEFAULT_PORT)
     if place.one_host and not _agent_keeps_store():
-        place = replace(place, master=HERE)  # rank 0 then listens there, whatever the host is named
+        place = replace(place, master=HERE)  # rank 0 then listens there, for any host name
     os.environ.update(MASTER_ADDR=str(place.master), MASTER_PORT=str(place.port))
     return place
 

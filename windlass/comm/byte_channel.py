@@ -26,7 +26,7 @@ class ByteChannel(Protocol):
     group: RankGroup
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send one tensor to each of some peers and receive one from each of some peers.
+        """Send one tensor to each of some peers, and receive one tensor from each of some peers.
 
         Args:
             sends, receives: contiguous uint8 tensors by group index of the peer. Empty ones are not transferred.
@@ -61,7 +61,7 @@ class ProcessGroupChannel:
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         run_pending_checks()
-        # both ends know that an empty message is empty, so that neither waits for it
+        # both ends know the sizes, so an empty message is not transferred
         with WaitScope(self._what):
             exchange_tensors(
                 self.group,

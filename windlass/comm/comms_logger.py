@@ -53,7 +53,7 @@ Records = dict[str, dict[int, list[Any]]]
 
 
 class CommsLogger:
-    """Records of this rank's communication calls, and the settings of what is recorded.
+    """Records of this rank's communication calls, and the settings that select calls.
 
     Attributes:
         enabled: Record calls.

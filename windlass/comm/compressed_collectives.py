@@ -99,8 +99,8 @@ class CompressedCollectives:
         """Sum the tensors of all ranks in place, and return the tensor.
 
         Two steps: each rank receives the encoded parts that it owns and sums them; the sums, rounded to the tensor's
-        dtype and encoded again, are all-gathered. All ranks end with the same bits. The parts are of single elements,
-        whatever the shape.
+        dtype and encoded again, are all-gathered. All ranks end with the same bits. The tensor is divided between
+        single elements, for any shape.
 
         Args:
             tensor: as large on every rank.
@@ -206,7 +206,7 @@ class CompressedCollectives:
     def _exchange_parts(
         self, parts: list[torch.Tensor], like: list[torch.Tensor], operation: str
     ) -> list[torch.Tensor]:
-        """Send part `i` to rank `i`; return the encoded messages of all ranks, this one's own among them.
+        """Send part `i` to rank `i`. Return the encoded messages of all ranks, including this rank's own.
 
         Args:
             like: tensors of the shapes that each rank sends here.

@@ -96,7 +96,7 @@ def _torchrun(environ: Environment) -> RankEnvironment:
 
 
 def _other(environ: Environment) -> RankEnvironment | None:
-    """Return the rank environment of another launcher than torchrun."""
+    """Return the rank environment that a launcher other than torchrun has set."""
     step = _slurm(environ)
     for family in _MPI:
         place = _of_mpi(family, environ)

@@ -155,7 +155,7 @@ class Counters:
         self.set(counter, value)
 
     def set(self, counter: int, value: int) -> None:
-        """Set an own number without a fence. Peers read it only after another counter was raised."""
+        """Set one of this rank's counters without a fence. Peers read it only after another counter was raised."""
         if self._rest is not None and counter >= self._count:
             self._rest.set(counter - self._count, value)
         else:

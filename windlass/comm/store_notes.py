@@ -15,7 +15,7 @@ _PAUSE = 0.05
 
 
 class StoreNotes:
-    """Notes between some ranks for one purpose.
+    """Notes that some ranks exchange for one purpose.
 
     Args:
         purpose: Name of the purpose, equal on all of these ranks and used for nothing else.

@@ -153,7 +153,7 @@ class Transport(Protocol):
         ...
 
     def wait_until_read(self, buffer: TransportBuffer) -> None:
-        """Block until no peer reads what this rank last offered in `buffer`."""
+        """Block until no peer reads the data that this rank last offered in `buffer`."""
         ...
 
     def free_memory(self, buffer: TransportBuffer) -> None:

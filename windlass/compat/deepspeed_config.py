@@ -7,14 +7,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from windlass.base.errors import ConfigError
 from windlass.comm.mpu import known_sizes
 from windlass.compat.config_getters import ValueConfigError, get_gradient_allreduce_op
 from windlass.compat.config_queries import COMPUTED_ANSWERS
 from windlass.compat.monitor_writers import get_monitor_config
 from windlass.compat.tolerated_keys import resolve_tolerated_keys
-from windlass.config import Config, load_config
+from windlass.config import Config, batch_sizes, load_config
 from windlass.config.axis_sizes import axes_from_data_loading_size
 from windlass.config.config_source import read_source
+
+
+class BatchError(ConfigError, AssertionError):
+    """Inconsistent batch sizes. DeepSpeed raises AssertionError here."""
 
 
 class DeepSpeedConfig:
@@ -44,6 +49,7 @@ class DeepSpeedConfig:
         if axes.data_loading_size == axes.world_size and hasattr(mpu, "get_data_parallel_world_size"):
             axes = axes_from_data_loading_size(self.config, int(mpu.get_data_parallel_world_size()))
         self.world_size = axes.data_loading_size
+        self._axes = axes
         batch = self.config.resolve_batch(axes.world_size, axes=axes)
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
@@ -63,6 +69,21 @@ class DeepSpeedConfig:
             raise AttributeError(name)
         return getattr(self.config, name)
 
+    def _configure_train_batch_size(self) -> None:
+        """Compute the batch sizes that are None from those that are not.
+
+        Raises:
+            BatchError: they are inconsistent, or too few are given.
+        """
+        given = {key: getattr(self, key) for key in batch_sizes.KEYS}
+        try:
+            batch = self.config.model_copy(update=given).resolve_batch(self._axes.world_size, axes=self._axes)
+        except ConfigError as error:
+            raise BatchError(str(error)) from None
+        self.train_batch_size = batch.train
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+
     def print(self, name: str) -> None:
         """Print every value that differs from its default."""
         print(f"{name}: {self.config.model_dump_json(indent=2, exclude_defaults=True)}")
@@ -73,12 +94,16 @@ class DeepSpeedConfig:
 
 
 def _check_sum(config: Config) -> None:
-    """Raise ValueConfigError if gradients are summed together with a feature that windlass does not implement."""
-    unbuilt = {
+    """Raise ValueConfigError if gradients are summed together with a feature for which DeepSpeed refuses it.
+
+    windlass itself sums at stage 3 too; `windlass.initialize` takes the key there.
+    """
+    refused = {
+        "ZeRO stage 3": ("gradient_allreduce_op", config.zero_optimization.stage == 3),
         "ZenFlow": ("zero_optimization.zenflow", config.zero_optimization.zenflow is not None),
         "DeepCompile": ("compile.deepcompile", config.compile.deepcompile),
     }
-    for name, (key, asked) in unbuilt.items():
+    for name, (key, asked) in refused.items():
         if asked:
             raise ValueConfigError(f"gradient_allreduce_op 'sum' is not supported with {name}; remove {key}")
 

@@ -16,6 +16,7 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.base.log import logger
 from windlass.compat.checkpoint_file_names import CheckpointFileNames
+from windlass.compat.config_assertions import NCCL_START_ALIGNMENT_FACTOR
 from windlass.compat.config_queries import COMPUTED_ANSWERS, CONFIG_KEYS, config_value
 from windlass.compat.deepspeed_data_loader import DeepSpeedDataLoader, make_engine_loader
 from windlass.compat.engine_config import asked
@@ -33,6 +34,8 @@ from windlass.compat.optimizer_group_views import (
     HostGradients,
     MasterWeightGroups,
     ParameterGroups,
+    ParameterPartitions,
+    TrainedStates,
     gradients_in_fp32,
     norms_of_groups,
 )
@@ -167,6 +170,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         if not self.zero_optimization():
             optimizer.loss_scale_config = optimizer.loss_scaler
         optimizer.skip_step = False
+        optimizer.optimizer.state = optimizer.state = TrainedStates(optimizer.optimizer.state)
         setattr(optimizer, KIND, kind := optimizer_kind_of(self._config))
         if kind == "basic":
             pass_for_basic(optimizer, self._config, named=self.client_optimizer is None)
@@ -179,6 +183,8 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
             optimizer.get_fp32_grad_partitions = lambda: gradients_in_fp32(optimizer)
         if self.zero_optimization_stage() in (1, 2):
             optimizer.bit16_groups_flat = FlatParameters(optimizer)
+            optimizer.nccl_start_alignment_factor = NCCL_START_ALIGNMENT_FACTOR
+            optimizer.parallel_partitioned_bit16_groups = ParameterPartitions(optimizer, self.dp_world_size)
             if kind == "bf16":
                 optimizer.fp32_groups_gradients_flat = FlatGradients(optimizer)
             if self.zero_cpu_offload():
@@ -191,6 +197,12 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
     def hides_gradients(self) -> bool:  # type: ignore[override]
         """True if `.grad` reads as None, as with DeepSpeed's optimizers except those of stage 0 in fp32 and fp16."""
         return self.zero_optimization() or self._config.bf16.enabled
+
+    @property
+    def applies_nonfinite_steps(self) -> bool:  # type: ignore[override]
+        """True if `bf16.check_grad_overflow` is false at stage 1 or 2, where DeepSpeed then checks no gradient."""
+        bf16 = self._config.bf16
+        return bf16.enabled and not bf16.check_grad_overflow and self.zero_optimization_stage() in (1, 2)
 
     def _attach(self, sharded: ShardedModel) -> None:
         super()._attach(sharded)
@@ -237,6 +249,11 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, Precision, Engi
         """
         if self.zero_optimization_stage() == 0:
             raise NotBuiltError("coalesce_grad_reduction requires ZeRO stage 1, 2 or 3; use no_sync at stage 0")
+        if getattr(self.optimizer, KIND, None) == "bf16":
+            raise NotBuiltError(
+                "coalesce_grad_reduction is not supported by the optimizer wrapper of stage 1 with bf16 and fp32 "
+                "accumulation, as in DeepSpeed; use no_sync"
+            )
         if self.pipeline_parallelism:
             raise NotBuiltError("coalesce_grad_reduction is not supported under pipeline parallelism; use train_batch")
         assert self.managed_gradient_accumulation(), (

@@ -13,6 +13,7 @@ from torch import nn
 from windlass.base.errors import ConfigError
 from windlass.compat import parallel_groups, parameter_attributes
 from windlass.compat.collectives import initialize_mesh_device
+from windlass.compat.config_assertions import assert_supported_by_deepspeed
 from windlass.compat.config_sections import DeepSpeedZeroLeafModuleConfig
 from windlass.compat.deepspeed_engine import DeepSpeedEngine
 from windlass.compat.deepspeed_pipeline import DeepSpeedPipelineEngine
@@ -69,6 +70,7 @@ def initialize(
     Raises:
         ArgumentError: no model, no configuration or two, or a local rank that differs from the environment's.
         ConfigError: the configuration is invalid or requests an unsupported feature.
+        CombinationError: the configuration combines keys that DeepSpeed asserts against.
         ModelError: the model or the optimizer is not trainable.
     """
     if model is None:
@@ -81,6 +83,7 @@ def initialize(
     given = source if isinstance(source, dict) else read_source(source).data
     if isinstance(model, PipelineSequential) and mpu is not None:
         raise ArgumentError("mpu must be None with a PipelineModule, whose topology defines its groups")
+    assert_supported_by_deepspeed(given, model, optimizer)
     asked = config_with_tp_arguments(model, source)
     parameter_attributes.install_parameter_attributes()
     # An empty list means the same as None.

@@ -221,3 +221,30 @@ def _balance_loss(gates: Tensor, mask: Tensor) -> Tensor:
 
 def _gumbel(logits: Tensor) -> Tensor:
     return -torch.empty_like(logits).exponential_().log()
+
+
+def _route_slots(experts: Tensor, places: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Return the row `[k, s]` of each token's choices in a buffer `[e * c]`; e * c for a dropped choice.
+
+    Args:
+        experts: expert of each choice, `[k, s]`, -1 for a dropped one.
+        places: slot of each choice at its expert, `[k, s]`.
+    """
+    return torch.where(experts < 0, num_experts * capacity, experts.long() * capacity + places)
+
+
+def _sparse_encode(tokens: Tensor, rows: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Copy tokens `[s, m]` to their rows of `_route_slots`, and return `[e, c, m]`. Empty slots are zeros."""
+    buffer = tokens.new_zeros(num_experts * capacity + 1, tokens.shape[1])
+    for choice in rows:
+        buffer = buffer.index_copy(0, choice, tokens)
+    return buffer[:-1].view(num_experts, capacity, -1)
+
+
+def _sparse_decode(outputs: Tensor, rows: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
+    """Return the weighted sum `[s, m]` of each token's rows of `outputs` `[e * c, m]`; a dropped choice adds zero."""
+    padded = torch.cat([outputs, outputs.new_zeros(1, outputs.shape[1])])
+    total = torch.zeros(num_tokens, outputs.shape[1], device=outputs.device)  # fp32, as the weights
+    for choice, weight in zip(rows, weights, strict=True):
+        total = total + padded[choice] * weight.unsqueeze(1)
+    return total.to(outputs.dtype)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from windlass.compat.config_assertions import NCCL_START_ALIGNMENT_FACTOR
 from windlass.compat.tensor_fragment_api import safe_get_full_grad, safe_get_local_fp32_param, safe_get_local_grad
+from windlass.zero.access import shard_values
+from windlass.zero.core import parameter_registry
 
 # By stage; stage 0 has no such attributes.
 MASTER_ATTRIBUTES = {
@@ -19,6 +24,7 @@ PARAMETER_ATTRIBUTES = {1: "bit16_groups", 2: "bit16_groups", 3: "fp16_groups"}
 
 
 Seen = TypeVar("Seen")
+_parameters_of_flat = WeakIdKeyDictionary()  # parameters of a flat tensor of master weights
 
 
 class _ByGroup(Sequence[Seen]):
@@ -66,7 +72,59 @@ class MasterWeightGroups(_ByGroup[torch.Tensor]):
         pieces = [piece.detach().reshape(-1) for piece in found if piece is not None]
         if not pieces:
             return torch.empty(0)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        _parameters_of_flat[flat] = parameters
+        return flat
+
+
+class LocalStates(Mapping[str, torch.Tensor]):
+    """This rank's optimizer states of parameters by name: scalars, or flat tensors `[elements of this rank]`.
+
+    Read-only, and computed at each access.
+
+    Args:
+        parameters: parameters with the same states.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = [shard_values.local_state(parameter, name) for parameter in self._parameters]
+        pieces = [piece for piece in found if piece is not None]
+        if not pieces:
+            raise KeyError(name)
+        return pieces[0] if len(pieces) == 1 or not pieces[0].dim() else torch.cat([one.reshape(-1) for one in pieces])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for one in self._parameters for name in shard_values.local_state_names(one)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class TrainedStates(defaultdict[Any, Any]):
+    """Attribute `state` of the optimizer below an engine's: empty, because the engine holds the states.
+
+    `state[parameter]` answers with the `LocalStates` of a parameter that an engine trains, or of a flat tensor of
+    `MasterWeightGroups`. For any other key it behaves as torch's.
+
+    Args:
+        others: states that the engine did not take over.
+    """
+
+    def __init__(self, others: Mapping[Any, Any] | None = None) -> None:
+        super().__init__(dict, others or {})
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, torch.nn.Parameter) and key.requires_grad and parameter_registry.find(key) is not None:
+            return LocalStates([key])
+        if isinstance(key, torch.Tensor) and key in _parameters_of_flat:
+            return LocalStates(_parameters_of_flat[key])
+        return super().__missing__(key)
+
+    def __reduce__(self) -> Any:
+        return (TrainedStates, (), None, None, iter(self.items()))
 
 
 class GradientGroups(Mapping[int, list[torch.Tensor | None]]):
@@ -98,6 +156,27 @@ class FlatParameters(_ByGroup[torch.Tensor]):
         if not parameters:
             return torch.empty(0)
         return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+
+class ParameterPartitions(_ByGroup[list[torch.Tensor]]):
+    """Parameters of each group in their compute dtype, as one flat copy divided into a part per data rank.
+
+    The copy is padded so that every part begins at a multiple of `NCCL_START_ALIGNMENT_FACTOR` elements. windlass's own
+    shards follow the units of its model instead.
+
+    Args:
+        optimizer: optimizer with the parameter groups.
+        num_parts: number of data ranks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, num_parts: int) -> None:
+        super().__init__(optimizer)
+        self._flat, self._num_parts = FlatParameters(optimizer), num_parts
+
+    def _view(self, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        flat = self._flat._view(parameters)
+        padding = -flat.numel() % (self._num_parts * NCCL_START_ALIGNMENT_FACTOR)
+        return list(torch.cat([flat, flat.new_zeros(padding)]).chunk(self._num_parts))
 
 
 class FlatGradients(_ByGroup[torch.Tensor]):

@@ -84,7 +84,8 @@ def write_packed_directory(
     try:
         staging.mkdir(parents=True)
         _write_files(directory, layers, forms, staging, pack or _round, file_bytes)
-        config = {**directory.config, "quantization_config": describe_formats(layers, sorted(kept))}
+        features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
+        config = {**directory.config, "quantization_config": describe_formats(layers, features, sorted(kept))}
         write_json(staging / "config.json", config)
         _copy_companions(directory.path, staging)
         if to.exists():

@@ -79,7 +79,7 @@ def load_packed_model(
 def _place(
     model: nn.Module, directory: ModelDirectory, layer: str, name: str, tensors: PackedWeight, dtype: torch.dtype | None
 ) -> None:
-    """Put a packed layer in the place of a linear one."""
+    """Put a packed layer instead of a linear one."""
     try:
         linear = model.get_submodule(layer)
     except AttributeError as error:

@@ -14,18 +14,22 @@ _OWN = "windlass"  # method of formats that compressed-tensors has no words for
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 
 
-def describe_formats(layers: Mapping[str, str], ignored: list[str]) -> dict[str, Any]:
+def describe_formats(layers: Mapping[str, str], features: Mapping[str, int], ignored: list[str]) -> dict[str, Any]:
     """Return the entry for layers packed in formats.
+
+    compressed-tensors has no words for ternary and binary formats, and refuses rows that their groups do not divide.
 
     Args:
         layers: format of each packed layer, by the layer's name.
+        features: input features of each packed layer.
         ignored: linear layers that are not packed.
     """
     names: dict[str, list[str]] = {}
     for layer, name in layers.items():
         names.setdefault(name, []).append(layer)
     groups = {name: _scheme(name) for name in names}
-    if any(scheme is None for scheme in groups.values()):
+    divides = all(features[layer] % (_group_of(name) or features[layer]) == 0 for layer, name in layers.items())
+    if not divides or any(scheme is None for scheme in groups.values()):
         return {"quant_method": _OWN, "formats": names, "ignore": ignored}
     kinds = {str(scheme["format"]) for scheme in groups.values() if scheme is not None}
     schemes = {
@@ -73,6 +77,11 @@ def read_formats(entry: Mapping[str, Any], layers: list[str]) -> dict[str, str]:
         group = next((one for one in groups if layer in one.get("targets", ())), groups[0])
         formats[layer] = _format_of(group.get("weights") or {}, group.get("format") or entry.get("format"))
     return formats
+
+
+def _group_of(name: str) -> int | None:
+    form = get_weight_format(name)
+    return form.group if isinstance(form, CodedWeightFormat) else None
 
 
 def _scheme(name: str) -> dict[str, Any] | None:

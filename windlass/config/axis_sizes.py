@@ -201,7 +201,7 @@ def _require_divisor_of_world(sizes: Mapping[str, int], world: int, source: str)
             ways.append(f"{axis} {_join_with_or(_nearest_divisors(size, left))} with the others as they are")
     raise ConfigError(
         f"the axes do not multiply to the world: {product} = {fixed} ranks do not divide the world size {world} "
-        f"({source}), so dp_shard would not be a whole number; what would fit: {'; '.join(ways)}"
+        f"({source}), so dp_shard would not be a whole number; possible sizes: {'; '.join(ways)}"
     )
 
 

@@ -49,8 +49,8 @@ class Bf16(ConfigSection):
     )
     check_grad_overflow: bool = accepted(
         True,
-        "always on: a non-finite gradient raises an error before any weight changes (with `deepspeed.initialize` the "
-        "step is skipped); the check is part of the norm",
+        "always on: a non-finite gradient raises an error before any weight changes; the check is part of the norm "
+        "(with `deepspeed.initialize` the step is skipped, or applied at stages 1 and 2 if this is false)",
     )
     check_overflow: bool = refused(False, "retired: the name never worked; write check_grad_overflow")
     bf16_master_weights_and_grads: bool = honoured(False)

@@ -45,13 +45,13 @@ class CollectiveErrorCheck:
             StopIteration: `function` raised it on all ranks.
             PeerError: `function` raised on another rank. On the failing rank its own error is raised.
         """
-        made, error = None, None
+        result, error = None, None
         try:
-            made = function()
+            result = function()
         except Exception as raised:
             error = raised
         self.raise_if_any_failed(error, action, consequence)
-        return made
+        return result
 
     def any_failed(self, error: Exception | None, action: str) -> bool:
         """Return True if any rank has an error. Collective."""

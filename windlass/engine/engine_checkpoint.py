@@ -338,15 +338,17 @@ def load_engine(
     with model.replacing_parameters(units):
         if lost:
             model.discard_disk_state()
-        found, is_exact = _load_tensors(engine, directory, opened[0], saved, groups_too, options, order, check)
-    _verify_fingerprint(model, units, found, is_exact, frozen_parameter_names(model) if trainable_only else frozenset())
+        loaded_state, is_exact = _load_tensors(engine, directory, opened[0], saved, groups_too, options, order, check)
+    _verify_fingerprint(
+        model, units, loaded_state, is_exact, frozen_parameter_names(model) if trainable_only else frozenset()
+    )
     if lost:
         model.disk_health.mark_reloaded()
     if not engine.config.zero_optimization.load_from_fp32_weights:
         model.masters.round_to_parameters(units)
     if options.custom_load_fn is not None:
         load_with_function(model, read_checkpoint(directory, tag).model_state_dict(), options.custom_load_fn)
-    set_extra_states(engine.sharded.model, found.plain.get("extra", {}))
+    set_extra_states(engine.sharded.model, loaded_state.plain.get("extra", {}))
     if groups_too:
         assert engine.optimizer is not None
         load_hyperparameters(engine.optimizer, matched, plain["groups"])
@@ -354,14 +356,20 @@ def load_engine(
         logger.info("optimizer states were not loaded: this engine has no optimizer")
     if options.load_progress:
         model.drop_gradients()
-        engine.progress.load_state_dict(found.plain["engine"], found.plain.get("layout", {}).get("accumulation"))
-        engine.scaler.load_state_dict(found.plain["loss_scale"])
-    if options.load_lr_scheduler_states and engine.lr_scheduler is not None and found.plain["schedule"] is not None:
-        engine.lr_scheduler.load_state_dict(
-            _matching_scheduler_state(found.plain["schedule"], engine.lr_scheduler.state_dict())
+        engine.progress.load_state_dict(
+            loaded_state.plain["engine"], loaded_state.plain.get("layout", {}).get("accumulation")
         )
-    _restore_position(engine, found, position, options)
-    return str(found.path), dict(found.plain["client"])
+        engine.scaler.load_state_dict(loaded_state.plain["loss_scale"])
+    if (
+        options.load_lr_scheduler_states
+        and engine.lr_scheduler is not None
+        and loaded_state.plain["schedule"] is not None
+    ):
+        engine.lr_scheduler.load_state_dict(
+            _matching_scheduler_state(loaded_state.plain["schedule"], engine.lr_scheduler.state_dict())
+        )
+    _restore_position(engine, loaded_state, position, options)
+    return str(loaded_state.path), dict(loaded_state.plain["client"])
 
 
 def _tag_to_load(engine: EngineState, directory: str) -> str | None:
@@ -465,7 +473,7 @@ def _load_tensors(
     if options.custom_load_fn is not None:
         shards, left = [], (*left, "param/", "buffer/")
         tensors = {}
-    found = _load_or_mark_lost(
+    loaded_state = _load_or_mark_lost(
         model,
         directory,
         opened,
@@ -486,9 +494,9 @@ def _load_tensors(
     kept = kept and not (rank_states is not None and rank_states.was_relaid)
     own = options.custom_load_fn is None and _same_dtypes(shards, saved), kept and _same_dtypes(states, saved)
     results = ranks.run_on_all("loading", lambda: own)
-    names = (*found.missing, *found.unexpected)
+    names = (*loaded_state.missing, *loaded_state.unexpected)
     full = [not any(name.startswith(prefix) for name in names) for prefix in (("param/",), of_states)]
-    return found, (
+    return loaded_state, (
         full[0] and all(parameters for parameters, _ in results),
         full[1] and all(states for _, states in results),
     )
@@ -546,12 +554,12 @@ def _load_or_mark_lost(
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"] = buffer
-    return found
+                tensors[f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"] = buffer
+    return tensors
 
 
 def _lr_scheduler_state(schedule: Any) -> dict[str, Any] | None:

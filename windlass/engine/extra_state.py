@@ -21,14 +21,14 @@ def collect_extra_states(model: nn.Module) -> dict[str, Any]:
 
 def collect_plain_extra_states(model: nn.Module) -> dict[str, Any]:
     """Return the extra states that are plain data, which a checkpoint can hold. Log a warning for each other one."""
-    found = collect_extra_states(model)
-    for name in list(found):
+    states = collect_extra_states(model)
+    for name in list(states):
         try:
-            plain_data.encode(found[name], "")
+            plain_data.encode(states[name], "")
         except CheckpointError as error:
             logger.warning("%r is not saved: %s", name, error)
-            del found[name]
-    return found
+            del states[name]
+    return states
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:

@@ -104,14 +104,14 @@ def check_frozen_parameters(
 
 def _local_hashes(model: ShardedModel, units: Iterable[Unit], names: Container[str]) -> dict[str, int]:
     """Return this rank's part of each hash of the parameters in `names`."""
-    found: dict[str, int] = {}
+    hashes: dict[str, int] = {}
     for unit in units:
         now = _unit_version(unit)
         before = _hash_cache.get(unit)
         if before is None or before[0] != now:
             before = _hash_cache[unit] = now, _hash_unit(model, unit)
-        found.update({name: value for name, value in before[1].items() if name in names})
-    return found
+        hashes.update({name: value for name, value in before[1].items() if name in names})
+    return hashes
 
 
 def _unit_version(unit: Unit) -> Hashable:

@@ -66,11 +66,11 @@ class FullParameterGather:
     def _merge_names_of_stages(self, names: dict[int, list[str]]) -> dict[int, list[str]]:
         """Merge the names that each parameter shared by several stages has on these stages."""
         held = {unit.names[0]: unit.parameters[0] for unit in self._model.units if unit.kind.shared_stages}
-        found = dict(names)
+        values = dict(names)
         for theirs in self._mesh.gather_from_world({name: names[id(parameter)] for name, parameter in held.items()}):
             for name, parameter in held.items():
-                found[id(parameter)] = list(dict.fromkeys([*found[id(parameter)], *theirs.get(name, [])]))
-        return found
+                values[id(parameter)] = list(dict.fromkeys([*values[id(parameter)], *theirs.get(name, [])]))
+        return values
 
     @property
     def _is_first_rank(self) -> bool:

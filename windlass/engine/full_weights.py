@@ -29,18 +29,18 @@ from windlass.zero.sharded_model import ShardedModel
 def full_state_dict(model: ShardedModel, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Return the full state dict as `Engine.full_state_dict` describes. A tied parameter has an entry for each name."""
     model.finish_update()
-    found: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for names, full in FullParameterGather(model, model.units, _names_by_parameter(model)).full_parameters():
         values = full.to("cpu", dtype if is_castable(full.dtype) else None, copy=True)
-        found.update(dict.fromkeys(names, values))
+        state.update(dict.fromkeys(names, values))
     others: dict[str, torch.Tensor] = {}
     if model.mesh.first_of_stage:
         others = {
             name: buffer.detach().cpu().clone() for name, buffer in _named_persistent_buffers(model)
         } | collect_extra_states(model.model)
     for theirs in model.mesh.of_stages(others):
-        found |= theirs
-    return found if model.mesh.world.index == 0 else {}
+        state |= theirs
+    return state if model.mesh.world.index == 0 else {}
 
 
 def weight_metadata(model: ShardedModel, excluded: Collection[str]) -> dict[str, Any]:
@@ -145,10 +145,10 @@ def require_unchanged_model(model: ShardedModel) -> None:
     held = {id(parameter) for unit in model.units for parameter in unit.parameters}
     present = {id(parameter): name for name, parameter in model.model.named_parameters()}
     strange = [name for identity, name in present.items() if identity not in held]
-    gone = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in present]
-    if strange or gone:
+    missing = [n for u in model.units for n, p in zip(u.names, u.parameters, strict=True) if id(p) not in present]
+    if strange or missing:
         raise ModelError(
-            f"the model changed after initialize: {(strange or gone)[0]!r} is {'new' if strange else 'gone'}, and "
+            f"the model changed after initialize: {(strange or missing)[0]!r} is {'new' if strange else 'gone'}, and "
             "the engine neither trains nor saves it; call engine.refresh(), after removing deleted parameters from "
             "the optimizer's groups"
         )

@@ -44,16 +44,16 @@ class HybridGeneration:
     def generate(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, **settings: Any) -> Any:
         """Generate as transformers' `generate` does; see `generate_by_engine`. Collective at stage 3 and along tp.
 
-        What the engine cannot do goes to the module's own `generate`.
+        Unsupported settings are passed to the module's own `generate`.
         """
         module: Any = self._sharded().model
 
         def generate(llm: LLM) -> torch.Tensor | None:
             return generate_by_engine(llm, module, input_ids, attention_mask, **dict(settings))
 
-        found = self.run(generate)
-        if found is not None:
-            return found
+        answers = self.run(generate)
+        if answers is not None:
+            return answers
         with eval_mode(module):
             return module.generate(input_ids, attention_mask=attention_mask, **settings)
 

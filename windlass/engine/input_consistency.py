@@ -64,10 +64,10 @@ class InputConsistencyCheck:
 
 def input_digest(inputs: Any) -> str:
     """Return a hash of the shapes, dtypes and values of all tensors in `inputs`."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for tensor in iterate_tensors(inputs):
-        found.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
         if tensor.layout is torch.strided and tensor.device.type != "meta":
             values = tensor.detach().cpu().contiguous()
-            found.update(values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b"")
-    return found.hexdigest()
+            digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    return digest.hexdigest()

@@ -52,15 +52,15 @@ class MicroBatchReader:
                 f"{purpose} has nothing to read: pass it an iterator of micro-batches on every rank of the pipeline, "
                 "or pass training_data to initialize"
             )
-        found = list(itertools.islice(source, count))
-        if not found:
+        micro_batches = list(itertools.islice(source, count))
+        if not micro_batches:
             raise StopIteration
-        if len(found) < count:
+        if len(micro_batches) < count:
             raise DataError(
                 f"{purpose} needs {count} micro-batches (gradient_accumulation_steps), and its iterator ended after "
-                f"{len(found)}; drop the last ones, or repeat the loader"
+                f"{len(micro_batches)}; drop the last ones, or repeat the loader"
             )
-        return found if self.transform is None else [self.transform(batch) for batch in found]
+        return micro_batches if self.transform is None else [self.transform(batch) for batch in micro_batches]
 
     def is_first_use(self, purpose: str) -> bool:
         """Return True at the first call with this `purpose`, and False later."""

@@ -39,9 +39,9 @@ class NonFiniteLocator:
             ),
             None,
         )
-        found = self._group.all_gather_object(local)
+        of_ranks = self._group.all_gather_object(local)
         bad = sorted(
-            (micro, place, rank, name) for rank, one in enumerate(found) if one for micro, place, name in [one]
+            (micro, place, rank, name) for rank, one in enumerate(of_ranks) if one for micro, place, name in [one]
         )
         if not bad:
             return "in the sum over ranks, where each rank's own gradient was finite"

@@ -49,20 +49,20 @@ class RankStateLoader:
         self.was_relaid = False
         for state in _rank_states(model):
             row = _row(model, state)
-            found = saved.get(row.name)
-            if found is None or found.shape[:1] == (ranks,):
+            stored = saved.get(row.name)
+            if stored is None or stored.shape[:1] == (ranks,):
                 self.shards.append(row)  # a missing state is reported together with other missing names
                 continue
-            if found.dim() == 0 or found.shape[1:] != state.shape or not found.shape[0]:
+            if stored.dim() == 0 or stored.shape[1:] != state.shape or not stored.shape[0]:
                 raise CheckpointError(
-                    f"the checkpoint holds {row.name!r} of shape {list(found.shape)}, and the row of each rank here "
+                    f"the checkpoint holds {row.name!r} of shape {list(stored.shape)}, and the row of each rank here "
                     f"has shape {list(state.shape)}; load another checkpoint, or load with "
                     "load_optimizer_states=False"
                 )
             self.was_relaid = True
-            storage = _RelaidStorage(state, found, model.mesh.dense.data.index, ranks)
-            resting = LazyFlatTensor(math.prod(found.shape), state.values.dtype, storage, storage.rows)
-            self.shards.append(FlatShard(row.name, tuple(found.shape), 0, resting))
+            storage = _RelaidStorage(state, stored, model.mesh.dense.data.index, ranks)
+            resting = LazyFlatTensor(math.prod(stored.shape), state.values.dtype, storage, storage.rows)
+            self.shards.append(FlatShard(row.name, tuple(stored.shape), 0, resting))
         if self.was_relaid:
             saved_ranks = next(shard.shape[0] for shard in self.shards if shard.storage is not None)
             logger.info(

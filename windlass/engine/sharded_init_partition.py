@@ -28,11 +28,11 @@ class ShardedInitPartitioner:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        found = {
+        sharded = {
             id(p): (p, init_shard) for p in model.parameters() if (init_shard := initial_shard.find(p)) is not None
         }
         self._sharded_parameters = _interleave(
-            sorted(found.values(), key=lambda pair: pair[1].number)
+            sorted(sharded.values(), key=lambda pair: pair[1].number)
         )  # the same order on every rank
 
     def __contains__(self, tensor: torch.Tensor) -> bool:

@@ -103,9 +103,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             numbers = []
             for parameter in group["params"]:
-                found = full_states(parameter)
-                if found:
-                    state[number] = found
+                states = full_states(parameter)
+                if states:
+                    state[number] = states
                 numbers.append(number)
                 number += 1
             groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})

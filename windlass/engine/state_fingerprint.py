@@ -72,13 +72,13 @@ def compute_fingerprint(
         return handles.setdefault(id(chunk), ChunkSaveStorage(model.masters, chunk))
 
     def work() -> tuple[int, int]:
-        found = _HashPair(TensorHash(), TensorHash())
+        hashes = _HashPair(TensorHash(), TensorHash())
         of = model.units if units is None else units
-        for handle, together in _group_by_storage(_hashed_shards(model, of, handle_of, found, excluded)):
+        for handle, together in _group_by_storage(_hashed_shards(model, of, handle_of, hashes, excluded)):
             with handle.open() if handle is not None else nullcontext():
                 for part in together:
                     part.add_to_hash()
-        return found.parameters.value(), found.states.value()
+        return hashes.parameters.value(), hashes.states.value()
 
     try:
         sums = CheckpointRanks.of_group(model.mesh.world.process_group).run_on_all("taking the fingerprint", work)
@@ -230,7 +230,7 @@ def _decode_state(update: Update, entry: StateEntry, key: str, signed: bool) -> 
 
 def _group_by_storage(shards: Iterable[_HashedShard]) -> Iterator[tuple[LazyStorage | None, list[_HashedShard]]]:
     """Group the shards by the lazy storage handle that must be open to read them."""
-    found: dict[int, tuple[LazyStorage | None, list[_HashedShard]]] = {}
+    by_storage: dict[int, tuple[LazyStorage | None, list[_HashedShard]]] = {}
     for part in shards:
-        found.setdefault(id(part.shard.storage), (part.shard.storage, []))[1].append(part)
-    return iter(found.values())
+        by_storage.setdefault(id(part.shard.storage), (part.shard.storage, []))[1].append(part)
+    return iter(by_storage.values())

@@ -65,6 +65,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
     )
     # True: zero_grad after a micro-batch that does not end a step keeps the accumulated gradients
     keeps_accumulated_gradients = False
+    applies_nonfinite_steps = False  # True: a non-finite gradient updates the parameters like any other
     skips_nonfinite_steps = False  # True: a non-finite gradient skips its step with a warning, instead of an error
     keeps_buffers = False  # True: 16-bit models keep the dtype of their buffers, except the statistics of norms
     _scaling_engine: Engine | None = None  # of the class: the engine that scaled the loss of the current backward
@@ -339,6 +340,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                 flags=flags,
                 delay=section is not None and self.global_steps >= section.delayed_update_start,
                 repeats=self.allows_repeated_steps,
+                apply_nonfinite=self.applies_nonfinite_steps,
             )
         except StorageError:
             self._nonfinite_locator.clear()
@@ -407,7 +409,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in backwards inside; the first backward outside reduces all.
+        """Accumulate gradients locally inside the context; the first backward after it reduces all.
 
         Works at every stage.
         """
@@ -635,7 +637,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         logger.info(f"offload_states: {taken / 2**20:.1f} MiB were moved from this rank's device to host memory")
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back to the device what `offload_states` moved."""
+        """Move the states that `offload_states` moved back to the device."""
         self._sharded.state_offloader.reload()
 
     def report(self) -> dict[str, Any]:

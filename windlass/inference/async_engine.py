@@ -289,7 +289,7 @@ class AsyncLLMEngine:
         for subscriber in self._subscribers.values():
             self._send(subscriber, stopped)
         self._subscribers.clear()
-        self._run_calls(wait=False)  # callers that came too late
+        self._run_calls(wait=False)  # calls queued after the last step
 
     def _run_calls(self, *, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):

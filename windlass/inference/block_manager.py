@@ -59,7 +59,7 @@ class BlockManager:
         return len(self._key_of)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold so many tokens."""
+        """Return the number of blocks that hold `tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def references(self, block: int) -> int:
@@ -78,7 +78,7 @@ class BlockManager:
         return cached, used
 
     def acquire_cached(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Return the blocks of the longest cached prefix, held once more."""
+        """Return the blocks of the longest cached prefix, each with one more reference."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -105,13 +105,13 @@ class BlockManager:
         return blocks
 
     def fork(self, blocks: Sequence[int]) -> list[int]:
-        """Return the same blocks, held once more."""
+        """Return the same blocks, each with one more reference."""
         for block in blocks:
             self._hold(block)
         return list(blocks)
 
     def make_writable(self, block: int) -> int:
-        """Return the block itself if one sequence holds it, else a new one in its place, into which the caller copies.
+        """Return the block itself if one sequence holds it; else return a new block, into which the caller copies.
 
         Raises:
             OutOfBlocksError: a new block is needed and none is free.
@@ -128,7 +128,7 @@ class BlockManager:
             self._key_of[block], self._block_of[key] = key, block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back. The last ones are evicted first, so that long prefixes lose their ends."""
+        """Drop one reference to each block. The last ones are evicted first, so that long prefixes lose their ends."""
         for block in reversed(blocks):
             count = self._references[block] - 1
             if count < 0:

@@ -12,7 +12,7 @@ class Detokenizer:
     """Incremental decoding of one sequence.
 
     A token can be a part of a character, and how a token is written can depend on the one before it. So text is the
-    difference between the decoded tail with and without the newest tokens, and is kept back while it ends in an
+    difference between the decoded tail with and without the newest tokens, and is held back while it ends in an
     incomplete character.
 
     Args:
@@ -36,7 +36,7 @@ class Detokenizer:
         return self._take(whole[len(before) :])
 
     def finish(self) -> str:
-        """Return what was kept back: the replacement character for an incomplete one."""
+        """Return the text that was held back: the replacement character for an incomplete character."""
         before = self._decode(self._ids[self._prefix : self._read])
         return self._take(self._decode(self._ids[self._prefix :])[len(before) :])
 

@@ -21,10 +21,10 @@ class DraftSequence:
     """Tokens of a sequence in the cache of the draft model.
 
     Attributes:
-        tokens: those with keys and values, drafts included.
-        num_known: how many of them were no drafts.
+        tokens: tokens with keys and values, drafts included.
+        num_known: number of leading tokens that are not drafts.
         blocks: KV blocks in order.
-        keys: of the full blocks of known tokens.
+        keys: keys of the full blocks of known tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class DraftModelProposer:
 
     def __init__(self, model: nn.Module, options: EngineOptions, *, owned: bool = False) -> None:
         window = find_max_length(model)
-        # the cache is as long as the draft model reads, whatever the length of the large model
+        # the cache has the length of the draft model, for any length of the large model
         own = options.replace(
             speculative=None, lora=None, max_model_len=None, weights=options.weights if owned else None
         )
@@ -114,7 +114,7 @@ class DraftModelProposer:
         while equal < min(len(state.tokens), len(tokens) - 1) and state.tokens[equal] == tokens[equal]:
             equal += 1
         if equal < len(state.tokens) and not self._pages:
-            self._runner.release(sequence_id)  # its own cache cannot go back
+            self._runner.release(sequence_id)  # a cache of the model's own cannot be truncated
             equal = 0
         state.tokens, state.num_known = state.tokens[:equal], len(tokens)
         self._states[sequence_id] = state
@@ -128,7 +128,11 @@ class DraftModelProposer:
         return state.keys
 
     def _grow(self, state: DraftSequence, tokens: int, busy: set[int]) -> bool:
-        """Give a sequence blocks for `tokens` tokens, from sequences that wait if need be; return False without."""
+        """Extend a sequence's blocks to `tokens` tokens, taking blocks of waiting sequences if necessary.
+
+        Returns:
+            False if there are not enough blocks.
+        """
         missing = self._blocks.blocks_for(tokens) - len(state.blocks)
         while missing > self._blocks.num_free:
             idle = next((other for other in self._states if other not in busy), None)

@@ -37,8 +37,8 @@ class SpeculativeOptions:
     """Speculative decoding.
 
     Attributes:
-        method: `ngram` proposes what followed the last tokens earlier in the sequence (prompt lookup); `draft` lets a
-            smaller model of the same vocabulary propose its likeliest tokens.
+        method: `ngram` proposes the tokens that followed the last tokens earlier in the sequence (prompt lookup);
+            `draft` lets a smaller model of the same vocabulary propose its likeliest tokens.
         num_tokens: drafts for each sequence and step.
         max_ngram, min_ngram: lengths of the looked-up end of the sequence, the longest first.
         model: directory of the draft model, or a module.
@@ -84,9 +84,9 @@ class EngineOptions:
         speculative: speculative decoding.
         lora: directories of LoRA adapters of peft, by name.
         seed: of requests without a seed; None: another one each time.
-        deterministic: tokens and log-probabilities of a request have the same bits whatever else is in the batch and
-            however its prompt is split. None: where it costs nothing, which is where weights are packed. True packs a
-            copy of the weights of a live module too. Experts in stacked matrices are not covered.
+        deterministic: tokens and log-probabilities of a request have the same bits in any batch and for any split of
+            its prompt. None: where it costs nothing, which is where weights are packed. True packs a copy of the
+            weights of a live module too. Experts in stacked matrices are not covered.
         weights: format of packed weights, of a model that is loaded: `fp32`, `bf16`, `int8`, `int4_g128`, ...; None: as
             they are. Formats below 8 bits that nothing prepared the model for lose much; see `docs/compression.md`.
         activations: inputs of packed layers: `float`, `int8` (rounded for each token and 128 features), or `auto`,

@@ -18,7 +18,7 @@ from windlass.inference.structured_output import OutputConstraint
 
 @dataclass(eq=False)
 class GenerationSequence:
-    """One answer while it grows.
+    """Answer that is being generated.
 
     Attributes:
         token_ids: prompt and answer, without drafts.
@@ -87,10 +87,10 @@ class GenerationSequence:
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """A request and its answers.
+    """Request and its answers.
 
     Attributes:
-        cache_salt: what the keys and values of a prompt depend on beside its tokens.
+        cache_salt: further data on which the keys and values of a prompt depend, beside its tokens.
         sequences: the first one alone until the prompt is computed; then all candidates.
         streams: its state is reported at every token, not at its end alone.
     """

@@ -196,7 +196,7 @@ class LLM:
         self._on_leader(lambda: self._engine.clear_prefix_cache())
 
     def close(self) -> None:
-        """Free the KV cache, and leave a live module as it was."""
+        """Free the KV cache, and restore a live module."""
         self._engine.close()
 
     def __enter__(self) -> LLM:

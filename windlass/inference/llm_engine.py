@@ -167,8 +167,9 @@ class LLMEngine:
         self._waiting[sequence.sequence_id] = sequence
 
     def cancel(self, request_id: str) -> RequestOutput | None:
-        """End a request with the finish reason `abort`, free its blocks and return its last state; None for an id that
-        is not known."""
+        """End a request with the finish reason `abort`, free its blocks and return its last state; None for an unknown
+        id.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -402,7 +403,7 @@ class LLMEngine:
         return sequence.keys_until((len(sequence.token_ids) - 1) // size, size)
 
     def _admit(self, sequence: GenerationSequence, now: float) -> bool:
-        """Give a waiting sequence blocks for all its known tokens; return False if they are not free any more."""
+        """Allocate the blocks of a waiting sequence's known tokens. Return False if too few are free by now."""
         if sequence.saved is not None:
             needed = self._blocks.blocks_for(sequence.num_known)
             if needed > self._blocks.num_free:
@@ -427,7 +428,7 @@ class LLMEngine:
         return True
 
     def _grow(self, sequence: GenerationSequence, tokens: int, copies: list[tuple[int, int]]) -> None:
-        """Give a running sequence blocks for `tokens` tokens, and a copy of its last block if that is shared."""
+        """Extend a running sequence's blocks to `tokens` tokens, and copy its last block if that is shared."""
         place = sequence.num_computed // self._blocks.block_size
         if place < len(sequence.blocks):
             block = sequence.blocks[place]
@@ -607,7 +608,7 @@ class LLMEngine:
         return reason is not None
 
     def _finish_reason(self, sequence: GenerationSequence, token: int) -> FinishReason | None:
-        """Add the token's text, and return the reason if the sequence ends here."""
+        """Add the token's text, and return the finish reason if the sequence ends here, else None."""
         request, output = sequence.request, sequence.output
         params, length = request.params, len(output.token_ids)
         is_eos = token in self.eos_ids and not params.ignore_eos
@@ -615,6 +616,8 @@ class LLMEngine:
         if length >= params.min_tokens and (is_eos or is_stop):
             if is_stop:
                 output.stop_reason = token
+            if params.include_stop_str_in_output and sequence.detokenizer is not None:
+                sequence.detokenizer.append(token)
             return "stop"
         if sequence.detokenizer is not None and self._add_text(sequence, sequence.detokenizer.append(token)):
             return "stop"
@@ -631,7 +634,7 @@ class LLMEngine:
         stops = params.stops if len(output.token_ids) >= params.min_tokens else ()
         found = find_stop(text, len(new), stops) if new else None
         if found is None:
-            # an end that may become a stop text is not shown yet
+            # hold back an end that may be the beginning of a stop text
             output.text = text[: len(text) - held_back(text, params.stops)]
             return False
         place, stop = found

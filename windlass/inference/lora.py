@@ -164,7 +164,7 @@ class LoraAdapters:
                 module.__dict__["forward"] = self._wrap(path, module.forward)
             yield
         finally:
-            # in reverse, for a layer that is known by two paths
+            # in reverse, so that a layer with two paths gets its original forward back
             for module, forward in reversed(before):
                 if forward is None:
                     del module.__dict__["forward"]
@@ -212,7 +212,7 @@ class LoraAdapters:
             )
 
     def _check_rows(self, name: str, paths: Any) -> None:
-        """Run a few tokens to see that each target layer computes all of them."""
+        """Run a few tokens to check that each target layer computes all of them."""
         seen: dict[str, set[int]] = {path: set() for path in paths}
 
         def record(path: str) -> Callable[..., None]:

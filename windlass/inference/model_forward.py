@@ -1,4 +1,4 @@
-"""Call of a causal language model on token ids, whatever arguments its forward takes."""
+"""Call of a causal language model on token ids, for any signature of its forward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CausalForward:
 
     @property
     def takes_positions(self) -> bool:
-        """True if positions can be given, so that sequences can lie behind one another in one row."""
+        """True if positions can be given, so that several sequences can follow one another in one row."""
         return "position_ids" in self.accepts
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:

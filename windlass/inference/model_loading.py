@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.base.errors import ConfigError, ModelError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
+from windlass.base.text import one_line
 from windlass.compress.packed_model import is_packed_directory, load_packed_model
 
 _DTYPES = {
@@ -83,14 +84,21 @@ def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> A
     """Load the tokenizer of a model's directory.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or its files are damaged, so that it cannot be used.
     """
-    return _load(_import_transformers().AutoTokenizer, path, trust_remote_code)
+    tokenizer = _load(_import_transformers().AutoTokenizer, path, trust_remote_code)
+    try:
+        tokenizer.decode(tokenizer("a").input_ids)
+    except Exception as error:  # code of transformers with values that it does not check
+        reason = one_line(str(error) or type(error).__name__, 300)
+        raise ModelError(f"the tokenizer of {path} fails at its first text: {reason}; check its files") from error
+    return tokenizer
 
 
 def find_eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer, of the generation settings, else of the configuration, and the
-    tokenizer's."""
+    """Return the tokens that end an answer: those of the generation settings, else of the configuration, and the
+    tokenizer's.
+    """
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         value = getattr(source, "eos_token_id", None)

@@ -24,9 +24,9 @@ class OwnCacheState:
     """State of one sequence.
 
     Attributes:
-        token_ids: tokens given so far.
-        num_computed: how many of them the cache has.
-        model_kwargs: arguments of the next forward, the model's cache among them.
+        token_ids: all tokens so far.
+        num_computed: number of leading tokens in the cache.
+        model_kwargs: arguments of the next forward, including the model's cache.
     """
 
     token_ids: list[int] = field(default_factory=list)

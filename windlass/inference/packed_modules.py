@@ -59,7 +59,7 @@ class LinearGroup:
         return self._outputs[0]
 
     def later(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of another layer; compute anew if it got another input after all."""
+        """Return the stored output of another layer's product. Compute it if this layer got another input."""
         outputs = self._outputs
         if self._input is not x:
             outputs = self._multiply(x).split(self.sizes, dim=-1)
@@ -209,9 +209,9 @@ def _matrix(module: nn.Module) -> torch.Tensor:
 
 
 def _find_groups(model: nn.Module, probe: Callable[[], Any]) -> list[list[nn.Module]]:
-    """Return layers that got the very same tensor one after the other, each group in the order of its calls.
+    """Return groups of layers that got the same tensor object in consecutive calls, each in call order.
 
-    Layers that run more than once in a forward stay alone.
+    A layer that runs more than once in a forward is a group of its own.
     """
     calls: list[tuple[nn.Module, torch.Tensor]] = []
     handles = [

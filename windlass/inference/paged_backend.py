@@ -201,7 +201,7 @@ def _attend_by_predicate(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention of each sequence by itself, with a mask of all its pairs."""
+    """Compute the attention of one sequence after the other, with a mask over all pairs of tokens."""
     outputs = []
     starts, lengths = batch.query_start.tolist(), batch.context_lengths.tolist()
     groups = queries.shape[1] // cache.kv_heads

@@ -82,7 +82,8 @@ class PagedModelRunner:
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Return the logits `[rows, vocab_size]` of `batch.logit_rows`, float32, valid until the next call."""
-        # the recorded forward has no adapters; with some, all steps run the modules, so that results keep their bits
+        # the recorded forward has no adapters; with adapters all steps run the modules, so that results are equal bit
+        # by bit
         adapted = self.lora is not None and self.lora.names
         if self.program is not None and not adapted and self.program.takes(batch):
             return self.program.run(batch)
@@ -123,7 +124,7 @@ class PagedModelRunner:
         return [tensor[index].cpu() for tensor in self._cache_tensors()]
 
     def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
-        """Write saved blocks back, perhaps into others."""
+        """Write saved values into blocks, which may differ from the original ones."""
         index = torch.tensor(blocks, device=self.device)
         for tensor, content in zip(self._cache_tensors(), saved, strict=True):
             tensor[index] = content.to(tensor.device)
@@ -132,10 +133,10 @@ class PagedModelRunner:
         """Do nothing: a sequence has blocks alone."""
 
     def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
-        """Do nothing: the block tables say it."""
+        """Do nothing: forked sequences share blocks through their block tables."""
 
     def close(self) -> None:
-        """Free the KV cache, and give the model back its attention function."""
+        """Free the KV cache, and restore the model's attention function."""
         self.program = None
         self._backend.caches.clear()
         self._restore()

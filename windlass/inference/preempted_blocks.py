@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class PreemptedBlocks:
     """Store of the blocks of preempted sequences.
 
-    Blocks are moved where that takes less time, by measured rates, than computing their tokens again: first to host
-    memory, then to files.
+    Blocks are moved, first to host memory and then to files, if measured rates predict that this takes less time than
+    computing their tokens again.
     """
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, cost: StepCost) -> None:
@@ -75,7 +75,7 @@ class PreemptedBlocks:
         self.drop(sequence)
 
     def drop(self, sequence: GenerationSequence) -> None:
-        """Forget what is saved of a sequence."""
+        """Drop the saved blocks of a sequence."""
         self._host_left += self._held.pop(sequence.sequence_id, 0)
         path = self._files.pop(sequence.sequence_id, None)
         if path is not None:

@@ -199,14 +199,14 @@ class ClosedRankGroup:
 def open_channel(*, tp: int, ep: int, axes: Mapping[str, MeshAxis] | None = None) -> RankChannel:
     """Create the groups of the ranks of one model. Collective over all ranks.
 
-    Consecutive ranks hold one model; a world of more ranks holds several models, which answer for themselves.
+    Consecutive ranks hold one model. A larger world holds several models, which serve requests independently.
 
     Args:
         tp, ep: ranks along each axis.
         axes: axes of a model that is sharded already.
 
     Raises:
-        ConfigError: the world is no multiple of the ranks of a model.
+        ConfigError: the world size is not a multiple of the number of ranks of a model.
     """
     init_distributed()
     world, count = dist.get_world_size(), tp * ep

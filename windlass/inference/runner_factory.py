@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -83,7 +84,7 @@ def make_runner(
         )
     except (ConfigError, CommunicationError):
         raise
-    except Exception as error:  # code of any model runs here; its own cache is tried next
+    except Exception as error:  # code of any model runs here; the runner with the model's own cache is tried next
         reason = str(error).split("\n")[0]
     else:
         if packed is not None and owned and ranks is None and isinstance(runner, PagedModelRunner):
@@ -118,7 +119,10 @@ def make_runner(
 def _find_problem(own: OwnCacheModelRunner, plain: PlainLogits, options: EngineOptions) -> str | None:
     """Return the reason for which the model's own cache cannot be used."""
     try:
-        return plain.find_difference(own, options)
+        problem = plain.find_difference(own, options)
+        own.close()
+        # a model whose prompt is not causal computes other logits without its cache; its `generate` decides
+        return None if problem is None or plain.generates_as(own, options) else problem
     except CommunicationError:
         raise
     except Exception as error:  # code of any model runs here; it can compute without a cache
@@ -139,10 +143,10 @@ def _compile(runner: PagedModelRunner, plain: PlainLogits | None, options: Engin
 
 
 class PlainLogits:
-    """Logits of the plain model for two short random sequences, beside which a runner is checked.
+    """Logits of the plain model for two short random sequences, with which a runner is compared.
 
     Args:
-        max_length: tokens that the model can attend to; below those of the check, nothing is checked.
+        max_length: maximum number of tokens of the model; if it is too small for the comparison, nothing is compared.
     """
 
     def __init__(self, model: nn.Module, max_length: int) -> None:
@@ -188,6 +192,28 @@ class PlainLogits:
             if not difference <= allowed:
                 return f"its first logits differ from the plain model's by {difference:.3g} (allowed {allowed:.3g})"
         return None
+
+    def generates_as(self, own: OwnCacheModelRunner, options: EngineOptions) -> bool:
+        """Return True if the logits of a runner are those of the model's own `generate`."""
+        from transformers import GenerationConfig
+
+        settings = GenerationConfig(
+            **{"do_sample": False, "use_cache": True, "max_new_tokens": _CHECKED_TOKENS, "pad_token_id": 0},
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        for number, (tokens, prompt) in enumerate(zip(self._sequences, _CHECKED_PROMPTS, strict=True)):
+            ids = torch.tensor([tokens[:prompt]], device=self._device)
+            found = own.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            generated, computed = found.sequences[0].tolist(), 0
+            for step, logits in enumerate(found.logits):
+                known = generated[: prompt + step]
+                batch = _flat_batch([known], [computed], [[0] * len(known)], own.block_size, self._device)
+                difference = (own.run(replace(batch, sequence_ids=[number]))[0] - logits[0].float()).abs().max().item()
+                if not difference <= self._tolerance(options) * max(logits.std().item(), 1e-6):
+                    return False
+                computed = len(known)
+        return True
 
     def _tolerance(self, options: EngineOptions) -> float:
         """Return the difference of logits that rounding explains, in standard deviations of the logits."""

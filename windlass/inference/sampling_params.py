@@ -73,10 +73,10 @@ class SamplingParams:
             requests.
         stop: texts that end the answer; the text is cut before them.
         stop_token_ids: tokens that end the answer.
-        include_stop_str_in_output: keep the stop text in the answer.
+        include_stop_str_in_output: keep the stop text, or the text of the stop token, in the answer.
         ignore_eos: go on after the end-of-sequence token.
         max_tokens: maximum number of generated tokens; None: as many as the context window allows.
-        min_tokens: no end-of-sequence token and no stop token is drawn before so many tokens.
+        min_tokens: no end-of-sequence token and no stop token is drawn before this number of tokens.
         logprobs: number of likeliest tokens whose log-probabilities are returned at each position, beside that of the
             drawn token. None: no logprobs; 0: of the drawn token alone. They are taken before penalties, temperature
             and masks.

@@ -78,7 +78,7 @@ class SequenceSnapshot:
 
     @property
     def is_decode(self) -> bool:
-        """True if one token is missing beside drafts."""
+        """True if only one token is not computed yet, apart from drafts."""
         return self.num_known - self.num_computed == 1 + self.num_drafts
 
 
@@ -201,7 +201,9 @@ class _Planner:
             self._run(sequence, 1 + drafts)
 
     def admit(self, fits: Callable[[SequenceSnapshot], bool]) -> None:
-        """Admit waiting sequences in the order of their urgency, as far as blocks and places allow."""
+        """Admit waiting sequences in the order of their urgency, as long as there are free blocks and places in the
+        batch.
+        """
         if self.plan.preempted:
             return  # the preempted sequences would be admitted at once
         places = self._limits.max_sequences - sum(sequence.num_candidates for sequence in self._running)
@@ -242,10 +244,10 @@ class _Planner:
             self._run(sequence, sequence.remaining)
 
     def share_among_prompts(self) -> None:
-        """Share the rest of the step's tokens among prompts by max-min fairness.
+        """Share the remaining tokens of the step among prompts by max-min fairness.
 
-        Prompts shorter than their share leave the rest of it to the others. If shares would become smaller than
-        `_MIN_CHUNK`, the overdue prompts go first, then those with the earliest deadline, if any prompt has a service
+        A prompt that is shorter than its share leaves the difference to the others. If shares would become smaller than
+        `_MIN_CHUNK`, overdue prompts are first, then those with the earliest deadline, if any prompt has a service
         level, or those with the least work left. Time is left to each in the same order.
         """
         prompts = self._prompts()

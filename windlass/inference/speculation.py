@@ -2,7 +2,7 @@
 
 A draft is kept if it equals the token that is drawn at its position (see [Note: one draw a token]). That is rejection
 sampling (Leviathan et al. 2023) with proposals of probability 1: the result has the distribution of the model, and for
-one seed the very tokens that are generated without drafts.
+one seed the tokens are those generated without drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DraftProposer(Protocol):
         ...
 
     def release(self, sequence_id: int) -> None:
-        """Free what is held for a sequence."""
+        """Free the state of a sequence."""
         ...
 
     def close(self) -> None:
@@ -30,9 +30,11 @@ class DraftProposer(Protocol):
 
 
 class NgramProposer:
-    """Proposes what followed the last tokens at their latest earlier place (prompt lookup, Saxena 2023).
+    """Proposer that repeats the tokens after the latest earlier occurrence of the last tokens.
 
-    An index of each sequence maps the tokens of each n-gram to the place behind its latest occurrence, and grows with
+    This is prompt lookup (Saxena 2023).
+
+    An index of each sequence maps the tokens of each n-gram to the position after its latest occurrence, and grows with
     the sequence.
     """
 

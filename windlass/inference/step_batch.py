@@ -83,11 +83,11 @@ class ModelRunner(Protocol):
         ...
 
     def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
-        """Write saved blocks back, perhaps into others."""
+        """Write saved values into blocks, which may differ from the original ones."""
         ...
 
     def release(self, sequence_id: int) -> None:
-        """Free what the runner holds for a sequence; nothing if its cache is paged."""
+        """Free the runner's state of a sequence. Does nothing for a paged cache."""
         ...
 
     def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:
@@ -95,5 +95,5 @@ class ModelRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the KV cache, and leave the model as it was."""
+        """Free the KV cache, and restore the model."""
         ...

@@ -57,7 +57,7 @@ class StepCost:
         return int(min(last + (left - longest) / self.token_seconds, 1e9))
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the predicted time of computing so many tokens of one prompt alone."""
+        """Return the predicted time of computing `tokens` tokens of one prompt alone."""
         return self.step_seconds(tokens, 0, tokens * tokens / 2) if tokens else 0.0
 
     def _product_seconds(self, tokens: int) -> float:

@@ -24,7 +24,7 @@ class NormCall:
 
 @dataclass(frozen=True)
 class RotaryCall:
-    """Rotation in place of heads that lie one after the other: `[tokens, heads, head_dim]`."""
+    """In-place rotation of consecutive heads: `[tokens, heads, head_dim]`."""
 
     heads: int
     head_dim: int
@@ -40,8 +40,10 @@ class GateCall:
 
 
 def fuse(recording: Recording) -> Recording:
-    """Return an equal recording with fewer operators: constants folded, norms, rotations and gates fused, and what the
-    result does not need left out."""
+    """Return an equal recording with fewer operators.
+
+    Constants are folded; norms, rotations and gates are fused; operators that the result does not need are removed.
+    """
     recording = _fold_constants(recording)
     recording = _drop_unused(recording)
     for fusion in (_fuse_norms, _fuse_rotations, _fuse_gates):
@@ -163,7 +165,7 @@ def _rewrite(
     inserted: dict[int, Operator],
     renamed: Callable[[TensorRef], TensorRef] | None = None,
 ) -> Recording:
-    """Leave operators out, and put others in the place of some of them (by identity)."""
+    """Remove operators, and replace some of the others (by identity)."""
     gone = {id(operator) for operator in removed}
 
     def resolve(value: Any) -> Any:
@@ -309,7 +311,7 @@ def _is_table(ref: TensorRef, width: int) -> bool:
 
 
 def _overlaps_others(x: TensorRef, call: RotaryCall, uses: _Uses, steps: Sequence[Operator]) -> bool:
-    """Return True if an operator beside `steps` reads what the rotation overwrites."""
+    """Return True if an operator outside `steps` reads memory that the rotation overwrites."""
     begin, end = x.offset[0], x.offset[0] + call.heads * call.head_dim
     own = {id(step) for step in steps}
     for operator in uses.consumers(x):

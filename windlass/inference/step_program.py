@@ -542,7 +542,7 @@ class _Binder:
         return self._program.storage_tensor(ref).as_strided(self.size(ref), stride, offset)
 
     def value(self, value: Any) -> Any:
-        """Return an argument with tensors and integers in the place of their references."""
+        """Return an argument with tensors and integers instead of their references."""
         if isinstance(value, TensorRef):
             return self.tensor(value)
         if isinstance(value, AffineInt):

@@ -50,7 +50,7 @@ class Operator:
     Attributes:
         name: name of the operator for comparisons: that of aten, `linear` or `attention`.
         target: the aten operator; or the object with the state of a native call.
-        inputs: arguments, with `TensorRef`s in the place of tensors.
+        inputs: arguments, with `TensorRef`s instead of tensors.
         named: keyword arguments.
         outputs: results; None for a result that is no tensor.
         mutates: writes into its first input.
@@ -107,7 +107,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Record what runs inside the `with` block."""
+        """Record the operators that run inside the `with` block."""
         token = _active.set(self)
         try:
             with self:

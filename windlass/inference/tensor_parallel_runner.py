@@ -53,15 +53,16 @@ class TensorParallelRunner:
         return [tensor for part in parts for tensor in part]
 
     def restore_blocks(self, blocks: Sequence[int], saved: SavedBlocks) -> None:
-        """Write saved blocks back, perhaps into others."""
+        """Write saved values into blocks, which may differ from the original ones."""
         count = len(saved) // self._channel.size
         with self._channel.guard():
             self._channel.send(RankCommand.CALL, ("restore_blocks", (list(blocks), saved)))
             self._runner.restore_blocks(blocks, saved[:count])
 
     def release(self, sequence_id: int) -> None:
-        """Free what the runners hold for a sequence."""
-        if not self._runner.block_nbytes and not self._channel.failed:  # a paged cache has blocks alone
+        """Free the runners' state of a sequence."""
+        # a paged cache consists of blocks, which need no release
+        if not self._runner.block_nbytes and not self._channel.failed:
             self._call("release", sequence_id)
 
     def fork(self, sequence_id: int, new_ids: Sequence[int]) -> None:

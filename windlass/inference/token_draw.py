@@ -59,7 +59,7 @@ def draw_one(scores: torch.Tensor, params: SamplingParams, uniform: float) -> in
 
 
 def draw_together(scores: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> torch.Tensor:
-    """Draw tokens for all rows at once, without waiting for the device."""
+    """Draw tokens for all rows at once, without a device sync."""
     device = scores.device
 
     def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -96,12 +96,12 @@ def _nucleus(weights: FloatArray, ids: IntArray | None, top_p: float) -> IntArra
 
 
 def _lowest_weight(weights: FloatArray, mass: float) -> tuple[np.float32, int]:
-    """Return the lowest weight of the nucleus, and how many tokens with this weight are in it.
+    """Return the lowest weight of the nucleus, and the number of tokens with this weight in it.
 
     Args:
         mass: sum of weights that the nucleus reaches.
     """
-    rest, above = weights, 0.0  # the lowest weight is in `rest`; what is higher sums to `above`
+    rest, above = weights, 0.0  # the lowest weight is in `rest`; higher weights sum to `above`
     while len(rest) > _SORTED:
         step = len(rest) // _SAMPLE
         sample = np.sort(rest[::step])[::-1]

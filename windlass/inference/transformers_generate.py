@@ -83,7 +83,9 @@ def _make_params(config: Any, width: int) -> SamplingParams:
     if new is None:
         new = (config.max_length if config.max_length is not None else _DEFAULT_LENGTH) - width
         if new < 1:
-            raise RequestError(f"max_length leaves no room behind {width} tokens of input_ids; give max_new_tokens")
+            raise RequestError(
+                f"max_length leaves no room for answers after {width} tokens of input_ids; give max_new_tokens"
+            )
     least = config.min_new_tokens
     if least is None:
         least = max((config.min_length or 0) - width, 0)

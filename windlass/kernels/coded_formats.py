@@ -315,7 +315,7 @@ def make_coded_formats() -> Iterator[CodedWeightFormat]:
 
 
 def _divisor(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32, with 1 in the place of 0."""
+    """Return scales in float32, with 1 instead of 0."""
     wide = scale.to(torch.float32)
     return torch.where(wide > 0, wide, torch.ones_like(wide))
 

@@ -1,6 +1,6 @@
 """Host memory on huge pages for weights and caches that every step reads.
 
-Memory that an allocator hands out again has small pages already, whatever is asked for it; so this memory is mapped
+Memory that an allocator hands out again already has small pages, which no request changes; so this memory is mapped
 anew. Reading it needs fewer translations of addresses, and hardware prefetches beyond 4 KiB.
 """
 

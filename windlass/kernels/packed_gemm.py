@@ -1,8 +1,8 @@
 """Linear layers of inference: weights packed once in panels, products for few and for many rows.
 
 [Note: batch-invariant products] `packed_linear` adds the products of an output in the order of the input features, one
-after the other, in one accumulator. So a row of the result has the same bits whatever other rows are in the call,
-wherever the row lies, and however many threads share the outputs. (The reference makes no such promise.)
+after the other, in one accumulator. So a row of the result has the same bits for any other rows in the call, any
+position of the row, and any number of threads. (The reference does not guarantee this.)
 
 [Note: int8 inputs] With `quantize_inputs`, each input row is rounded to int8 with one scale, `max / 127`, for every 128
 features, and multiplied by int8 weights in exact integers, up to four times as fast. Each input has an error of up to

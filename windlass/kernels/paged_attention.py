@@ -2,7 +2,7 @@
 
 [Note: layout of the cache] Keys lie as `[blocks, kv_heads, key_dim, block_size]`, transposed inside a block: the scores
 of 16 keys are one vector, to which each feature of the query is added without a horizontal sum. Values lie as `[blocks,
-kv_heads, block_size, value_dim]`, with `value_dim` rounded up to a multiple of 16; what stands behind it is undefined.
+kv_heads, block_size, value_dim]`, with `value_dim` rounded up to a multiple of 16; values beyond are undefined.
 A block of one head is contiguous in both. Code outside of this file copies and moves whole blocks, and reads tokens by
 `read_kv`.
 

@@ -157,8 +157,8 @@ def _launch_one_node(args: argparse.Namespace, plan: LaunchPlan) -> LaunchExitSt
         )
     if args.max_restarts:
         raise LaunchError(
-            "--max-restarts where hosts start by themselves: no host receives the failures of others; use a hostfile, "
-            "or --rdzv_backend c10d"
+            "--max-restarts is not possible if each host is started separately, because no host receives the failures "
+            "of others; use a hostfile, or --rdzv_backend c10d"
         )
     _check_script(plan.program)
     address = plan.master_addr or (plan.hosts[0].address if args.hostfile else "127.0.0.1")

@@ -80,7 +80,10 @@ def reject_unsupported_flags(args: argparse.Namespace) -> None:
     if args.autotuning:
         raise LaunchError("--autotuning is not built yet; leave it out and choose the configuration by hand")
     if args.start_method != "spawn":
-        raise LaunchError(f"--start_method {args.start_method}: ranks are programs of their own; leave it at spawn")
+        raise LaunchError(
+            f"--start_method {args.start_method} is not supported, because ranks are separate programs; leave it at "
+            "spawn"
+        )
     if args.elastic_training or args.min_elastic_nodes is not None:
         raise LaunchError(
             "--elastic_training, --min_elastic_nodes, --max_elastic_nodes are not supported; use --max-restarts K"

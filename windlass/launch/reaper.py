@@ -1,4 +1,6 @@
-"""Process that ends what its child leaves behind, as a subreaper: it adopts orphans of its descendants (Linux).
+"""Process that ends all processes that its child leaves behind.
+
+As a subreaper it adopts orphans of its descendants (Linux).
 
 `python -I -S reaper.py LAUNCHER_PID COMMAND...` runs COMMAND this way, and ends everything if the launcher is gone.
 """

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 from windlass.base.errors import LossError
 from windlass.base.log import logger
 
-_MAX_SCALE = 2.0**126  # a larger scale would overflow the scaled loss in fp32, whatever the loss
+_MAX_SCALE = 2.0**126  # a larger scale would overflow the scaled loss in fp32, for any loss
 
 
 class Fp16Settings(Protocol):

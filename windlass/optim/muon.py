@@ -14,6 +14,8 @@ from torch.optim.optimizer import ParamsT
 from windlass.base.errors import ConfigError, ModelError
 
 _HEAD_NAMES = frozenset({"lm_head", "head", "output", "embed_out", "output_projection", "classifier", "score"})
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic iteration in Jordan's Muon."""
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -52,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
         ns_steps: int = 5,
         ns_eps: float = 1e-7,
         adjust_lr_fn: str | None = None,

@@ -291,7 +291,7 @@ class _ChatAnswer:
         ]
 
     def _limit_calls(self, parsed: ParsedText, before: int) -> ParsedText:
-        """Remove all calls after the first if the request wants one at most."""
+        """Remove all calls after the first if the request allows at most one."""
         if self.fields.parallel_tool_calls is False:
             parsed.calls = [call for call in parsed.calls if call.index == 0 and (before == 0 or call.name is None)]
         return parsed

@@ -1,4 +1,4 @@
-"""Chat messages and tools: validation, and the prompt that the chat template makes of them."""
+"""Chat messages and tools: validation, and rendering of the prompt by the chat template."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _normalize_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise ApiError(400, f"{place}.{name} is not supported; leave it out", parameter=f"{place}.{name}")
-    # fields that a template reads, such as `name`, stay; null ones come from clients that echo an answer
+    # keep fields that a template reads, such as `name`; drop null ones, which clients send that echo an answer
     kept = {name: value for name, value in message.items() if value is not None}
     # Templates know the older name of the role.
     kept["role"] = "system" if role == "developer" else role
@@ -152,7 +152,7 @@ def render_chat(
     continue_final_message: bool,
     template_arguments: Mapping[str, Any],
 ) -> str:
-    """Return the text of the prompt that the chat template makes.
+    """Return the prompt's text, as the chat template renders it.
 
     Raises:
         ApiError: there is no template, or it refuses the messages.

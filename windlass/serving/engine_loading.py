@@ -1,4 +1,4 @@
-"""Description of the engine to serve, which other processes can load too, and its loading."""
+"""Description of the engine to serve, which other processes can also load, and its loading."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EngineSource:
 
     Attributes:
         model: directory of the model.
-        options: options of the engine; JSON can hold all of them.
-        factory: `module:function` that makes the engine of model and options.
+        options: options of the engine, serializable as JSON.
+        factory: `module:function` that makes the engine from model and options.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client goes away."""
+"""Server-sent events, and requests that are cancelled when their client disconnects."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class _Ended:
 
 
 async def merge(streams: list[AsyncIterator[Result]]) -> AsyncGenerator[tuple[int, Result], None]:
-    """Yield the items of several iterators as they come, each with the index of its iterator.
+    """Yield the items of several iterators in order of arrival, each with the index of its iterator.
 
     An error of one iterator ends all. Closing the generator closes the iterators.
     """

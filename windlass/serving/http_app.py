@@ -66,7 +66,7 @@ def build_http_app(context: ServerContext) -> Starlette:
 
 
 def cors_middleware(settings: ServerSettings) -> list[Middleware]:
-    """Return the middleware that lets pages of other origins in; without origins there is none."""
+    """Return the middleware that allows pages of the configured origins, or an empty list without origins."""
     if not settings.allowed_origins:
         return []
     return [

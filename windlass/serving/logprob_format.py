@@ -18,7 +18,7 @@ class LogprobFormat:
     """Formatting of log-probabilities with one tokenizer.
 
     Args:
-        as_ids: write `token_id:N` in place of the text of tokens, which is not unique.
+        as_ids: write `token_id:N` instead of the text of a token, because several tokens may have the same text.
     """
 
     def __init__(self, tokenizer: Any, as_ids: bool = False) -> None:

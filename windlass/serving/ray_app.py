@@ -76,7 +76,7 @@ def build_app(
 
 
 class ServedReplica:
-    """Replica whose requests go to the application; Ray asks it for its health."""
+    """Replica that passes requests to the application. Ray queries its health."""
 
     def check_health(self) -> None:
         """Raise if the engine has failed; Ray then starts the replica anew.

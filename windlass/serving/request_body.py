@@ -42,7 +42,9 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body.
+    """Read the body. A body that is too large is read to its end, within limits, and discarded.
+
+    Otherwise a client that still sends when the connection closes would see a broken connection instead of the answer.
 
     A body that is too large is read to its end, within limits and without being kept: a client that still sends when
     the connection closes would see a broken connection instead of the answer.
@@ -70,7 +72,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         except TimeoutError as error:
             raise ApiError(
                 408,
-                f"no more of the body came in {_PIECE_SECONDS:.0f} seconds; send it without pauses",
+                f"no more of the body arrived within {_PIECE_SECONDS:.0f} seconds; send it without pauses",
                 closes_connection=True,
             ) from error
         if message["type"] == "http.disconnect":

@@ -14,7 +14,7 @@ from windlass.serving.api_errors import ApiError
 
 _ANY = object()
 
-# Fields without effect here, each with the values that have no effect elsewhere either.
+# Fields without effect here, each with the values that are accepted because they are other servers' defaults.
 _HARMLESS: dict[str, tuple[Any, ...] | object] = {
     "user": _ANY,
     "metadata": _ANY,
@@ -210,7 +210,7 @@ class SamplingFields(RequestModel):
         return SamplingParams(**{**given, **values})
 
     def constraint(self) -> StructuredOutputsParams | None:
-        """Return the constraint of the text that vLLM's fields give; None without one."""
+        """Return the constraint on the text that vLLM's fields request; None without one."""
         found = [
             (name, StructuredOutputsParams(**{name.removeprefix("guided_"): value}))
             for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -247,7 +247,7 @@ class SamplingFields(RequestModel):
 
     @property
     def wants_usage_in_each_event(self) -> bool:
-        """True if every event gives the number of tokens so far."""
+        """True if the client requests the number of tokens in every event."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 

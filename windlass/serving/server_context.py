@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class ServerContext:
-    """Engine, settings, metrics and phase of a server. `engine` is there once the model is loaded."""
+    """Engine, settings, metrics and phase of a server. `engine` is set once the model is loaded."""
 
     def __init__(self, settings: ServerSettings, engine: ServedEngine | None = None) -> None:
         self.settings = settings
@@ -40,7 +40,7 @@ class ServerContext:
         """
         if self._engine is None:
             self.requests.refuse_unless_ready()
-            raise ApiError(503, "the engine is not there yet; try again", code="loading", retry_after=5)
+            raise ApiError(503, "the engine is not loaded yet; try again", code="loading", retry_after=5)
         return self._engine
 
     @property

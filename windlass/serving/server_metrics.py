@@ -115,7 +115,7 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """Collector that reads the engine's counters when they are asked for, which costs the engine nothing."""
+    """Collector that reads the engine's counters at each scrape, so that a step costs nothing."""
 
     def __init__(self, engine: ServedEngine, labels: tuple[str, str]) -> None:
         self._engine = engine

@@ -109,10 +109,10 @@ class RequiredCalls:
 
 
 class OptionalCalls:
-    """Parser of an answer that can have calls: hermes' `<tool_call>` blocks, or Llama's JSON objects.
+    """Parser of an answer that may have calls: hermes' `<tool_call>` blocks, or Llama's JSON objects.
 
-    Text that could be the beginning of a call is kept back until that is certain. Text that looks like a call and is
-    none is content.
+    Text that could be the beginning of a call is held back until that is decided. Text that looks like a call and is
+    not one is content.
     """
 
     def __init__(self, names: set[str], form: str) -> None:

@@ -40,7 +40,7 @@ def error_name(error: int) -> str:
 
 
 def is_data_lost(error: int) -> bool:
-    """Return True if an error of a read means that the written data is lost, whatever the device does next."""
+    """Return True if an error of a read means that the written data is lost, even if the device recovers."""
     return error in (errno.ENODATA, errno.EBADMSG)
 
 

@@ -109,7 +109,7 @@ class VerificationSession(InitializeObserver):
 
 
 def main(path: str) -> int:
-    """Run one rank. Return 0 after a comparison, whatever its result, and 1 if nothing could be compared."""
+    """Run one rank. Return 0 after a comparison with any result, and 1 if nothing could be compared."""
     order = VerificationJob.read(path)
     os.dup2(2, 1)  # to stderr: output of the script must not mix with the report
     try:

@@ -135,7 +135,7 @@ class WatchdogThread:
         return self._decision_event.is_set()
 
     def wait_for_decision(self) -> None:
-        """After `record_failure`, wait for the decision about the run, or until the other ranks have read this rank's
+        """Wait, after `record_failure`, for the decision about the run, or until the other ranks have read this rank's
         end.
         """
         if self.failed_in_wait:
@@ -297,7 +297,7 @@ class WatchdogThread:
             time.sleep(0.02)
 
     def _end_process(self) -> None:
-        """End this process, whatever its main thread does."""
+        """End this process, even if its main thread is blocked."""
         self._decision_event.set()
         if self._end_record is not None:  # the main thread is already exiting
             time.sleep(_CHECK_OUT_TIMEOUT_S)

@@ -388,6 +388,7 @@ class ShardedModel:
         flags: list[float] | None = None,
         delay: bool = False,
         repeats: bool = True,
+        apply_nonfinite: bool = False,
     ) -> StepOutcome:
         """Reduce the remaining gradients, agree on their norm, update the parameters and publish them. Collective.
 
@@ -399,6 +400,7 @@ class ShardedModel:
             delay: Only start the update, if the settings have `delayed_update`. The next step, or `finish_update`,
                 publishes the new parameters.
             repeats: Accept a step without a backward on any rank since the last step. It changes nothing.
+            apply_nonfinite: Update with non-finite gradients too, unclipped.
 
         Raises:
             ModelError: there is no optimizer, a parameter without gradient is an error in the settings, ranks dropped
@@ -454,14 +456,15 @@ class ShardedModel:
                 "second step has none, unlike in plain PyTorch. Call backward again, or remove the second step"
             )
         norm = status.norm / scale
-        if not status.is_finite and (skip_overflow or (bad := self.agreement.first_nonfinite())):
+        applies = status.is_finite or apply_nonfinite
+        if not applies and (skip_overflow or (bad := self.agreement.first_nonfinite())):
             self.drop_gradients()
             return StepOutcome(norm, applied=False, clip=1.0, flags=status.flags, bad="" if skip_overflow else bad)
         if not self.settings.ignore_unused_parameters:
             self.agreement.refuse_unused(status.used)
         self.reducer.all_gather_gradients()
         self.recapture_parameters()
-        clip = clip_coefficient(norm, limit)
+        clip = clip_coefficient(norm, limit) if status.is_finite or not apply_nonfinite else 1.0
         self.callbacks.before_update(norm, clip)
         # A parameter is updated if it has a gradient on any rank.
         used = {slot.unit.index: flags for slot, flags in zip(self.slots, status.used, strict=True)}

@@ -39,7 +39,7 @@ def add_argument():
 
 
 def draw(label, generator):
-    """One 3x16x16 image of a class: a shape somewhere, in some colour, under noise."""
+    """Draw a 3x16x16 image of a class: a shape at a random position, in a random colour, under noise."""
     x, y, phase, size = torch.rand(4, generator=generator).tolist()
     rows, columns = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
     distance = ((rows - 4 - 8 * y) ** 2 + (columns - 4 - 8 * x) ** 2).sqrt()

@@ -56,15 +56,17 @@ def parse_args():
     parser.add_argument("--enable_tensorboard", action="store_true")
     parser.add_argument("--tensorboard_path", type=str, default="tensorboard")
     parser.add_argument("--save_steps", type=int, default=0, help="updates between checkpoints; 0: none")
-    parser.add_argument("--max_train_steps", type=int, default=0, help="end after so many updates, as a crash would")
-    parser.add_argument("--resume_from", type=str, default=None, help="a folder of checkpoints to go on from")
+    parser.add_argument(
+        "--max_train_steps", type=int, default=0, help="end after this number of updates, as a crash would"
+    )
+    parser.add_argument("--resume_from", type=str, default=None, help="a folder of checkpoints to resume from")
     parser.add_argument("--compare_saved", action="store_true", help="load what was saved, and evaluate that too")
     parser = deepspeed.add_config_arguments(parser)
     return parser.parse_args()
 
 
 def get_optimizer_grouped_parameters(model, weight_decay, no_decay_name_list=("bias", "norm.weight")):
-    """Two groups: biases and norms are not decayed."""
+    """Return two parameter groups: biases and norms have no weight decay."""
     groups = [
         {
             "params": [

@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerFast
 
 
 def sources(count):
-    """The text of the first `count` modules of the standard library."""
+    """Return the text of the first `count` modules of the standard library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))[1 : count + 1]]
 
 
 def load_or_train_tokenizer(folder, texts, vocab_size=500):
-    """A byte-pair tokenizer without a pad token, as LLaMA's is; rank 0 trains it, once."""
+    """Return a byte-pair tokenizer without a pad token, as LLaMA's is. Rank 0 trains it once."""
     if not os.path.exists(os.path.join(folder, "tokenizer.json")) and torch.distributed.get_rank() == 0:
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,7 +76,7 @@ class StreamDataset(IterableDataset):
         self.epoch, self.skip = 0, 0
 
     def set_epoch(self, epoch, skip=0):
-        """The next iteration is of `epoch`, without the first `skip` samples of this rank."""
+        """Make the next iteration that of `epoch`, without the first `skip` samples of this rank."""
         self.epoch, self.skip = epoch, skip
 
     def __iter__(self):

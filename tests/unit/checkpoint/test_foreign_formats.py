@@ -55,7 +55,7 @@ class ToyFormat:
 
 
 class _RowsFile(TensorFile):
-    """Reader of entries `first-count` of rows of the file's only tensor."""
+    """Reader of entries named `FIRST-COUNT`, each a range of rows of the file's only tensor."""
 
     def byte_range(self, entry: str) -> tuple[int, int]:
         first, count = map(int, entry.split("-"))

@@ -37,7 +37,7 @@ def test_plain_data_round_trips_through_strict_json(value: object) -> None:
     back = decode(json.loads(json.dumps(encoded, allow_nan=False)), {})
     assert not result
     assert back == value
-    assert repr(back) == repr(value)  # tells 1 from 1.0 and True, and lists from tuples
+    assert repr(back) == repr(value)  # distinguishes 1 from 1.0 and True, and lists from tuples
 
 
 def test_nan_round_trips() -> None:

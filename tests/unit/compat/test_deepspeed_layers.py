@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from windlass.compat.mask_gating import PolicyError, top1gating, top2gating, topkgating
+from windlass.compat.mask_gating import (
+    PolicyError,
+    _route_slots,
+    _sparse_decode,
+    _sparse_encode,
+    top1gating,
+    top2gating,
+    topkgating,
+)
 from windlass.compat.tiled_linear import TiledLinear, TiledLinearReturnBias
 from windlass.compat.zero_linear import LinearModuleForZeroStage3, zero3_linear_wrap
 
@@ -113,6 +121,12 @@ def test_routes_as_masks(k: int, factor: float) -> None:
     for choice, token in (index >= 0).nonzero().tolist():
         again[token, index[choice, token], place[choice, token]] += weight[choice, token]
     torch.testing.assert_close(again, weights)
+    tokens, outputs = torch.randn(12, 5), torch.randn(4, capacity, 5)
+    rows = _route_slots(index, place, 4, capacity)
+    sent = _sparse_encode(tokens, rows, 4, capacity)
+    torch.testing.assert_close(sent, torch.einsum("sec,sm->ecm", mask.float(), tokens))
+    received = _sparse_decode(outputs.flatten(0, 1), rows, weight, 12)
+    torch.testing.assert_close(received, torch.einsum("sec,ecm->sm", weights, outputs))
     _, full, _, _ = _routes(k, logits, factor, drop_tokens=False)
     assert full.shape[2] == min(int(counts.max()), 12) and (full != 0).sum() == 12 * k
 

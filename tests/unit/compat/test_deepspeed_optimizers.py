@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from windlass.base.errors import ModelError
 from windlass.compat.optimizers.deepspeed_cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
+from windlass.compat.optimizers.deepspeed_muon import Muon, muon_update
 from windlass.compat.optimizers.fused_optimizers import FusedAdam, FusedLamb, FusedLion
 from windlass.optim import Lamb, Lion
 from windlass.optim.elementwise_optimizers import is_elementwise
@@ -102,6 +104,56 @@ def test_narrow_states() -> None:
     optimizer = DeepSpeedCPUAdam([parameter], fp32_optimizer_states=False)
     optimizer.step()
     assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("adamw_mode", [True, False])
+def test_subgroups_step_and_roll_back(adamw_mode: bool) -> None:
+    """`step_subgroup` equals torch's step with states by number, and `rollback_subgroup` returns to the step before."""
+    torch.manual_seed(0)
+    start = torch.randn(70)
+    parameter, reference, other = (nn.Parameter(start.clone()) for _ in range(3))
+    optimizer = DeepSpeedCPUAdam([parameter], lr=0.1, weight_decay=0.1, adamw_mode=adamw_mode)
+    plain = (torch.optim.AdamW if adamw_mode else torch.optim.Adam)([reference], lr=0.1, weight_decay=0.1)
+    seen: list[tuple[torch.Tensor, ...]] = [(start.clone(), torch.zeros(70), torch.zeros(70))]
+    gradients = [torch.randn(70) for _ in range(3)]
+    for number, gradient in enumerate(gradients, 1):
+        parameter.grad = reference.grad = gradient
+        optimizer.step_subgroup(4)
+        plain.step()
+        state = optimizer.state[4]
+        assert state["step"] == number and set(optimizer.state) == {4}
+        torch.testing.assert_close(parameter, reference)
+        seen.append((parameter.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()))
+    optimizer.param_groups[0]["params"] = [other]
+    other.grad = gradients[0]
+    optimizer.step_subgroup(5)  # another subgroup has its own states
+    torch.testing.assert_close(other.detach(), seen[1][0])
+    assert (optimizer.state[5]["step"], optimizer.state[4]["step"]) == (1, 3)
+    optimizer.param_groups[0]["params"] = [parameter]
+    for number in (2, 1, 0):
+        parameter.grad = gradients[number]
+        optimizer.rollback_subgroup(4)
+        found = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
+        assert state["step"] == number
+        torch.testing.assert_close(found, seen[number], rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="Cannot rollback sub_group_id 4: step count is 0"):
+        optimizer.rollback_subgroup(4)
+    with pytest.raises(RuntimeError, match="Cannot rollback optimizer state for sub_group_id 9: it has none"):
+        optimizer.rollback_subgroup(9)
+    optimizer.add_param_group({"params": [other]})
+    with pytest.raises(ModelError, match="2 parameters have gradients"):
+        optimizer.step_subgroup(4)
+
+
+def test_muon_update_is_the_direction_of_the_optimizer() -> None:
+    torch.manual_seed(0)
+    weight, momentum = nn.Parameter(torch.randn(8, 4)), torch.zeros(8, 4)
+    optimizer = Muon([weight], lr=0.5)
+    for _ in range(2):
+        before, weight.grad = weight.detach().clone(), torch.randn(8, 4)
+        optimizer.step()
+        direction = muon_update(weight.grad, momentum)
+        torch.testing.assert_close(before - 0.5 * direction, weight.detach(), rtol=2e-2, atol=3e-3)  # bf16
 
 
 def test_zero_grad_honors_set_to_none() -> None:

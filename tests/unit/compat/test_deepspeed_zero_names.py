@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections import namedtuple
+from typing import Any
 
 import pytest
 import torch
@@ -166,8 +167,9 @@ def test_gradient_sum_is_refused_with_unsupported_features() -> None:
     from windlass.compat.deepspeed_config import DeepSpeedConfig
 
     requested = {"train_batch_size": 1, "gradient_allreduce_op": "SUM"}
-    assert DeepSpeedConfig({**requested, "zero_optimization": {"stage": 3}}).gradient_allreduce_op == "sum"
+    assert DeepSpeedConfig({**requested, "zero_optimization": {"stage": 2}}).gradient_allreduce_op == "sum"
     for more, name in (
+        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
         ({"zero_optimization": {"zenflow": {}}}, "ZenFlow"),
         ({"compile": {"deepcompile": True}}, "Deep"),
     ):
@@ -175,3 +177,57 @@ def test_gradient_sum_is_refused_with_unsupported_features() -> None:
             DeepSpeedConfig({**requested, **more})
     with pytest.raises(ValueError, match="Invalid gradient_allreduce_op: 'max'"):
         DeepSpeedConfig({**requested, "gradient_allreduce_op": "max"})
+
+
+@pytest.mark.parametrize(
+    ("given", "filled"),
+    [
+        ((32, 16, 2), (32, 16, 2)),
+        ((32, 16, None), (32, 16, 2)),
+        ((32, None, 2), (32, 16, 2)),
+        ((None, 16, 2), (32, 16, 2)),
+        ((None, 16, None), (16, 16, 1)),
+        ((33, 17, 2), None),
+        ((None, None, 2), None),
+        ((33, None, 2), None),
+    ],
+)
+def test_batch_sizes_are_completed(given: tuple[int | None, ...], filled: tuple[int, ...] | None) -> None:
+    """`_configure_train_batch_size` computes the sizes that are None, and asserts that all fit."""
+    from windlass.compat.deepspeed_config import DeepSpeedConfig
+
+    config = DeepSpeedConfig({"train_batch_size": 1})
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name, value in zip(names, given, strict=True):
+        setattr(config, name, value)
+    if filled is None:
+        with pytest.raises(AssertionError):
+            config._configure_train_batch_size()
+    else:
+        config._configure_train_batch_size()
+        assert tuple(getattr(config, name) for name in names) == filled
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 1001}}, "multiple of nccl_start_alignment_factor"),
+        (
+            {"zero_optimization": {"stage": 1, "overlap_comm": True}, "managed_gradient_accumulation": False},
+            "overlap_comm only with ZeRO stage 2",
+        ),
+        ({"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": False}, "SGD is none of Adam, AdamW"),
+    ],
+)
+def test_combinations_that_deepspeed_asserts_against(given: dict[str, Any], text: str) -> None:
+    """Keys that DeepSpeed refuses together raise AssertionError if the caller wrote them."""
+    from windlass.compat.config_assertions import assert_supported_by_deepspeed
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(AssertionError, match=text):
+        assert_supported_by_deepspeed(given, model, optimizer)
+    with pytest.raises(ValueError, match="not supported with ZeRO stage 3"):
+        assert_supported_by_deepspeed({"gradient_allreduce_op": "SUM", "zero_optimization": {"stage": 3}}, model, None)
+    assert_supported_by_deepspeed({"zero_optimization": {"stage": 2}}, model, optimizer)
+    assert_supported_by_deepspeed(given, model, torch.optim.Adam(model.parameters())) if "SGD" in text else None

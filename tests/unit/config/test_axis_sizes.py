@@ -56,7 +56,7 @@ def test_axis_error_lists_all_sizes_and_what_would_fit() -> None:
         config.axes(24, "torchrun")
     assert str(caught.value) == (
         "the axes do not multiply to the world: pp 2 x dp_replicate 2 x ep 1 x sp 1 x tp 4 = 16 ranks do not divide "
-        "the world size 24 (torchrun), so dp_shard would not be a whole number; what would fit: start 16 or 32 ranks; "
+        "the world size 24 (torchrun), so dp_shard would not be a whole number; possible sizes: start 16 or 32 ranks; "
         "pp 1 or 3 with the others as they are; tp 3 or 6 with the others as they are; "
         "dp_replicate 1 or 3 with the others as they are"
     )

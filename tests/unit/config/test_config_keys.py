@@ -1,4 +1,4 @@
-"""Tests that every DeepSpeed key has a status, and that loading behaves as the status says."""
+"""Tests that every DeepSpeed key has a status, and that loading behaves accordingly."""
 
 from __future__ import annotations
 

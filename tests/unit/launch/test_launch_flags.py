@@ -151,7 +151,7 @@ def test_unsupported_flags_are_refused(words: list[str], message: str) -> None:
         (["--launcher", "OpenMPI"], "--launcher OpenMPI starts ranks on other hosts, and no hostfile names any"),
         (["--signals_to_handle", "SIGTERM,SIGNOT"], "'SIGNOT' is not a signal of this system"),
         (["--nnodes", "2"], "--node_rank is -1; give each of the 2 hosts its number, 0 to 1"),
-        (["--nnodes", "2", "--node_rank", "0", "--max-restarts", "1"], "where hosts start by themselves"),
+        (["--nnodes", "2", "--node_rank", "0", "--max-restarts", "1"], "if each host is started separately"),
         (["--redirects", "3"], "--redirects needs --log-dir DIR"),
         (["--log-dir", "x", "--tee", "4"], "--tee 4: write 0, 1 (stdout)"),
         (["--enable_each_rank_log", "x", "--log-dir", "y"], "--enable_each_rank_log and --log_dir together"),

@@ -1,6 +1,6 @@
 """Tests of the communication volume formulas of each axis.
 
-They are held against figures of the papers, sums that must hold, and counted collectives on 1,024 ranks.
+They are compared with figures of the papers, sums that must hold, and counted collectives on 1,024 ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that full values are on the model's device, whatever tier holds their parts."""
+"""Tests that full values are on the model's device, for any tier of their parts."""
 
 from __future__ import annotations
 

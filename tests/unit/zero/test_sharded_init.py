@@ -211,7 +211,7 @@ def test_transformers_without_the_patched_names_is_refused(monkeypatch: pytest.M
 def test_each_transformers_version_has_its_patched_names(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each version of transformers is patched by its own names.
 
-    transformers 5.0 returns no tuple. 4.57 lacks one name and refuses to load only on the attempt.
+    transformers 5.0 returns no tuple. 4.57 lacks one name, and raises when a model is loaded.
     """
 
     class Info:

@@ -81,7 +81,7 @@ def measure_zero_memory(work: ZeroMemoryTask) -> dict[str, Any]:
 
 
 def measure_training(work: TrainingTask) -> dict[str, Any]:
-    """Measure seconds, losses and copied bytes of each step of each configuration, in turns; memory if requested."""
+    """Measure seconds, losses and copied bytes of each step of each configuration, alternately; memory if requested."""
     device = local_device()
     preload_engine_modules("windlass")
     if any(config.get("engine") == "deepspeed" for config in work.configs.values()):

@@ -26,7 +26,7 @@ class ZeroMemoryTask:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """Training of a language model under several configurations in turns, or under one to measure its memory.
+    """Training of a language model under several configurations alternately, or under one to measure its memory.
 
     Args:
         configs: by label: a configuration of windlass; `{"engine": "none"}` for plain compute without an engine; or

@@ -1,5 +1,7 @@
-"""Experiment of `windlass bench offload`: one model with its slots on different tiers, beside DeepSpeed. Times are
-measured in turns, memory of each configuration alone."""
+"""Experiment of `windlass bench offload`: one model with its slots on different tiers, beside DeepSpeed.
+
+Times are measured alternately, memory of each configuration alone.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +172,7 @@ def _windlass_configs(
 
 def _deepspeed_configs(sizes: BenchSizes, bf16: bool, folder: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the configurations that DeepSpeed can run here, and for each of the others a note with the reason."""
-    bench_console().print("DeepSpeed's operators are loaded, or built once", style="dim")
+    bench_console().print("loading DeepSpeed's operators; the first run builds them", style="dim")
     reasons = deepspeed_baseline.unavailable_operators(
         deepspeed_baseline.CPU_OPTIMIZER_BUILDER, deepspeed_baseline.ASYNC_IO_BUILDER
     )

@@ -1,4 +1,4 @@
-"""Experiments of `windlass bench stages` and `precision`. Times are measured in turns, memory of each alone."""
+"""Experiments of `windlass bench stages` and `precision`. Times are measured alternately, memory of each alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BenchSizes:
     vocabulary: int = 4096
 
     def make_task(self, configs: dict[str, dict[str, Any]]) -> TrainingTask:
-        """Create the task that trains all configurations in turns without measuring memory."""
+        """Create the task that trains all configurations alternately without measuring memory."""
         return TrainingTask(
             configs, self.vocabulary, self.hidden, self.layers, self.length, self.batch, self.rounds, self.steps, False
         )
@@ -127,7 +127,7 @@ def measure_configs(
     env: dict[str, str] | None = None,
     optional_configs: dict[str, dict[str, Any]] | None = None,
 ) -> tuple[dict[str, ConfigMeasurement], list[str]]:
-    """Measure the memory of each configuration alone, then the time of all in turns.
+    """Measure the memory of each configuration alone, then the time of all alternately.
 
     Args:
         configs: by label; see `TrainingTask`.

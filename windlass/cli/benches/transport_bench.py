@@ -81,7 +81,7 @@ def available_settings(gpus: int, *, cpu: bool = True) -> list[TransportSetting]
 def run_transport_bench(
     settings: Sequence[TransportSetting], nproc: int, sizes: BenchSizes, stage: int, out: Path
 ) -> bool:
-    """Train under each setting in turns, `sizes.rounds` times; print the table, write the JSON file and the picture.
+    """Train under each setting alternately, `sizes.rounds` times; print the table, write the JSON file and the picture.
 
     Args:
         settings: the others are compared with the first.

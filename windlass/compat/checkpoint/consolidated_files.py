@@ -141,7 +141,7 @@ def _write_torch(path: Path, shard: Mapping[str, StoredWeight], dtype: torch.dty
 def _iter_parts(weight: StoredWeight) -> Iterator[torch.Tensor]:
     with weight.stored:
         for part in weight.stored.iter_parts(weight.stored_name):
-            yield part.to(weight.dtype)  # converted to the returned dtype first, whatever the dtype in the file
+            yield part.to(weight.dtype)  # converted to the returned dtype first, for any dtype in the file
 
 
 def _nbytes(weight: StoredWeight, dtype: torch.dtype) -> int:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
+from windlass.base.errors import ModelError
 from windlass.compat.optimizers.optimizer_refusal import OptimizerRefusal, check_adam
 from windlass.optim.cpu_adagrad import CPUAdagrad
 from windlass.optim.cpu_adam import CPUAdam
@@ -46,6 +47,98 @@ class DeepSpeedCPUAdam(CPUAdam):
         super().__init__(
             model_params, lr, betas, eps, weight_decay, adamw_mode, state_dtype=_state_dtype(fp32_optimizer_states)
         )
+
+    @torch.no_grad()
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the parameter that the groups hold, with the states under `state[subgroup_id]`.
+
+        Callers put the parameter of one subgroup after another into the groups.
+
+        Returns:
+            Result of `closure`.
+
+        Raises:
+            ModelError: more than one parameter has a gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = self._subgroup_parameter()
+        if found is not None:
+            group, parameter = found
+            own = self.state.pop(parameter, None)
+            self.state[parameter] = self.state[subgroup_id]  # type: ignore[index]
+            try:
+                self._step_group({**group, "params": [parameter]}, 1.0)
+            finally:
+                del self.state[parameter]
+                if own is not None:
+                    self.state[parameter] = own
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Undo the last `step_subgroup` of a subgroup: parameter, moments and step count.
+
+        The parameter must still have the gradient of that step. The inverse is computed in fp32, so values return up to
+        rounding.
+
+        Returns:
+            Result of `closure`.
+
+        Raises:
+            RuntimeError: the subgroup has no states, or its step count is 0.
+            ModelError: more than one parameter has a gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state = self.state.get(subgroup_id, {})  # type: ignore[call-overload]
+        if "exp_avg" not in state:
+            raise RuntimeError(
+                f"Cannot rollback optimizer state for sub_group_id {subgroup_id}: it has none; call step_subgroup first"
+            )
+        if state["step"] <= 0:
+            raise RuntimeError(f"Cannot rollback sub_group_id {subgroup_id}: step count is {int(state['step'])}")
+        found = self._subgroup_parameter()
+        if found is not None:
+            _undo_adam(*found, state)
+            state["step"] -= 1
+        return loss
+
+    def _subgroup_parameter(self) -> tuple[dict[str, Any], torch.Tensor] | None:
+        """Return the parameter that has a gradient and its group, or None."""
+        found = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if len(found) > 1:
+            raise ModelError(
+                f"DeepSpeedCPUAdam: {len(found)} parameters have gradients, and a subgroup has the states of one; put "
+                "one parameter into the groups at a time"
+            )
+        return found[0] if found else None
+
+
+def _undo_adam(group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Invert one step of Adam or AdamW in place, except its step count."""
+    (beta1, beta2), lr, decay, step = group["betas"], float(group["lr"]), group["weight_decay"], float(state["step"])
+    first, second = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    assert parameter.grad is not None
+    gradient, values = parameter.grad.float(), parameter.float()
+    size = lr / (1 - beta1**step)
+    values = values + size * first / ((second / (1 - beta2**step)).sqrt() + group["eps"])
+    if group["decoupled_weight_decay"]:
+        values = values / (1 - lr * decay)
+    else:
+        gradient = gradient + decay * values
+    if step > 1:
+        first = (first - (1 - beta1) * gradient) / beta1
+        second = ((second - (1 - beta2) * gradient.square()) / beta2).clamp_(min=0)
+    else:  # the moments began as zeros, so they return to zeros without rounding
+        first, second = torch.zeros_like(first), torch.zeros_like(second)
+    parameter.copy_(values)
+    state["exp_avg"].copy_(first)
+    state["exp_avg_sq"].copy_(second)
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):

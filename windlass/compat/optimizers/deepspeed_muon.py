@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -53,3 +54,25 @@ class MuonWithAuxAdam(muon.Muon):
 
 
 SingleDeviceMuon, SingleDeviceMuonWithAuxAdam = Muon, MuonWithAuxAdam
+
+
+@torch.no_grad()
+def muon_update(
+    grad: torch.Tensor,
+    momentum: torch.Tensor,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    nesterov: bool = True,
+    ns_method: str = "gram",
+) -> torch.Tensor:
+    """Return Muon's direction for one matrix, before the learning rate. Updates `momentum` in place.
+
+    Args:
+        grad: `[rows, columns]`, or more dimensions, of which all but the first are flattened.
+        momentum: running mean of the gradients, in the shape of `grad`.
+        ns_method: ignored: the Newton-Schulz iteration is always used.
+    """
+    momentum.lerp_(grad, 1 - beta)
+    matrix = (grad.lerp(momentum, beta) if nesterov else momentum).flatten(1)
+    update = muon.orthogonalize(matrix, muon.NS_COEFFICIENTS, ns_steps)
+    return (update * math.sqrt(max(1.0, matrix.size(0) / matrix.size(1)))).view_as(grad)

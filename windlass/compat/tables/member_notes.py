@@ -35,6 +35,14 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
         "counts as a step of the engine (`global_steps`), and before the accumulation boundary only ends a "
         "micro-batch; as in DeepSpeed the script steps the schedule",
     ),
+    "optimizer.state": differs(
+        "windlass.compat.optimizer_group_views:TrainedStates",
+        "`state[parameter]`, or `state[flat]` of flat master weights, reads this rank's part; it is empty",
+    ),
+    "engine.coalesce_grad_reduction": differs(
+        "windlass.compat.deepspeed_engine:DeepSpeedEngine.coalesce_grad_reduction",
+        "refused where DeepSpeed refuses it; `no_sync` of the engine of `windlass.initialize` does the same everywhere",
+    ),
     "engine.step": differs(
         "",
         "a step whose gradient is not finite is skipped at stage 0 in fp32 too, where DeepSpeed applies it",
@@ -60,6 +68,10 @@ MEMBER_NOTES: dict[str, StandInEntry] = {
     "optimizer.quantize_nontrainable_params": refused("quantized gathers are not built"),
     "optimizer.bit16_groups_flat": differs(
         "windlass.compat.optimizer_group_views:FlatParameters", "copies, made at each access"
+    ),
+    "optimizer.parallel_partitioned_bit16_groups": differs(
+        "windlass.compat.optimizer_group_views:ParameterPartitions",
+        "equal parts of a padded copy, made at each access; windlass's own shards follow the units of its model",
     ),
     "optimizer.fp32_groups_gradients_flat": differs(
         "windlass.compat.optimizer_group_views:FlatGradients",

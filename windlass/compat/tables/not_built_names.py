@@ -147,11 +147,7 @@ TABLE: dict[str, StandInEntry] = {
         _QUANTIZED,
         "runtime.zero.partition_parameters.CUDAQuantizer runtime.comm.coalesced_collectives.all_to_all_quant_reduce",
     ),
-    **_refused_names(
-        _ROUTES,
-        "moe.sharded_moe._AllToAll moe.sharded_moe._route_slots moe.sharded_moe._sparse_decode "
-        "moe.sharded_moe._sparse_encode",
-    ),
+    **_refused_names(_ROUTES, "moe.sharded_moe._AllToAll"),
     **_refused_names(
         _CHUNKS, "sequence.fpdt_layer.FPDT_InputConstruct sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_"
     ),

@@ -46,7 +46,7 @@ TABLE: dict[str, StandInEntry] = {
     "deepspeed.ops.lamb.fused_lamb.FusedLamb": _FUSED_LAMB,
     **{
         f"deepspeed.runtime.zero.muon.original_muon.{name}": differs(f"{_STEPS}.deepspeed_muon:{name}", _ITERATION)
-        for name in ("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
+        for name in ("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "muon_update")
     },
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": differs(
         f"{_STEPS}.deepspeed_muon:MuonWithAuxAdam", f"{_ITERATION}; AdamW's arguments are set in the groups"

@@ -22,7 +22,7 @@ _MOE = {
             f"windlass.compat.mask_gating:{name}",
             "computes the same routes; MoE has its own router and does not use it",
         )
-        for name in ("top1gating", "top2gating", "topkgating")
+        for name in ("top1gating", "top2gating", "topkgating", "_route_slots", "_sparse_encode", "_sparse_decode")
     },
     "deepspeed.moe.sharded_moe.dist": works("torch.distributed"),
     "deepspeed.moe.sharded_moe.TUTEL_INSTALLED": works("windlass.compat.mask_gating:TUTEL_INSTALLED"),

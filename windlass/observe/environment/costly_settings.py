@@ -1,4 +1,4 @@
-"""Settings of this machine that slow training down or let it hang: which of them are in force, and the cost of each.
+"""Settings of this machine that slow training down or may let it hang: detection, and the cost of each.
 
 NCCL's variables are described in its documentation (docs.nvidia.com/deeplearning/nccl: environment variables).
 `windlass bench transport` measures the cost of those for P2P, shared memory and InfiniBand on a given machine.

@@ -1,7 +1,7 @@
 """Mixture of experts, on one rank or sharded over the ranks of the expert axis.
 
 Reading order: expert_routing, token_permutation, expert_capacity, router_bias, top_k_gate;
-grouped_linear, expert_dispatch, dispatch_volume; expert_modules, stacked_mlp, deepcopy_on_axis, expert_list,
+grouped_linear, expert_dispatch; expert_modules, stacked_mlp, deepcopy_on_axis, expert_list,
 mixture_of_experts; stacked_experts, apply_expert_parallel.
 """
 

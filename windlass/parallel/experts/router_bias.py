@@ -141,7 +141,7 @@ def find_router_biases(model: nn.Module) -> list[RouterBias]:
 
 
 def is_router_bias(module: nn.Module, name: str) -> bool:
-    """Return True if a buffer is a router bias that is updated. It stays fp32 whatever the model's dtype is."""
+    """Return True if a buffer is a router bias that is updated. It stays fp32 for any dtype of the model."""
     balance = getattr(module, "_balance", None)
     return isinstance(balance, RouterBias) and balance.name == name
 

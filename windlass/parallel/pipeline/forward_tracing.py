@@ -2,7 +2,7 @@
 
 [Note: tracing by absence] The forward runs once, on two rows of three tokens, with an empty probe in place of each
 layer. The run costs no more than an embedding and a head and works on the meta device. It separates the modules called
-before the layers from those called after them, in whatever order the modules were registered. It also checks three
+before the layers from those called after them, in any order of registration. It also checks three
 properties that a split relies on: the layers are called one after the other; the hidden states that a layer receives
 are exactly those that the previous layer returned; no other argument of a layer depends on parameters.
 """

@@ -93,7 +93,7 @@ def execute_schedule(
 ) -> list[MicroBatchResult]:
     """Run one rank's part of a schedule.
 
-    Gradients accumulate in `.grad`. Every micro-batch has the same weight, whatever its size; the caller scales the
+    Gradients accumulate in `.grad`. Every micro-batch has the same weight, for any size; the caller scales the
     losses (`callbacks.loss_factor`).
 
     Args:

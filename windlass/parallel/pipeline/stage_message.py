@@ -26,7 +26,7 @@ class TensorSpec:
     Attributes:
         shape, dtype: shape and dtype of the tensor.
         requires_grad: a gradient is sent back.
-        on_host: the tensor is in host memory, on whatever device the model is.
+        on_host: the tensor is in host memory, for any device of the model.
     """
 
     shape: tuple[int, ...]

@@ -19,7 +19,7 @@ from windlass.parallel.sequence.ulysses_heads import UlyssesHeads, swap_heads_fo
 
 
 class SequenceMask:
-    """Mask of a forward on sharded sequences, in the place of a dense mask.
+    """Mask of a forward on sharded sequences, which replaces a dense mask.
 
     It travels with the arguments of the layers, so a recomputed layer gets the mask of its forward. It has no
     `__dict__`, so that searches for tensors in arguments do not descend into it.

@@ -17,7 +17,7 @@ from windlass.parallel.sequence.sequence_shard import SequenceShard, get_current
 
 
 def install_sequence_router_loss(model: Any) -> None:
-    """Replace the router loss of the Python module that defines `model` by one over whole sequences, once."""
+    """Replace the router loss of the Python module that defines `model` by a loss over whole sequences."""
     loss = install_router_loss(model)
     if loss is not None:
         loss.gather_logits = _gather_logits

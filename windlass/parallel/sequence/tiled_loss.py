@@ -60,7 +60,7 @@ def tiled_loss(
         loss_function: loss of each token from its logits; one for logits that are sharded along the vocabulary, if
             they are.
         sp_axis: axis over which the tokens are sharded; the mean is over the tokens of all its ranks.
-        num_items: divisor of the sum, in the place of the number of labels.
+        num_items: divisor of the sum; by default the number of labels.
 
     Returns:
         A scalar, the same on all ranks of sp.

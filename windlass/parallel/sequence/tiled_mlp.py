@@ -56,7 +56,7 @@ def install_tiled_mlp(module: nn.Module, tile_tokens: int | None = None) -> None
 def _tiled_forward(
     module: nn.Module, original_forward: Callable[..., torch.Tensor], tile_tokens: int, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the module on tiles, in the place of its `original_forward`."""
+    """Compute the module on tiles, as replacement for its `original_forward`."""
     samples = hidden.shape[:-2].numel()
     each = max(1, tile_tokens // max(samples, 1))
     if hidden.dim() < 2 or hidden.shape[-2] <= each:

@@ -40,7 +40,7 @@ def make_full_mask(samples: int, length: int) -> BatchMask:
 
 
 def make_document_mask(position_ids: torch.Tensor, samples: int) -> BatchMask:
-    """Return the mask of packed documents, each of which sees itself only.
+    """Return the mask of packed documents, whose tokens see only their own document.
 
     A document begins where a position is not its predecessor plus one, as in transformers.
 

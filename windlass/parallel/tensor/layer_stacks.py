@@ -65,7 +65,7 @@ def _add_layer(name: str, layer: nn.Module, plan: TensorParallelPlan, stack: Lay
         ):
             raise ModelError(
                 f"sequence_norms can't shard the sequence around {inner}: a chain of layers begins in it and ends "
-                f"elsewhere; leave out sequence_norms, or replicate its layers by parallel.tensor_table"
+                f"outside; leave out sequence_norms, or replicate its layers by parallel.tensor_table"
             )
     stack.full_sequence_modules += inside
     stack.chains |= {chain for chain in _chains_in(name, plan) if not any(is_inside(chain, inner) for inner in inside)}

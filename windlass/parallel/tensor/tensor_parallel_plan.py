@@ -75,7 +75,7 @@ class TensorParallelPlan:
 
     Attributes:
         ranks: size of the axis.
-        source: origin of the plan, in words.
+        source: description of the plan's origin.
         shards: shards by module, in the order of the model.
         head_partitions: partitions of the heads of sharded attention modules.
         replicated: linear layers and embeddings that stay replicated on every rank.

@@ -44,7 +44,7 @@ class ReplicaTask:
 def main() -> int:
     """Serve until SIGTERM. Return the exit code."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else writes to the standard output must not mix with the answers
+    os.dup2(2, 1)  # so that other output to the standard output does not mix with the answers
     task = ReplicaTask.from_json(sys.stdin.readline())
     threading.Thread(target=_exit_with_router, daemon=True).start()
     settings = ServerSettings(**{**task.settings, "model_names": tuple(task.settings["model_names"])})

@@ -95,7 +95,7 @@ class ReplicaRouter:
             restarts.labels(str(replica.index)).set_function(partial(_number, replica, "restarts"))
 
     async def start(self) -> None:
-        """Start all replicas at once.
+        """Start all replicas concurrently.
 
         Raises:
             ReplicaStartError: one of them ended at its start.
@@ -111,7 +111,7 @@ class ReplicaRouter:
         self._on_ready()
 
     async def wait_for_failure(self) -> None:
-        """Return when no replica serves and none is started again."""
+        """Return once no replica serves and none will be restarted."""
         while not all(replica.has_given_up for replica in self.replicas):
             self._ended.clear()
             await self._ended.wait()
@@ -122,7 +122,7 @@ class ReplicaRouter:
         self._directory.cleanup()
 
     def kill(self) -> None:
-        """End all replicas at once."""
+        """Kill all replicas."""
         for replica in self.replicas:
             replica.kill()
         self._directory.cleanup()

@@ -25,17 +25,17 @@ _LONGEST_PAUSE = 30.0
 
 
 class ReplicaStartError(WindlassError, RuntimeError):
-    """Replica whose process ended before it could serve. The text has its own error."""
+    """Replica whose process ended before it could serve. The message has the error of the process."""
 
 
 class ReplicaSupervisor:
-    """Process of one replica. It is started again whenever it ends.
+    """Process of one replica, which is restarted whenever it ends.
 
     Attributes:
-        load: requests in progress and prefixes computed.
+        load: requests in progress, and the prefixes that the replica has computed.
         is_ready: requests can be sent.
-        has_given_up: several starts one after the other have failed.
-        restarts: number of times that the process was started again.
+        has_given_up: several consecutive starts have failed.
+        restarts: number of restarts.
     """
 
     def __init__(self, index: int, task: ReplicaTask, environment: dict[str, str], on_end: Callable[[], None]) -> None:

@@ -47,8 +47,8 @@ def full_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
     Returns:
         A tensor; a state that is a plain number becomes one. None before the first step, or if there is no such state.
     """
-    found = full_states(parameter, key).get(key)
-    return found if found is None or isinstance(found, torch.Tensor) else torch.tensor(found)
+    state = full_states(parameter, key).get(key)
+    return state if state is None or isinstance(state, torch.Tensor) else torch.tensor(state)
 
 
 def full_states(parameter: nn.Parameter, *keys: str) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class ExponentialMovingAverage:
 
     def _units(self) -> list[tuple[Unit, Slot]]:
         """Return the trainable units, each with the slot of this rank's span of its average. Create missing slots."""
-        found = []
+        averages = []
         for unit in self._model.units:
             chunks = self._model.masters.chunks_of(unit)
             if not chunks:
@@ -200,5 +200,5 @@ class ExponentialMovingAverage:
             if unit.index not in self._slots:
                 numel, name = chunks[-1].stop, f"average of {unit.names[0]}"
                 self._slots[unit.index] = self._model.make_slot(name, numel, chunks[0].dtype, chunks[0].tier)
-            found.append((unit, self._slots[unit.index]))
-        return found
+            averages.append((unit, self._slots[unit.index]))
+        return averages

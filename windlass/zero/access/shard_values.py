@@ -284,6 +284,16 @@ def local_state(parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         return found[0] if found[0].dim() == 0 else _joined(place, found)
 
 
+def local_state_names(parameter: nn.Parameter) -> list[str]:
+    """Return the names of the optimizer states of this rank's fragment; empty if it has none."""
+    place = _updated(parameter)
+    with place.model.masters.resident([place.unit], alone=True):
+        scales = [f"{key}_scale" for key in _coded(place)]
+        return [
+            key for key in dict.fromkeys(key for _, _, state in _state(place) for key in state) if key not in scales
+        ]
+
+
 def set_local_param(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's fragment of the weight. Collective: every rank sets its own fragment, which may be empty."""
     place = require(parameter)

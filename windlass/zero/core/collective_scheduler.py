@@ -5,7 +5,7 @@ ranks in one order. Ranks may run different modules (e.g. an expert chosen per r
 batch), or different numbers of micro-batches. So this module alone starts the collectives of forwards and backwards.
 
 *Phases.* Each forward and each backward is a phase. Each rank records, in program order, which units it gathered and
-which it reduced in each phase. This list is what the rank expects of the same phase in the next step. At the start of a
+which it reduced in each phase. The rank expects the same list in this phase of the next step. At the start of a
 phase the ranks exchange a hash of their lists. A rank that still waits for the other hashes continues with local work.
 If all hashes are equal, all ranks start the collectives of the list in its order, and exchange nothing more until the
 phase ends. If they differ, the ranks exchange the lists themselves and all follow the merged list. A rank that skips a
@@ -517,11 +517,11 @@ def _merge_two(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     start = begin = 0
     for at, code in enumerate(b):
         try:
-            found = a.index(code, start)
+            position = a.index(code, start)
         except ValueError:
             continue
-        result += [*_interleave(a[start:found], b[begin:at]), code]
-        start, begin = found + 1, at + 1
+        result += [*_interleave(a[start:position], b[begin:at]), code]
+        start, begin = position + 1, at + 1
     return tuple(result + _interleave(a[start:], b[begin:]))
 
 

@@ -68,7 +68,7 @@ def build_dp_groups(
     mesh: Mesh, settings: ZeroSettings, tiers: Placements, device: torch.device
 ) -> list[DataParallelGroup]:
     """Return the data-parallel groups of a model, the dense one first. Collective."""
-    made: list[DataParallelGroup] = []
+    groups: list[DataParallelGroup] = []
     for data in [mesh.dense] if mesh.experts is mesh.dense else [mesh.dense, mesh.experts]:
         group = data.shard if settings.policy.state else data.data
         transport, why = choose_transport(
@@ -81,9 +81,9 @@ def build_dp_groups(
                 transport.name, data.secondary, device, ways=settings.wire_options, timeout=settings.timeout
             )
         # One traffic count for the whole model.
-        if made:
-            transport.traffic = made[0].transport.traffic
+        if groups:
+            transport.traffic = groups[0].transport.traffic
         if regather is not None:
             regather.traffic = transport.traffic
-        made.append(DataParallelGroup(data, group, transport, why, regather))
-    return made
+        groups.append(DataParallelGroup(data, group, transport, why, regather))
+    return groups

@@ -146,13 +146,13 @@ def reduce_step_status(
         _reduce(reduced, 1 + len(flags), mesh, traffic)
     values = reduced.tolist()
     norm = math.sqrt(values[0]) if values[0] >= 0 else math.nan
-    found = values[1 + len(flags) :]
+    unit_values = values[1 + len(flags) :]
     used = [
-        [value > 0 for value in found[start : start + len(slot.unit.parameters)]]
+        [value > 0 for value in unit_values[start : start + len(slot.unit.parameters)]]
         for slot, start in zip(slots, vector.of, strict=True)
     ]
-    unreduced = [value > 0 for value in found[: len(slots)]]
-    ranks, (made, of_made, history, of_history) = mesh.dense.data.size, found[vector.size :]
+    unreduced = [value > 0 for value in unit_values[: len(slots)]]
+    ranks, (made, of_made, history, of_history) = mesh.dense.data.size, unit_values[vector.size :]
     return StepStatus(
         norm,
         used,

@@ -77,7 +77,7 @@ def check_same_units(plans: list[UnitPlan], data: RankGroup) -> None:
 def _summary_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Summary]:
     groups = optimizer.param_groups if optimizer is not None else []
     stepped = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-    found: list[_Summary] = []
+    summaries: list[_Summary] = []
     for name, parameter in model.named_parameters():
         placement = get_placement(parameter)
         if placement.is_expert and placement.is_full:
@@ -85,8 +85,8 @@ def _summary_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> li
         trained = "trained" if parameter.requires_grad else "frozen"
         number = stepped.get(id(parameter))
         place = f"in group {number} of the optimizer" if number is not None else "in no group of an optimizer"
-        found.append((name, placement.global_shape, str(parameter.dtype), f"{trained}, {place}"))
-    return found
+        summaries.append((name, placement.global_shape, str(parameter.dtype), f"{trained}, {place}"))
+    return summaries
 
 
 def _difference(summary: _Summary | None) -> str:

@@ -76,9 +76,9 @@ class ShardedGradient(torch.Tensor):
     def of(cls, parameter: nn.Parameter, place: ParameterLocation) -> ShardedGradient:
         """Return the placeholder of a parameter's gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            made = torch.Tensor._make_subclass(cls, nan_placeholder(parameter), False)
-        made.place = place
-        return made
+            placeholder = torch.Tensor._make_subclass(cls, nan_placeholder(parameter), False)
+        placeholder.place = place
+        return placeholder
 
     @classmethod
     def __torch_function__(
@@ -88,14 +88,14 @@ class ShardedGradient(torch.Tensor):
         if name in METADATA_CALLS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        found = _gradients_in(args) or _gradients_in((kwargs or {}).values())
+        gradients = _gradients_in(args) or _gradients_in((kwargs or {}).values())
         if name in _ZEROES:
-            for gradient in found:
+            for gradient in gradients:
                 gradient.place.model.script_gradients.drop(gradient.place, zero=True)
             return args[0]
         if name in _KEEPS:
             return args[0]
-        raise found[0]._error(name) if found else TypeError(f"{name} of a gradient")
+        raise gradients[0]._error(name) if gradients else TypeError(f"{name} of a gradient")
 
     def _error(self, what: str) -> GradientAccessError:
         return GradientAccessError(
@@ -116,13 +116,13 @@ class ShardedGradient(torch.Tensor):
 
 
 def _gradients_in(values: Any) -> list[ShardedGradient]:
-    found: list[ShardedGradient] = []
+    gradients: list[ShardedGradient] = []
     for value in values:
         if isinstance(value, ShardedGradient):
-            found.append(value)
+            gradients.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _gradients_in(value)
-    return found
+            gradients += _gradients_in(value)
+    return gradients
 
 
 def _read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -160,8 +160,8 @@ def _read_data(parameter: nn.Parameter) -> torch.Tensor:
     copies = sys._getframe(1).f_code is _DEEPCOPY  # deepcopy keeps no view of the data, so it cannot change it
     if not copies and is_registered(parameter) and (place := find(parameter)) is not None:
         place.model.track_data_edits(place)
-    found: torch.Tensor = raw_data(parameter)
-    return found
+    data: torch.Tensor = raw_data(parameter)
+    return data
 
 
 _users = 0

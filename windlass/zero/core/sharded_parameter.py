@@ -122,9 +122,9 @@ class ShardedParameter(nn.Parameter):
         if name == "detach" and sys._getframe(1).f_code is _STATE_DICT and allows_stub(args[0]):
             return StateDictStub.of(args[0])
         if not reads_only_metadata(name, args, kwargs or {}):
-            found = _tensors_in((args, kwargs))
-            for parameter in found:
-                if isinstance(parameter, ShardedParameter) and not _try_gather(parameter, found):
+            tensors = _tensors_in((args, kwargs))
+            for parameter in tensors:
+                if isinstance(parameter, ShardedParameter) and not _try_gather(parameter, tensors):
                     # An initializer may overwrite a cast copy without reading it, so the error can wait until the copy
                     # is read.
                     if args and parameter is args[0]:
@@ -357,14 +357,14 @@ def handler_of(parameter: nn.Parameter) -> GatherHandler | None:
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     if isinstance(value, (list, tuple)):
         for item in value:
-            found += _tensors_in(item)
+            tensors += _tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            found += _tensors_in(item)
-    return found
+            tensors += _tensors_in(item)
+    return tensors
 
 
 def _try_gather(parameter: ShardedParameter, together: Sequence[torch.Tensor]) -> bool:

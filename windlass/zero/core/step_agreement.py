@@ -166,8 +166,8 @@ class StepAgreement:
                     part = gradient.narrow(0, piece.offset, piece.numel)
                     if not bool(torch.isfinite(part).all()):
                         mine.append((stage, slot.unit.index, piece.index, slot.unit.names[piece.index]))
-        found = self._mesh.world.all_gather_object(mine)
-        return min((bad for bads in found for bad in bads), default=(0, 0, 0, ""))[-1]
+        of_ranks = self._mesh.world.all_gather_object(mine)
+        return min((bad for bads in of_ranks for bad in bads), default=(0, 0, 0, ""))[-1]
 
     def refuse_unused(self, used: list[list[bool]]) -> None:
         """Raise if a parameter had no gradient. Collective if the mesh has other axes than data-parallel ones.

@@ -237,13 +237,13 @@ class Init:
     def _deliver(self, promise: DeferredTensor, label: str) -> nn.Parameter:
         """Return a parameter for a deferred tensor, e.g. of a file. Its full value never exists."""
         if self._site is None:
-            made = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)
+            created = nn.Parameter(promise.full_value(self.group), requires_grad=promise.requires_grad)
         else:
             nothing = torch.empty((), dtype=promise.dtype, device="cpu").expand(promise.shape)
-            made = nn.Parameter(nothing, requires_grad=promise.requires_grad)
-            self._site.assign(made, label, promise.shard(self.group), nothing)
-        made.__dict__.update(_marks(promise))
-        return made
+            created = nn.Parameter(nothing, requires_grad=promise.requires_grad)
+            self._site.assign(created, label, promise.shard(self.group), nothing)
+        created.__dict__.update(_marks(promise))
+        return created
 
 
 def _group(given: Any) -> RankGroup:

@@ -81,16 +81,16 @@ def deferred_tensor(
         source: Source of its values. None: the caller sets `computed` on rank 0.
         computes: True on rank 0, which computes with full values.
     """
-    made: DeferredTensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredTensor)
-    made.source, made.computed, made.computes = source, None, computes
-    return made
+    deferred: DeferredTensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DeferredTensor)
+    deferred.source, deferred.computed, deferred.computes = source, None, computes
+    return deferred
 
 
 def _again(tensor: DeferredTensor, dtype: torch.dtype) -> DeferredTensor:
-    made = deferred_tensor(tuple(tensor.shape), dtype, tensor.source, computes=tensor.computes)
+    deferred = deferred_tensor(tuple(tensor.shape), dtype, tensor.source, computes=tensor.computes)
     if tensor.computed is not None:
-        made.computed = tensor.computed.to(dtype)
-    return made
+        deferred.computed = tensor.computed.to(dtype)
+    return deferred
 
 
 def _found(value: Any) -> list[DeferredTensor]:
@@ -119,9 +119,9 @@ def _real(value: Any) -> Any:
 
 def _promised(value: Any, computes: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        made = deferred_tensor(tuple(value.shape), value.dtype, None, computes=computes)
-        made.computed = value if computes else None
-        return made
+        deferred = deferred_tensor(tuple(value.shape), value.dtype, None, computes=computes)
+        deferred.computed = value if computes else None
+        return deferred
     if isinstance(value, (list, tuple)):
         return type(value)([_promised(item, computes) for item in value])
     return value

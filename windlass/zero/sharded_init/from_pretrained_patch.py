@@ -63,11 +63,11 @@ class FromPretrainedPatch:
 
         def load(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any, **named: Any) -> Any:
             given = self._promised(state_dict, checkpoint_files, load_config)
-            found = original(model, given, checkpoint_files, load_config, *more, **named)
+            result = original(model, given, checkpoint_files, load_config, *more, **named)
             _refuse_mismatch(
-                found[0] if isinstance(found, tuple) else found, load_config
+                result[0] if isinstance(result, tuple) else result, load_config
             )  # transformers 5.0 returns no tuple
-            return found
+            return result
 
         def move(model: Any, missing_keys: Any, *more: Any, **named: Any) -> Any:
             return originally_moved(model, _InOrder(missing_keys), *more, **named)

@@ -161,8 +161,8 @@ class InitRegistry:
             dtype = parameter.dtype if parameter is not None else _DTYPE_OF_SIZE[itemsize]
             items.append((initial_shard.flat_of(parameter) if parameter is not None else None, numel, dtype))
         device = next((p.device for p in parameters if p is not None), self._device)
-        pieces = initial_shard.scatter(self.group, 0, items, device)
-        for parameter, piece, (number, _, _) in zip(parameters, pieces, entries, strict=True):
+        shards = initial_shard.scatter(self.group, 0, items, device)
+        for parameter, piece, (number, _, _) in zip(parameters, shards, entries, strict=True):
             if parameter is not None:
                 init_shard = ShardedInit(
                     self._labels[number], parameter.detach(), self.group, self.store_shard, number, self._provides_stubs

@@ -183,22 +183,22 @@ def scatter(
         items: `(flat tensor, elements, dtype)`; the tensor is None on the other ranks.
         device: Device on which the shards are received.
     """
-    pieces, sends, receives = [], [], []
+    parts, sends, receives = [], [], []
     for flat, numel, dtype in items:
         start, stop = span(numel, group.index, group.size)
         if group.index == source:
             assert flat is not None
-            pieces.append(flat[start:stop].clone())
+            parts.append(flat[start:stop].clone())
             for index in range(group.size):
                 first, last = span(numel, index, group.size)
                 if index != source and first < last:
                     sends.append((index, flat[first:last]))
         else:
-            pieces.append(torch.empty(stop - start, dtype=dtype, device=device))
+            parts.append(torch.empty(stop - start, dtype=dtype, device=device))
             if start < stop:
-                receives.append((source, pieces[-1]))
+                receives.append((source, parts[-1]))
     exchange_tensors(group, sends, receives)
-    return pieces
+    return parts
 
 
 def gather(group: RankGroup, own: torch.Tensor, numel: int) -> torch.Tensor:

@@ -17,10 +17,10 @@ from windlass.zero.sharded_init.initial_shard import ShardedInit
 
 def mark_full_parameters(model: nn.Module, stage: int) -> None:
     """Log that this ZeRO stage unshards the parameters that were constructed under `zero.Init`, if there are any."""
-    pieces = sum(initial_shard.find(parameter) is not None for parameter in model.parameters())
-    if pieces:
+    sharded = sum(initial_shard.find(parameter) is not None for parameter in model.parameters())
+    if sharded:
         logger.info(
-            f"zero.Init sharded {pieces} parameters, and stage {stage} gathers them: every rank keeps the full model; "
+            f"zero.Init sharded {sharded} parameters, and stage {stage} gathers them: every rank keeps the full model; "
             "use stage 3 to keep it sharded"
         )
 

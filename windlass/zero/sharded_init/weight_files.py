@@ -72,12 +72,12 @@ def deferred_from_files(files: Iterable[Path], *, computes: bool) -> dict[str, D
     Raises:
         CheckpointError: a file is missing, truncated, or not a safetensors file.
     """
-    found: dict[str, DeferredTensor] = {}
+    tensors: dict[str, DeferredTensor] = {}
     _log_unchecked()
     for path in files:
         for name, (shape, source) in header(path).items():
-            found[name] = deferred_tensor(shape, source.dtype, source, computes=computes)
-    return found
+            tensors[name] = deferred_tensor(shape, source.dtype, source, computes=computes)
+    return tensors
 
 
 @cache

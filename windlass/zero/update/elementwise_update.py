@@ -110,8 +110,8 @@ class ElementwiseUpdate:
     def add_chunks(self, chunks: list[UpdateChunk]) -> None:
         """Update these chunks, too. They must be in `masters.chunks` already."""
         for chunk in chunks:
-            found = self._of_chunk[id(chunk)] = [ParameterSegment(chunk, piece) for piece in chunk.pieces()]
-            chunk.state_keys = [segment.tensor for segment in found]
+            segments = self._of_chunk[id(chunk)] = [ParameterSegment(chunk, piece) for piece in chunk.pieces()]
+            chunk.state_keys = [segment.tensor for segment in segments]
         self._batches = batch_chunks(self.chunks, self._sub_group)
 
     def cannot_step(self, dtype: torch.dtype, tier: Tier) -> bool:

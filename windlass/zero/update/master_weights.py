@@ -403,16 +403,16 @@ class MasterWeights:
         """Return the name of a parameter whose values were changed while it was unsharded, a change that is lost;
         empty if none. The record is cleared.
         """
-        found = ""
+        name_of_edit = ""
         with torch._C.DisableTorchFunctionSubclass():  # no values are read, so nothing has to be unsharded
             for unit in units:
                 if unit.reshards:
-                    found, unit.lost_edit_name = found or unit.lost_edit_name, ""
+                    name_of_edit, unit.lost_edit_name = name_of_edit or unit.lost_edit_name, ""
                     for name, parameter in zip(unit.names, unit.parameters, strict=True):
                         if parameter._version != self._versions.get(id(parameter)):
-                            found = found or name
+                            name_of_edit = name_of_edit or name
                             self.accept_version(parameter)
-        return found
+        return name_of_edit
 
     def accept_version(self, parameter: nn.Parameter) -> None:
         """Record the current version of a parameter, so that earlier changes do not count as edits."""

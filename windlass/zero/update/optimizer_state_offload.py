@@ -428,13 +428,13 @@ class OptimizerStateOffload:
 
     def _materialize_states(self, chunk: UpdateChunk) -> None:
         """Replace meta tensors among a chunk's states by zeros, in its staging buffer if they fit there."""
-        found = self._tensors_to_store(chunk)
-        laid = _lay_out(found)
+        stored = self._tensors_to_store(chunk)
+        laid = _lay_out(stored)
         visit = self._fetched.get(id(chunk))
         record = visit.record if visit is not None else None
-        if record is not None and not (_record_end(laid) <= record.numel() and _fits_in_place(laid, found, record)):
+        if record is not None and not (_record_end(laid) <= record.numel() and _fits_in_place(laid, stored, record)):
             record = None
-        for entry, (state_key, key, tensor) in zip(laid, found, strict=True):
+        for entry, (state_key, key, tensor) in zip(laid, stored, strict=True):
             if state_key is not None and tensor.device.type == "meta":
                 if record is None:
                     made = torch.empty(entry.shape, dtype=entry.dtype, device=chunk.device)
@@ -453,9 +453,9 @@ class OptimizerStateOffload:
         if chunk.tier is not Tier.NVME:
             return
         assert self._tier is not None and self._staging is not None
-        found = self._tensors_to_store(chunk)
+        stored = self._tensors_to_store(chunk)
         record = self._records.setdefault(id(chunk), _StateRecord())
-        laid = _lay_out(found)
+        laid = _lay_out(stored)
         nbytes = _record_end(laid)
         # The optimizer made more states than the extent has room for, or this is the first write.
         if record.extent is None or nbytes > record.extent.nbytes:
@@ -468,9 +468,9 @@ class OptimizerStateOffload:
         buffer = visit.record if visit is not None else None
         # Write from the buffer that was read if all tensors are still in their places, else pack a new buffer.
         target = buffer
-        if target is None or target.numel() < nbytes or not _fits_in_place(laid, found, target):
+        if target is None or target.numel() < nbytes or not _fits_in_place(laid, stored, target):
             target = self._staging.acquire(nbytes, torch.uint8)
-        for entry, (_, _, tensor) in zip(laid, found, strict=True):
+        for entry, (_, _, tensor) in zip(laid, stored, strict=True):
             place = entry.view_in(target)
             if place.data_ptr() != tensor.data_ptr():
                 place.copy_(tensor)
@@ -539,12 +539,12 @@ class OptimizerStateOffload:
 
     def _tensors_to_store(self, chunk: UpdateChunk) -> list[_Found]:
         """Return the tensors of a chunk to store: its master weights, and all non-scalar tensors of its states."""
-        found: list[_Found] = [(None, "", chunk.values())]
+        stored: list[_Found] = [(None, "", chunk.values())]
         for state_key in chunk.state_keys:
             for key, value in self.states.get(state_key, {}).items():
                 if is_offloadable(value):
-                    found.append((state_key, key, value.contiguous()))
-        return found
+                    stored.append((state_key, key, value.contiguous()))
+        return stored
 
     def _account(self, chunks: list[UpdateChunk]) -> None:
         """Record the bytes of optimizer states on an emulated device in the ledger."""
@@ -552,8 +552,8 @@ class OptimizerStateOffload:
             return
         for chunk in chunks:
             if chunk.tier is Tier.DEVICE:
-                found = self._tensors_to_store(chunk)[1:]
-                held = sum(tensor.numel() * tensor.element_size() for _, _, tensor in found)
+                state_tensors = self._tensors_to_store(chunk)[1:]
+                held = sum(tensor.numel() * tensor.element_size() for _, _, tensor in state_tensors)
                 self._ledger.set_held_bytes(f"optimizer states of {chunk.name}", held)
 
 

@@ -109,15 +109,15 @@ def make_chunks(slots: list[GradientSlot], limit: int) -> list[UpdateChunk]:
     A chunk has at most `limit` elements, rounded up to a multiple of 16 (a cache line of float32). The chunks of a unit
     have nearly equal sizes, so that a buffer for one fits the others.
     """
-    found = []
+    chunks = []
     for slot in slots:
         span = slot.unit.state_stop - slot.unit.state_start
         size = -(-span // max(1, -(-span // max(limit, 1))))
         size = max(ALIGN, -(-size // ALIGN) * ALIGN)
         for start in range(0, max(span, 1), size):
             tier = slot.unit.state_tier if span else Tier.DEVICE  # an empty chunk needs no memory on any tier
-            found.append(UpdateChunk(slot, start, min(start + size, span), tier))
-    return found
+            chunks.append(UpdateChunk(slot, start, min(start + size, span), tier))
+    return chunks
 
 
 def pipeline_numel(slots: list[GradientSlot]) -> int:
@@ -144,12 +144,12 @@ def batch_chunks(
     Returns:
         Batches of chunks. All chunks of a batch are on the same tier.
     """
-    made: list[list[UpdateChunk]] = []
+    batches: list[list[UpdateChunk]] = []
     size = 0
     for chunk in reversed(chunks):
-        if not made or size + size_of(chunk) > limit or made[-1][0].tier is not chunk.tier:
-            made.append([])
+        if not batches or size + size_of(chunk) > limit or batches[-1][0].tier is not chunk.tier:
+            batches.append([])
             size = 0
-        made[-1].append(chunk)
+        batches[-1].append(chunk)
         size += size_of(chunk)
-    return made
+    return batches

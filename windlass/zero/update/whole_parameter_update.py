@@ -208,7 +208,7 @@ class WholeParameterUpdate:
         """Return the full tensor, given this rank's part of it. Collective over the owners of the parts."""
         if owned.placement.is_full:
             return part
-        device = owned.chunk.unit.full.device  # the mesh axes communicate on it, on whatever tier the part is
+        device = owned.chunk.unit.full.device  # the mesh axes communicate on it, for any tier of the part
         return gather_full(part.to(device), owned.placement, self._axes).to(part.device)
 
     def _join_states(self, owned: OwnedParameter) -> None:
@@ -236,7 +236,7 @@ class WholeParameterUpdate:
         Returns:
             All parameters of `chunks`, without empty ones, in model order.
         """
-        found = [
+        owned_parameters = [
             (get_global_numel(parameter), number, index)  # full size: all parts get equal owners
             for number, chunk in enumerate(chunks)
             for index, parameter in enumerate(chunk.unit.parameters)
@@ -245,14 +245,14 @@ class WholeParameterUpdate:
         for before in self.owned:
             loads[id(before.chunk.unit.dp_group)][before.owner] += get_global_numel(before.parameter)
         owners: dict[tuple[int, int], int] = {}
-        for numel, number, index in sorted(found, key=lambda entry: (-entry[0], entry[1], entry[2])):
+        for numel, number, index in sorted(owned_parameters, key=lambda entry: (-entry[0], entry[1], entry[2])):
             dp_group = chunks[number].unit.dp_group
             load = loads[id(dp_group)]
             owner = dp_group.group.index if self._whole else load.index(min(load))
             load[owner] += numel
             owners[number, index] = owner
         owned = []
-        for numel, number, index in found:
+        for numel, number, index in owned_parameters:
             chunk = chunks[number]
             if numel:
                 tensor = nn.Parameter(torch.empty(0, dtype=chunk.state_dtype, device=chunk.device))
