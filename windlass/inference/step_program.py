@@ -402,7 +402,7 @@ class _NativeRun:
     def _address(self, ref: TensorRef) -> int | None:
         if ref.offset[1:] != (0, 0) or ref.dtype not in (torch.float32, torch.bfloat16):
             return None
-        return int(self._program.storage_tensor(ref).data_ptr()) + ref.offset[0] * ref.dtype.itemsize
+        return int(self._program.storage_tensor(ref).data_ptr() + ref.offset[0] * ref.dtype.itemsize)
 
     def _rows(self, ref: TensorRef, features: int) -> tuple[int, Count] | None:
         """Return the address and number of rows of a contiguous tensor."""
