@@ -1,0 +1,57 @@
+"""Tests of GGUF's blocks: each weight at the place that ggml's layout gives it, there and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.base.errors import ModelError
+from windlass.compress.gguf_blocks import BLOCK_TYPES, decode_blocks, encode_blocks, find_block_type
+from windlass.kernels.coded_formats import CodedWeightFormat
+from windlass.kernels.weight_format import get_weight_format
+
+
+def read_block(block: np.ndarray, kind: str) -> list[float]:
+    """Return the weights of a block, one after the other."""
+    at = 64 if kind == "TQ2_0" else 0
+    scale = float(block[at : at + 2].view(np.float16)[0])
+    codes = np.delete(block, [at, at + 1]).tolist()
+    if kind == "Q8_0":
+        return [scale * (code - 256 * (code > 127)) for code in codes]
+    if kind == "Q4_0":
+        return [scale * ((codes[i % 16] >> (4 * (i // 16)) & 15) - 8) for i in range(32)]
+    if kind == "TQ2_0":
+        return [scale * ((codes[32 * (i // 128) + i % 32] >> (2 * (i % 128 // 32)) & 3) - 1) for i in range(256)]
+    return [scale * (1 if codes[i // 8] >> (i % 8) & 1 else -1) for i in range(128)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("int8_g32", "Q8_0"), ("int8_g128", "Q8_0"), ("int4_g32", "Q4_0"), ("int4", "Q4_0"), ("ternary", "TQ2_0"),
+     ("binary_g128", "Q1_0"), ("binary", "Q1_0")],
+)  # fmt: skip
+def test_blocks_have_the_numbers_of_the_format(name: str, kind: str) -> None:
+    form = get_weight_format(name)
+    assert isinstance(form, CodedWeightFormat)
+    packed = form.pack(torch.randn(3, 512, generator=torch.Generator().manual_seed(0)))
+    block = find_block_type(form, 512)
+    assert block.name == kind
+    data = encode_blocks(form, packed, block)
+    rows = data.numpy().reshape(3, -1, block.nbytes)
+    expected = torch.tensor([[weight for one in row for weight in read_block(one, kind)] for row in rows])
+    assert torch.equal(form.unpack(packed), expected)
+    back = decode_blocks(data, block)
+    assert torch.equal(get_weight_format(block.format).unpack(back), expected)
+
+
+def test_damaged_blocks_and_formats_without_a_type_are_refused() -> None:
+    with pytest.raises(ModelError, match="not rows of blocks of 34 of GGUF's Q8_0"):
+        decode_blocks(torch.zeros(2, 35, dtype=torch.uint8), BLOCK_TYPES["Q8_0"])
+    with pytest.raises(ModelError, match="TQ2_0 is 3, which is no ternary value"):
+        decode_blocks(torch.full((1, 66), 255, dtype=torch.uint8), BLOCK_TYPES["TQ2_0"])
+    for name in ("int3_g64", "int4_g32_zp", "int2", "ternary_g128", "binary_g32", "int8", "fp8"):
+        with pytest.raises(ModelError, match=f"no GGUF type has the numbers of format '{name}'"):
+            find_block_type(get_weight_format(name), 256)
+    with pytest.raises(ModelError, match="100 input features do not divide into blocks of 32"):
+        find_block_type(get_weight_format("int8_g32"), 100)
