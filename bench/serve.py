@@ -84,9 +84,14 @@ def main(
         )
         forms = weights.split(",")
         # int8 inputs, as llama.cpp's for its quantized weights
-        options = {"skip_tokenizer_init": True, "kv_cache_tokens": _CACHE_TOKENS}
         engines = {
-            form: LLM(folder, weights=form, activations="int8" if form == "int8" else "auto", **options)
+            form: LLM(
+                folder,
+                skip_tokenizer_init=True,
+                weights=form,
+                activations="int8" if form == "int8" else "auto",
+                kv_cache_tokens=_CACHE_TOKENS,
+            )
             for form in forms
         }
         _compare_tokens(model, next(iter(engines.values())))
@@ -142,21 +147,20 @@ def main(
             f"{found.median / roofs[label]:.0%}" if roofs[label] else "",
             f"{statistics.median(found.other_cores):.2f}",
         )
-    for label, rates in llama.items():
-        spread = f"{min(rates):.1f}-{max(rates):.1f}"
-        table.add_row(f"llama.cpp {label}", "", f"{statistics.median(rates):.1f}", spread, "", "", "")
-    for label, found in over_http.items():
-        table.add_row(
-            f"{label}", "generated", f"{found['generated_per_second']:.1f}", "", "", "", f"{found['other']:.2f}"
-        )
+    for label, speeds in llama.items():
+        spread = f"{min(speeds):.1f}-{max(speeds):.1f}"
+        table.add_row(f"llama.cpp {label}", "", f"{statistics.median(speeds):.1f}", spread, "", "", "")
+    for label, served in over_http.items():
+        rate = f"{served['generated_per_second']:.1f}"
+        table.add_row(label, "generated", rate, "", "", "", f"{served['other']:.2f}")
     console.print(f"roofs: read {read / 1e9:.1f} GB/s, MKL 2048^3 {product / 1e9:.0f} GFLOP/s")
     console.print(table)
-    for label, found in over_http.items():
-        times = [f"{name[:-3].replace('_', ' ')} {value:.0f} ms" for name, value in found.items() if "ms" in name]
+    for label, served in over_http.items():
+        times = [f"{name[:-3].replace('_', ' ')} {value:.0f} ms" for name, value in served.items() if "ms" in name]
         console.print(f"{label}: {', '.join(times)}", soft_wrap=True)
     rates = {label: found.median for label, found in measured.items()}
-    rates |= {f"llama.cpp {label}": statistics.median(found) for label, found in llama.items()}
-    rates |= {label: found["generated_per_second"] for label, found in over_http.items()}
+    rates |= {f"llama.cpp {label}": statistics.median(speeds) for label, speeds in llama.items()}
+    rates |= {label: served["generated_per_second"] for label, served in over_http.items()}
     shares = {label: rates[label] / roof for label, roof in roofs.items() if roof}
     figures = _goals(rates, shares, statistics.median(outside), over_http)
     goals = Table("figure", "measured", "goal", "", box=None)
