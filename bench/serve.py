@@ -151,8 +151,8 @@ def main(
         spread = f"{min(speeds):.1f}-{max(speeds):.1f}"
         table.add_row(f"llama.cpp {label}", "", f"{statistics.median(speeds):.1f}", spread, "", "", "")
     for label, served in over_http.items():
-        rate = f"{served['generated_per_second']:.1f}"
-        table.add_row(label, "generated", rate, "", "", "", f"{served['other']:.2f}")
+        generated = f"{served['generated_per_second']:.1f}"
+        table.add_row(label, "generated", generated, "", "", "", f"{served['other']:.2f}")
     console.print(f"roofs: read {read / 1e9:.1f} GB/s, MKL 2048^3 {product / 1e9:.0f} GFLOP/s")
     console.print(table)
     for label, served in over_http.items():
