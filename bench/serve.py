@@ -400,7 +400,7 @@ def _measure_server(
         found["other"] = _other_cores(*began)  # the server too
         if before:
             after, seconds = server.metrics(), time.perf_counter() - began[1]
-            forward = after["windlass:forward_seconds"] - before["windlass:forward_seconds"]
+            forward = after["windlass:forward_seconds_total"] - before["windlass:forward_seconds_total"]
             found["overhead"] = 1 - forward / seconds
             found["resident_mb"] = server.resident()["VmRSS"] / 1e6
             weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -24,7 +24,7 @@ def test_policies_give_the_same_tokens_under_fastgens_levels(raw: bool, tmp_path
         (policy, clients) for policy in ("splitfuse", "prefill-first", "orca") for clients in (1, 2)
     ]
     for run in written["runs"]:
-        assert run["requests"] == 8 and run["requests_per_second"] > 0 and run["gap_p95_ms"] >= run["gap_p50_ms"] > 0
+        assert run["requests"] == 8 and run["requests_per_second"] > 0 and run["gap_p95_ms"] >= run["gap_p50_ms"] >= 0
         assert 0 <= run["share"]["R6"] <= run["share"]["R4"] <= run["share"]["R2"] <= 1
     assert set(written["requests_per_second_without_level"]) == {"splitfuse", "prefill-first", "orca"}
     assert "tokens: equal under all policies" in written["verdicts"]
