@@ -104,7 +104,13 @@ def main(
                 results_here = _rows(contenders, errors, inputs, outputs, count, read)
                 console.print(_table(f"{inputs} -> {outputs}, {count} rows", results_here))
                 measured += results_here
-    facts = {"path": chosen.name, "torch": capability, "read_gb_per_s": read, "rows": measured}
+    facts = {
+        "path": chosen.name,
+        "threads": torch.get_num_threads(),
+        "torch": capability,
+        "read_gb_per_s": read,
+        "rows": measured,
+    }
     write_result(results / f"{name}.json", facts)
 
 
