@@ -105,6 +105,11 @@ $(VENV)/.torch: $(INPUTS)
 	$(if $(HASHED),$(LOCKED),$(INSTALL) torch)
 	@touch $@
 
+# Each extra contains the one before it. An installed extra is not installed again, because that builds the kernels anew.
+CONTAINED_demo := .demo
+CONTAINED_test := .demo .test
+CONTAINED_dev := .demo .test .dev
+
 $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch
 	$(INSTALL) $(if $(HASHED),--no-deps --no-build-isolation )-e '.[$*]'
-	@touch $@
+	@touch $(addprefix $(VENV)/,$(CONTAINED_$*))
