@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.base.errors import ConfigError, ModelError
+from windlass.base.errors import ConfigError, ModelError, WindlassError
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 
 _DTYPES = {
@@ -58,7 +58,7 @@ def load_model(
             is missing.
     """
     transformers = _import_transformers()
-    config = _load(transformers.AutoConfig, path, trust_remote_code)
+    config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{path} is an encoder-decoder ({config.model_type}); windlass serves causal language models, which have "
@@ -70,8 +70,19 @@ def load_model(
     )
     if torch.device(device).type == "cpu" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
-    found: nn.Module = model.to(device).eval()
+    if torch.device(device).type != "cpu":
+        model = model.to(device)
+    found: nn.Module = model.eval()
     return found
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the configuration of a model.
+
+    Raises:
+        ModelError: there is none.
+    """
+    return _load(_import_transformers().AutoConfig, path, trust_remote_code)
 
 
 def load_tokenizer_of(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -122,6 +133,8 @@ def _load(source: Any, path: str | Path, trust_remote_code: bool, **arguments: A
         raise ModelError(f"{path} is not a directory; give one with config.json and safetensors files")
     try:
         return source.from_pretrained(path, trust_remote_code=trust_remote_code, **arguments)
+    except WindlassError:
+        raise
     except Exception as error:  # safetensors, tokenizers and the hub raise their own exception types
         if needs_remote_code(error):
             raise ModelError(remote_code_refusal(path)) from error

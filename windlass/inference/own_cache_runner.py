@@ -116,8 +116,10 @@ class OwnCacheModelRunner:
             self._states[new_id] = copy.deepcopy(self._states[sequence_id])
 
     def close(self) -> None:
-        """Free all caches."""
+        """Free all caches and packed weights."""
         self._states.clear()
+        if self._packed is not None:
+            self._packed.close()
 
     def _advance(self, state: OwnCacheState, wanted: list[int]) -> list[torch.Tensor]:
         """Compute all pending tokens; return the logits at the positions `wanted`."""

@@ -85,6 +85,8 @@ class PagedModelRunner:
         # the recorded forward has no adapters; with some, all steps run the modules, so that results keep their bits
         adapted = self.lora is not None and self.lora.names
         if self.program is not None and not adapted and self.program.takes(batch):
+            if self._packed is not None:
+                self._packed.begin_forward()
             return self.program.run(batch)
         return self._run_modules(batch)
 
@@ -135,7 +137,13 @@ class PagedModelRunner:
         """Do nothing: the block tables say it."""
 
     def close(self) -> None:
-        """Free the KV cache, and give the model back its attention function."""
+        """Free the KV cache and packed weights, and give the model back its attention function."""
+        self.free_cache()
+        if self._packed is not None:
+            self._packed.close()
+
+    def free_cache(self) -> None:
+        """Free the KV cache, and give the model back its attention function; another runner may use the weights."""
         self.program = None
         self._backend.caches.clear()
         self._restore()

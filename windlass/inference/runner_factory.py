@@ -13,15 +13,17 @@ from windlass.base.log import logger
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device
 from windlass.inference.own_cache_runner import OwnCacheModelRunner
-from windlass.inference.packed_modules import PackedModules, can_pack
+from windlass.inference.packed_modules import PackedModules, can_pack, pack_modules
 from windlass.inference.paged_runner import PagedModelRunner
 from windlass.inference.parallel_model import is_sharded, shard_for_inference
 from windlass.inference.rank_channel import RankChannel
 from windlass.inference.step_batch import ModelRunner, StepBatch
 from windlass.inference.step_cost import StepCost
+from windlass.inference.streamed_modules import StreamedModules
 from windlass.storage.staging_memory import available_memory
 
 _CHECKED_TOKENS = 8
+_STREAMED_CHECKED_TOKENS = 2  # each forward reads all weights
 _CHECKED_PROMPTS = (11, 5)  # tokens of each
 _OWN_CACHE_TOKENS = 1 << 16
 _CACHE_SHARE = 0.4  # of the free host memory
@@ -34,14 +36,17 @@ def make_runner(
     *,
     owned: bool = False,
     ranks: RankChannel | None = None,
+    streamed: StreamedModules | None = None,
 ) -> ModelRunner:
     """Return the fastest runner that computes what the model computes. Collective over `ranks`.
 
     Args:
         owned: the engine is the only user of the model, so its weights may be packed and freed.
         ranks: over which the model is sharded, in place.
+        streamed: weights of the model that are read from a file; None: all are in memory.
 
     Raises:
+        ConfigError: weights are to be streamed, and the model is a live module.
         ModelError: the model is an encoder-decoder, or the KV cache would be too small for one sequence.
     """
     config = getattr(model, "config", None)
@@ -50,16 +55,21 @@ def make_runner(
             f"{type(model).__name__} is an encoder-decoder; windlass serves causal language models, which have a "
             "decoder alone"
         )
+    if options.streams_weights and streamed is None:
+        raise ConfigError(
+            f"weights_tier is {options.weights_tier!r}, but a live module is in memory already; give its directory"
+        )
     longest = options.max_model_len or max_model_len
     shards = ranks is not None and not is_sharded(model)
     if ranks is not None and shards:
         ranks.broadcast_model(model)
-    plain = PlainLogits(model, longest) if options.check_at_load else None
+    steps = _CHECKED_TOKENS if streamed is None else _STREAMED_CHECKED_TOKENS
+    plain = PlainLogits(model, longest, steps) if options.check_at_load else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
-    packed = _pack(model, options, owned=owned)
+    packed = streamed or _pack(model, options, owned=owned)
     try:
-        runner: ModelRunner = PagedModelRunner(
+        runner = PagedModelRunner(
             model,
             block_size=options.block_size,
             num_blocks=_block_counter(options, longest, model, ranks),
@@ -71,14 +81,15 @@ def make_runner(
     except Exception as error:  # code of any model runs here; its own cache is tried next
         reason = str(error).split("\n")[0]
     else:
-        if packed is not None and owned and ranks is None and isinstance(runner, PagedModelRunner):
+        replayable = streamed is None or not streamed.stacked  # stacked matrices have no fixed address
+        if packed is not None and owned and replayable and ranks is None:
             _compile(runner, plain, options, longest)
         problem = None if plain is None else plain.find_difference(runner, options)
         if ranks is not None and not ranks.minimum(problem is None):
             problem = problem or "another rank found a difference"  # all ranks take the same runner
         if problem is None:
             return runner
-        runner.close()
+        runner.free_cache()
         reason = problem
     tokens = options.kv_cache_tokens or max(_OWN_CACHE_TOKENS, longest)
     own = OwnCacheModelRunner(
@@ -106,22 +117,24 @@ class PlainLogits:
 
     Args:
         max_length: tokens that the model can attend to; below those of the check, nothing is checked.
+        steps: tokens that each sequence is continued by.
     """
 
-    def __init__(self, model: nn.Module, max_length: int) -> None:
+    def __init__(self, model: nn.Module, max_length: int, steps: int = _CHECKED_TOKENS) -> None:
+        self._steps = steps
         generator = torch.Generator().manual_seed(0)
         self._device = find_device(model)
         forward = CausalForward(model)
         self._wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
         self._sequences: list[list[int]] = []
         self._logits: list[torch.Tensor] = []
-        if max(_CHECKED_PROMPTS) + _CHECKED_TOKENS > max_length:
+        if max(_CHECKED_PROMPTS) + self._steps > max_length:
             return
         one = torch.zeros(1, dtype=torch.long, device=self._device)
         with torch.inference_mode():
             vocabulary = forward(one, None, one).shape[-1]
             for prompt in _CHECKED_PROMPTS:
-                ids = torch.randint(vocabulary, (prompt + _CHECKED_TOKENS - 1,), generator=generator)
+                ids = torch.randint(vocabulary, (prompt + self._steps - 1,), generator=generator)
                 rows = torch.arange(prompt - 1, len(ids))
                 self._sequences.append(ids.tolist())
                 self._logits.append(forward(ids.to(self._device), None, rows.to(self._device)))
@@ -134,13 +147,13 @@ class PlainLogits:
             before other sequences exist.
         """
         size = runner.block_size
-        needed = -(-(max(_CHECKED_PROMPTS) + _CHECKED_TOKENS) // size)
+        needed = -(-(max(_CHECKED_PROMPTS) + self._steps) // size)
         if not self._sequences or runner.num_blocks < needed * len(self._sequences):
             return None  # no room
         tables = [list(range(row * needed, (row + 1) * needed)) for row in range(len(self._sequences))]
         computed = [0] * len(self._sequences)
         found: list[list[torch.Tensor]] = [[] for _ in self._sequences]
-        for step in range(_CHECKED_TOKENS):
+        for step in range(self._steps):
             known = [tokens[: prompt + step] for tokens, prompt in zip(self._sequences, _CHECKED_PROMPTS, strict=True)]
             for row, logits in enumerate(runner.run(_flat_batch(known, computed, tables, size, self._device))):
                 found[row].append(logits.clone())
@@ -176,27 +189,36 @@ def _pack(model: nn.Module, options: EngineOptions, *, owned: bool) -> PackedMod
         with torch.inference_mode():
             forward(ids, None, ids[:1])
 
-    return PackedModules(model, probe, weight_format=options.weights, frees_weights=owned)
+    return pack_modules(model, probe, weight_format=options.weights, frees_weights=owned)
 
 
-def measure_step_cost(runner: ModelRunner, device: torch.device, max_tokens: int) -> StepCost:
-    """Measure a step of one token and one of many tokens of a single sequence."""
+def measure_step_cost(
+    runner: ModelRunner, device: torch.device, max_tokens: int, streamed: StreamedModules | None = None
+) -> StepCost:
+    """Measure a step of one token and one of many tokens of a single sequence.
+
+    Where weights are streamed, reading them is part of the time of any step, and waiting for them none of the time of a
+    token.
+    """
     many = min(max_tokens, 64, runner.num_blocks * runner.block_size)
 
-    def seconds(count: int) -> float:
+    def waited() -> float:
+        return 0.0 if streamed is None else streamed.stats.waited_seconds
+
+    def seconds(count: int, *, computing: bool = False) -> float:
         table = [list(range(-(-count // runner.block_size)))]
         batch = _flat_batch([[0] * count], [0], table, runner.block_size, device)
         times = []
         for _ in range(2):
-            began = time.perf_counter()
+            began = time.perf_counter() + (waited() if computing else 0.0)
             runner.run(batch)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - (waited() if computing else 0.0) - began)
             runner.release(0)
         return min(times)
 
-    one, all_of_them = seconds(1), seconds(many)
+    one, all_of_them = seconds(1), seconds(many, computing=True)
     return StepCost(0.0, one, max(all_of_them / many, 1e-9), one / 1e5)
 
 

@@ -194,8 +194,7 @@ class StepProgram:
         panels, bias = operator.target
         x, out = binder.tensor(operator.inputs[0]), binder.tensor(operator.outputs[0])
         assert isinstance(panels, PackedPanels)
-        arguments = panels.native_arguments(x, out, bias)
-        return self._native.linear, arguments, {}
+        return *panels.native_call(x, out, bias), {}
 
     def _norm(self, operator: Operator, binder: _Binder) -> Call:
         call = operator.target

@@ -14,6 +14,10 @@ an offset of 128) input features of each output, side by side in 32 bits. All in
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 
 from windlass.base.errors import ModelError, WeightFormatError
@@ -60,6 +64,11 @@ class PackedPanels:
         """Bytes of the packed weight, scales and padding included."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
+    @property
+    def tensors(self) -> FormatTensors:
+        """The packed tensors by name: panels and scales, or those of the format where it multiplies itself."""
+        return self._tensors
+
     def _pack(self, tensors: FormatTensors) -> FormatTensors:
         """Return the tensors with the weight in panels; see [Note: panels]."""
         module = self._path.module
@@ -67,10 +76,27 @@ class PackedPanels:
         code, weight = _PANEL_CODES[self.format.name], tensors["weight"].contiguous()
         panels = empty_on_huge_pages((module.panel_bytes(code, *weight.shape),), torch.uint8)
         module.pack(code, tensor_address("weight", weight), *weight.shape, panels.data_ptr(), torch.get_num_threads())
-        packed = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "weight"}
-        scales = packed.get("weight_scale")
-        self._address = (code, panels.data_ptr(), *weight.shape, 0 if scales is None else scales.data_ptr())
-        return {"panels": panels, **packed}
+        packed = {"panels": panels, **{n: t.contiguous() for n, t in tensors.items() if n != "weight"}}
+        self._address = self._find_address(packed)
+        return packed
+
+    def _find_address(self, tensors: FormatTensors) -> tuple[int, ...]:
+        """Return the arguments of the native `linear` that describe the weight."""
+        scales = tensors.get("weight_scale")
+        return (
+            _PANEL_CODES[self.format.name],
+            tensors["panels"].data_ptr(),
+            self.out_features,
+            self.in_features,
+            0 if scales is None else scales.data_ptr(),
+        )
+
+    def native_call(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return a function and its arguments that write the product of `native_arguments` into `out`."""
+        assert self._path.module is not None
+        return self._path.module.linear, self.native_arguments(x, out, bias)
 
     def native_arguments(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> tuple[object, ...]:
         """Return the arguments of the native `linear` for tensors at fixed addresses.
@@ -106,7 +132,55 @@ class PackedPanels:
         return out
 
     def __repr__(self) -> str:
-        return f"PackedPanels({self.out_features}, {self.in_features}, format={self.format.name!r}, path={self.path!r})"
+        return f"{type(self).__name__}({self.out_features}, {self.in_features}, format={self.format.name!r}, path={self.path!r})"
+
+
+class BorrowedPanels(PackedPanels):
+    """Packed weight whose tensors are in memory during a product alone.
+
+    Args:
+        path: implementation that multiplies, and for which the weight was packed.
+        lend: context manager that yields the tensors of `PackedPanels.tensors`, at any address.
+    """
+
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        out_features: int,
+        in_features: int,
+        path: str,
+        lend: Callable[[], AbstractContextManager[FormatTensors]],
+    ) -> None:
+        self.format, self.quantize_inputs = weight_format, False
+        self.out_features, self.in_features = out_features, in_features
+        self._path, self._lend = get_inference_path(path), lend
+        self._tensors: FormatTensors = {}
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compute `packed_linear`, whose checks have passed."""
+        with self._lend() as tensors:
+            if self._path.module is not None:
+                self._address = self._find_address(tensors)
+            self._tensors = tensors
+            try:
+                return super().linear(x, bias)
+            finally:
+                self._tensors = {}
+
+    def native_call(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return a function and its arguments that write the product of `native_arguments` into `out`."""
+        module = self._path.module
+        assert module is not None
+        self._address = (0, 0, self.out_features, self.in_features, 0)
+        number, _, _, _, _, _, *rest = self.native_arguments(x, out, bias)
+
+        def multiply(*arguments: Any) -> None:
+            with self._lend() as tensors:
+                module.linear(number, *self._find_address(tensors), *arguments)
+
+        return multiply, tuple(rest)
 
 
 def pack_weight(
