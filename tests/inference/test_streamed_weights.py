@@ -43,7 +43,7 @@ def modules_of(llm: LLM) -> StreamedModules:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral", "qwen2_moe", "bloom"])
 def test_families_generate_what_the_plain_model_does(name: str, tmp_path: Path) -> None:
-    """The first load makes the file, the second reads it; gpt2 has tied weights, bloom its own cache, others experts."""
+    """The first load makes the file, the second uses it; gpt2 has tied weights, bloom its own cache."""
     model = saved(name, tmp_path)
     for tier in ("disk", "host"):
         with streamed(tmp_path, weights_tier=tier) as llm:

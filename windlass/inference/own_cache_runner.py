@@ -63,7 +63,7 @@ class OwnCacheModelRunner:
         kept = "the model's own cache" if self._keeps_cache else "all tokens computed again in each step"
         self.description = f"{kept}, one sequence at a time"
         ids = torch.zeros(2, dtype=torch.long, device=self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), nullcontext() if packed is None else packed.without_values():
             self.vocab_size = self._recompute(ids, ids[:1]).shape[-1]
 
     def run(self, batch: StepBatch) -> torch.Tensor:

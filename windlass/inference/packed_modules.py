@@ -8,7 +8,7 @@ computes the product for all, and the others return their part of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +89,7 @@ class PackedModules:
 
     def __init__(self, groups: Sequence[LinearGroup], *, permanent: bool = False) -> None:
         self.groups, self._permanent = list(groups), permanent
-        self._forwards = [
-            pair for group in self.groups for pair in zip(group.modules, group.forwards(), strict=True)
-        ]
+        self._forwards = [pair for group in self.groups for pair in zip(group.modules, group.forwards(), strict=True)]
         if permanent:
             self._replace()
         logger.debug("%d linear layers in %d packed products", len(self._forwards), len(self.groups))
@@ -116,6 +114,10 @@ class PackedModules:
 
     def begin_forward(self) -> None:
         """Prepare for the next forward of the model."""
+
+    def without_values(self) -> AbstractContextManager[None]:
+        """Allow any weights inside the `with` block, where results do not matter."""
+        return nullcontext()
 
     def close(self) -> None:
         """Free what the packed weights hold beside memory."""

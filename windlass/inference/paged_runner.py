@@ -100,8 +100,12 @@ class PagedModelRunner:
         Returns:
             The reason if the forward cannot be recorded.
         """
+        values = nullcontext() if self._packed is None else self._packed.without_values()
         try:
-            self.program = StepProgram(self._run_modules, self._backend, max_tokens=max_tokens, max_blocks=max_blocks)
+            with values:
+                self.program = StepProgram(
+                    self._run_modules, self._backend, max_tokens=max_tokens, max_blocks=max_blocks
+                )
         except NotRecordableError as error:
             return str(error)
         return None
@@ -170,8 +174,9 @@ class PagedModelRunner:
             sequence_ids=[0],
         )
         backend.begin(batch)
+        values = nullcontext() if self._packed is None else self._packed.without_values()
         try:
-            with torch.inference_mode(), use_backend(backend):
+            with torch.inference_mode(), use_backend(backend), values:
                 return self._forward(batch.token_ids, batch.positions, batch.logit_rows).shape[-1]
         except Exception:
             self._restore()

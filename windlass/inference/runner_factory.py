@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -63,8 +64,7 @@ def make_runner(
     shards = ranks is not None and not is_sharded(model)
     if ranks is not None and shards:
         ranks.broadcast_model(model)
-    steps = _CHECKED_TOKENS if streamed is None else _STREAMED_CHECKED_TOKENS
-    plain = PlainLogits(model, longest, steps) if options.check_at_load else None
+    plain = PlainLogits(model, longest, streamed) if options.check_at_load else None
     if ranks is not None and shards:
         shard_for_inference(model, ranks)
     packed = streamed or _pack(model, options, owned=owned)
@@ -117,11 +117,11 @@ class PlainLogits:
 
     Args:
         max_length: tokens that the model can attend to; below those of the check, nothing is checked.
-        steps: tokens that each sequence is continued by.
+        streamed: weights of the model that are read for each forward, so that fewer tokens are checked.
     """
 
-    def __init__(self, model: nn.Module, max_length: int, steps: int = _CHECKED_TOKENS) -> None:
-        self._steps = steps
+    def __init__(self, model: nn.Module, max_length: int, streamed: StreamedModules | None = None) -> None:
+        self._steps = _CHECKED_TOKENS if streamed is None else _STREAMED_CHECKED_TOKENS
         generator = torch.Generator().manual_seed(0)
         self._device = find_device(model)
         forward = CausalForward(model)
@@ -131,8 +131,10 @@ class PlainLogits:
         if max(_CHECKED_PROMPTS) + self._steps > max_length:
             return
         one = torch.zeros(1, dtype=torch.long, device=self._device)
-        with torch.inference_mode():
+        values = nullcontext() if streamed is None else streamed.without_values()
+        with torch.inference_mode(), values:
             vocabulary = forward(one, None, one).shape[-1]
+        with torch.inference_mode():
             for prompt in _CHECKED_PROMPTS:
                 ids = torch.randint(vocabulary, (prompt + self._steps - 1,), generator=generator)
                 rows = torch.arange(prompt - 1, len(ids))

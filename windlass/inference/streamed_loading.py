@@ -47,7 +47,7 @@ def load_streamed_model(
     """Load a causal language model of transformers, and leave the weights of its linear layers and experts in a file.
 
     The file is made at the first load, one product after the other, and used again as long as the model's files, the
-    dtype and the format are the same. At most one product's weights are in memory at any time; embeddings stay mapped.
+    dtype and the format are the same. While it is made, the weights of one product are in memory.
 
     Raises:
         ConfigError: the options do not fit together, or the machine has no native kernels.
@@ -89,6 +89,7 @@ class _StreamedLoad:
         if self._options.weights_tier == "host":
             lender = MappedUnits(weights, self._index.units)
         else:
+            _copy_mapped(model)
             units = self._index.units
             sizes = [unit.nbytes for unit in units]
             lender = WeightStream(DiskUnits(weights, units), sizes, self._options.weights_buffer_bytes)
@@ -162,6 +163,13 @@ class _StreamedLoad:
         return index
 
 
+def _copy_mapped(model: nn.Module) -> None:
+    """Move mapped parameters into memory, where no failure of the disk ends the process."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta and not tensor.untyped_storage().resizable():
+            tensor.data = tensor.detach().clone()
+
+
 def _stored_tensor(mapped: MappedFile, unit: StoredUnit, name: str) -> LazyTensor:
     place = unit.tensors[name]
     memory = mapped.bytes[unit.offset : unit.offset + unit.nbytes]
@@ -183,7 +191,7 @@ def _find_directory(path: str | Path, options: EngineOptions) -> Path:
         return Path(options.weights_directory)
     if not Path(path).is_dir():
         raise ConfigError(
-            f"weights_tier is {options.weights_tier!r}, and {path} is no local directory in which the weight file could "
-            "lie; give weights_directory, a directory on a fast disk"
+            f"weights_tier is {options.weights_tier!r}, and {path} is no local directory in which the weight file "
+            "could lie; give weights_directory, a directory on a fast disk"
         )
     return Path(path) / _FOLDER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +20,12 @@ from windlass.inference.packed_modules import (
 )
 from windlass.inference.weight_file import MappedFile, StoredUnit, WeightFileWriter, WeightIndex
 from windlass.inference.weight_stream import StreamStats, WeightStream
+from windlass.kernels.kernel_dispatch import REFERENCE_PATH
 from windlass.kernels.packed_gemm import BorrowedPanels
 from windlass.kernels.weight_format import get_weight_format
 from windlass.storage.direct_file_reader import DirectFileReader, FileRead
+
+LentTensors = AbstractContextManager[dict[str, torch.Tensor]]
 
 _STACKED_DIMS = 3  # dimensions of the stacked matrices of experts
 _ADVICE = "see dmesg; if the disk works, delete the file, and it is made again from the model"
@@ -39,6 +42,10 @@ class WeightLender(Protocol):
 
     def begin_forward(self) -> None:
         """Prepare for the next forward."""
+        ...
+
+    def without_values(self) -> AbstractContextManager[None]:
+        """Yield memory of any content inside the `with` block."""
         ...
 
     def close(self) -> None:
@@ -82,6 +89,10 @@ class MappedUnits:
     def begin_forward(self) -> None:
         """Do nothing: the system reads ahead."""
 
+    def without_values(self) -> AbstractContextManager[None]:
+        """Do nothing: the values cost no time."""
+        return nullcontext()
+
     def close(self) -> None:
         """Do nothing: the last view unmaps the file."""
 
@@ -90,11 +101,14 @@ class StackedParameters:
     """Module whose own stacked matrices are parameters during its forward alone."""
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], lend: Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        lend: Callable[[], AbstractContextManager[dict[str, torch.Tensor]]],
     ) -> None:
         self._lend = lend
         self._absent = {name: module.get_parameter(name) for name in names}
-        self._running: list[AbstractContextManager[dict[str, torch.Tensor]]] = []
+        self._running: list[LentTensors] = []
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -146,6 +160,10 @@ class StreamedModules(PackedModules):
         """Prepare for the next forward of the model."""
         self.lender.begin_forward()
 
+    def without_values(self) -> AbstractContextManager[None]:
+        """Compute with any weights inside the `with` block, without reading them."""
+        return self.lender.without_values()
+
     def close(self) -> None:
         """Stop reading, and free the staging memory."""
         self.lender.close()
@@ -156,13 +174,13 @@ class StreamedModules(PackedModules):
             get_weight_format(details["format"]),
             details["out_features"],
             details["in_features"],
-            details["path"],
+            None if details["native"] else REFERENCE_PATH,
             self._lend_tensors(number),
         )
         free_weights(modules)
         return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)
 
-    def _lend_tensors(self, number: int) -> Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]:
+    def _lend_tensors(self, number: int) -> Callable[[], LentTensors]:
         unit, lender = self.index.units[number], self.lender
 
         @contextmanager
@@ -211,7 +229,7 @@ def store_units(
             panels = group.panels
             details = {
                 "format": panels.format.name,
-                "path": panels.path,
+                "native": panels.path != REFERENCE_PATH,
                 "out_features": panels.out_features,
                 "in_features": panels.in_features,
                 "sizes": group.sizes,

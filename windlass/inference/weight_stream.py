@@ -9,8 +9,9 @@ uses units in another order, e.g. other experts, the ring is refilled from there
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -104,15 +105,29 @@ class WeightStream:
         self._order = list(range(len(self._sizes)))
         self._used: list[int] = []
         self._next = 0  # place in the order of the next unit to read
+        self._reads = True
+        # reads in flight end before their memory is freed
+        self._finish = weakref.finalize(self, _finish_reads, self._staged, self._buffer)
         self.stats = StreamStats()
 
     def begin_forward(self) -> None:
         """Take the order of the forward before as the prediction, if it is another one."""
+        if not self._reads:
+            return
         used, self._used = self._used, []
         if used and not _is_part(used, self._order):
             self._drop_unused()
             self._order, self._next = used, 0
         self._fill()
+
+    @contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Yield staging memory of any content in the place of units inside the `with` block."""
+        self._reads = False
+        try:
+            yield
+        finally:
+            self._reads = True
 
     @contextmanager
     def lend(self, unit: int) -> Iterator[torch.Tensor]:
@@ -121,6 +136,9 @@ class WeightStream:
         Raises:
             StorageError: they cannot be read. The next forward tries again.
         """
+        if not self._reads:
+            yield self._buffer[: self._sizes[unit]]
+            return
         staged = self._find(unit)
         self._used.append(unit)
         staged.in_use = True
@@ -139,8 +157,7 @@ class WeightStream:
 
     def close(self) -> None:
         """Wait for reads in flight and free the staging memory."""
-        for staged in self._staged:
-            staged.read.finish()
+        self._finish()
         self._staged.clear()
         self._order = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -177,7 +194,9 @@ class WeightStream:
         for staged in self._staged:
             if not staged.in_use:
                 staged.read.finish()
-        self._staged = deque(staged for staged in self._staged if staged.in_use)
+        kept = [staged for staged in self._staged if staged.in_use]
+        self._staged.clear()
+        self._staged += kept
 
     def _fill(self) -> None:
         """Start reads in the predicted order while the ring has room."""
@@ -206,6 +225,11 @@ class WeightStream:
                 return tail
             return 0 if nbytes <= head else None
         return tail if tail + nbytes <= head else None
+
+
+def _finish_reads(staged: Iterable[_Staged], buffer: torch.Tensor) -> None:
+    for one in staged:
+        one.read.finish()
 
 
 def _is_part(used: Sequence[int], order: Sequence[int]) -> bool:

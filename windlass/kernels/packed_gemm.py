@@ -132,14 +132,15 @@ class PackedPanels:
         return out
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.out_features}, {self.in_features}, format={self.format.name!r}, path={self.path!r})"
+        kind, sizes = type(self).__name__, f"{self.out_features}, {self.in_features}"
+        return f"{kind}({sizes}, format={self.format.name!r}, path={self.path!r})"
 
 
 class BorrowedPanels(PackedPanels):
     """Packed weight whose tensors are in memory during a product alone.
 
     Args:
-        path: implementation that multiplies, and for which the weight was packed.
+        path: "reference" for tensors of the format itself; None: panels, for the active instruction set.
         lend: context manager that yields the tensors of `PackedPanels.tensors`, at any address.
     """
 
@@ -148,7 +149,7 @@ class BorrowedPanels(PackedPanels):
         weight_format: WeightFormat,
         out_features: int,
         in_features: int,
-        path: str,
+        path: str | None,
         lend: Callable[[], AbstractContextManager[FormatTensors]],
     ) -> None:
         self.format, self.quantize_inputs = weight_format, False
